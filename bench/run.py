@@ -1,0 +1,147 @@
+"""Every variant of every op on its workload: checked against float64, then memory and time. See `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+# The profiler's library announces each start and stop on stderr below this level.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import torch
+from comparison import Progress, Row, Workload, compare
+from report import SORT_KEYS, header, plain_or_rich_console, print_tables, write_json
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import effops  # noqa: F401  (registers the ops)
+from effops.measure import copy_bandwidth_gbps
+from effops.op import Op, ops
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code: 1 if a variant failed."""
+    parser = argument_parser()
+    options = parser.parse_args(arguments)
+    selected = selected_ops(parser, options)
+    device = torch.device(options.device)
+    console = plain_or_rich_console()
+    rows: list[Row] = []
+    with shown_progress() as progress:
+        progress("measuring the bandwidth of a copy")
+        copy_gbps = copy_bandwidth_gbps(device)
+        head = header(device, copy_gbps)
+        console.print(", ".join(f"{key}: {value}" for key, value in head.items()))
+        for op, sizes, variants in selected:
+            for backward in PASSES[options.passes]:
+                found, profile = compare(
+                    Workload(op, sizes, DTYPES[options.dtype], device, backward),
+                    variants=variants,
+                    with_peers=options.peers,
+                    repeats=options.repeats,
+                    group_by_stack=options.group_by_stack,
+                    copy_gbps=copy_gbps,
+                    progress=progress,
+                )
+                print_tables(console, found, profile, options.sort_by)
+                rows += found
+                if options.json:
+                    write_json(options.json, head, rows)
+    for row in rows:
+        if row.fails:
+            print(f"failed: {row.op} {row.variant}, {row.pass_name}: {row.reason}", file=sys.stderr)
+    return int(any(row.fails for row in rows))
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench/run.py", description=__doc__)
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--op", help="one op; default: all")
+    parser.add_argument("--variants", type=comma_separated, metavar="A,B", help="default: all")
+    parser.add_argument("--size", type=sizes, default={}, metavar="M=..,T=..", help="instead of the op's default sizes")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device, help="cuda if there is one")
+    parser.add_argument("--pass", choices=PASSES, default="forward", dest="passes", help="default: forward")
+    parser.add_argument("--peers", action="store_true", help="more rows: other implementations")
+    parser.add_argument(
+        "--repeats", type=positive, default=20, metavar="N", help="timed runs of a row, 20; fewer if slow"
+    )
+    parser.add_argument(
+        "--sort-by", choices=SORT_KEYS, default="", metavar="KEY", help="smallest first: " + ", ".join(SORT_KEYS)
+    )
+    parser.add_argument("--group-by-stack", type=positive, default=0, metavar="N", help="operators by call stack")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
+    return parser
+
+
+def positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if not number:
+        raise argparse.ArgumentTypeError(f"expected a positive integer; got {text!r}")
+    return number
+
+
+def comma_separated(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def sizes(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in comma_separated(text)]
+    if not all(key and number.isdecimal() and int(number) for key, _, number in pairs):
+        raise argparse.ArgumentTypeError(f"expected KEY=N,KEY=N with positive integers; got {text!r}")
+    return {key: int(number) for key, _, number in pairs}
+
+
+def selected_ops(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> list[tuple[Op, Mapping[str, int], Sequence[str]]]:
+    """Each op to run, its sizes and the names of its variants. An option that suits none of the ops is an error."""
+    if options.op is not None and options.op not in ops():
+        parser.error(f"argument --op: expected one of {', '.join(ops())}; got {options.op!r}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: cuda needs a CUDA device and torch built for it; got none; use --device cpu")
+    chosen = [op for name, op in ops().items() if options.op in (None, name)]
+    expect_known(parser, "--size", options.size, {key for op in chosen for key in op.sizes})
+    expect_known(parser, "--variants", options.variants or (), {name for op in chosen for name in op.variants})
+    return [
+        (
+            op,
+            {key: options.size.get(key, default) for key, default in op.sizes.items()},
+            [name for name in op.variants if options.variants is None or name in options.variants],
+        )
+        for op in chosen
+        if options.variants is None or not op.variants.keys().isdisjoint(options.variants)
+    ]
+
+
+def expect_known(parser: argparse.ArgumentParser, option: str, given: Sequence[str], known: set[str]) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        parser.error(f"argument {option}: expected of {', '.join(sorted(known))}; got {', '.join(unknown)}")
+
+
+@contextmanager
+def shown_progress() -> Iterator[Progress]:
+    """What is being done, on standard error if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda text: bar.update(task, description=text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

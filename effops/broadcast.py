@@ -1,0 +1,107 @@
+"""Broadcast shapes -> which batch axes are batch, rows and columns of a matrix product; views there and back.
+
+An op scores every broadcast pair of `x (*X, D)` and `loc (*L, D)`; further operands (a scale) broadcast along. Every
+axis of the result has one role:
+
+    batch     x and loc both vary along it
+    rows      only x varies
+    columns   x does not vary (loc does, or only a further operand)
+
+so that the result is `(batch, rows, D) x (batch, columns, D) -> (batch, rows, columns)`, by views.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Roles of the axes of a broadcast result of shape `shape`; each role lists axes of the result, in its order."""
+
+    shape: Shape
+    batch: Shape
+    rows: Shape
+    columns: Shape
+
+    @property
+    def order(self) -> Shape:
+        """Axes of the result in the order batch, rows, columns: the order that blocks and kernels see."""
+        return self.batch + self.rows + self.columns
+
+    def sizes(self, axes: Shape) -> Shape:
+        return tuple(self.shape[axis] for axis in axes)
+
+    def numel(self, axes: Shape) -> int:
+        total = 1
+        for axis in axes:
+            total *= self.shape[axis]
+        return total
+
+    def view(self, operand: Tensor, axes: Shape, *, trailing: int = 0, expand: bool = True) -> Tensor:
+        """`operand`, broadcast to the result, as a view with just `axes` (then its last `trailing` axes).
+
+        Where the operand does not vary along an axis, the view has stride 0 there; with `expand=False`, size 1.
+        """
+        sizes, strides = [], []
+        missing = len(self.shape) - (operand.ndim - trailing)
+        for axis in axes:
+            own = axis - missing
+            varies = own >= 0 and operand.shape[own] == self.shape[axis]
+            sizes.append(self.shape[axis] if varies or expand else 1)
+            strides.append(operand.stride(own) if varies else 0)
+        for axis in range(operand.ndim - trailing, operand.ndim):
+            sizes.append(operand.shape[axis])
+            strides.append(operand.stride(axis))
+        return operand.as_strided(sizes, strides)
+
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """An uninitialised result of shape `shape`, laid out contiguously in the order batch, rows, columns."""
+        return self.restore(like.new_empty(self.sizes(self.order), dtype=dtype))
+
+    def restore(self, ordered: Tensor) -> Tensor:
+        """A tensor whose axes are `order`, as a view with the axes of the result."""
+        inverse = [0] * len(self.order)
+        for position, axis in enumerate(self.order):
+            inverse[axis] = position
+        return ordered.permute(inverse)
+
+    def gradient(self, ordered: Tensor, operand: Tensor, axes: Shape) -> Tensor:
+        """The inverse of `view`: a gradient with `axes`, then trailing ones, in the shape and dtype of `operand`."""
+        strides = dict(zip(axes, ordered.stride()))
+        trailing = ordered.ndim - len(axes)
+        missing = len(self.shape) - (operand.ndim - trailing)
+        own = [strides.get(missing + axis, 0) for axis in range(operand.ndim - trailing)]
+        return ordered.as_strided(operand.shape, [*own, *ordered.stride()[len(axes) :]]).to(operand.dtype)
+
+
+def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
+    """The plan for batch shapes (without the contracted axis); raises RuntimeError if they do not broadcast."""
+    shape = tuple(torch.broadcast_shapes(x, loc, *others))
+
+    def varying(operand: Shape) -> set[int]:
+        missing = len(shape) - len(operand)
+        return {missing + axis for axis, size in enumerate(operand) if size != 1}
+
+    in_x, in_loc = varying(x), varying(loc)
+    axes = range(len(shape))
+    return Plan(
+        shape=shape,
+        batch=tuple(axis for axis in axes if axis in in_x and axis in in_loc),
+        rows=tuple(axis for axis in axes if axis in in_x and axis not in in_loc),
+        columns=tuple(axis for axis in axes if axis not in in_x),
+    )
+
+
+def broadcast_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
+    """`make_plan`, remembered for the shapes seen last."""
+    return make_plan(x, loc, *others) if torch.compiler.is_compiling() else _remembered_plan(x, loc, *others)
+
+
+_remembered_plan = functools.lru_cache(maxsize=4096)(make_plan)

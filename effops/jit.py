@@ -1,0 +1,103 @@
+"""Just-in-time compilers (TorchScript, torch.compile, Triton): whether they can serve a call, and their products."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import shutil
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.op import Call
+
+# Differently broadcast or strided arguments of one signature compile anew; only sizes that change do not.
+RECOMPILATIONS = 64
+
+
+def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function scripted by TorchScript, on its first call."""
+
+    @functools.cache
+    def scripted() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return torch.jit.script(function)
+
+    def call(*args: Any) -> Tensor:
+        result: Tensor = scripted()(*args)
+        return result
+
+    return call
+
+
+def needs_torchscript(call: Call) -> str:
+    if sys.version_info >= (3, 14):
+        return "needs torch.jit.script, which does not work on Python 3.14 and later"
+    return ""
+
+
+def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function compiled by torch.compile with dynamic sizes: one compiled object for each rank, broadcast pattern,
+    dtype, device and need of gradients of its tensors, and each value of its other arguments."""
+    objects: dict[Any, Callable[..., Tensor]] = {}
+
+    def call(*args: Any) -> Tensor:
+        grad = torch.is_grad_enabled()
+        signature = tuple(
+            (tuple(min(size, 2) for size in arg.shape), arg.dtype, arg.device, grad and arg.requires_grad)
+            if isinstance(arg, Tensor)
+            else arg
+            for arg in args
+        )
+        compiled = objects.get(signature)
+        if compiled is None:
+            # A code object of its own: the limit of recompilations is counted per code object.
+            own = types.FunctionType(
+                function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+            )
+            compiled = objects[signature] = torch.compile(own, dynamic=True, fullgraph=True)
+        return compiled(*args)
+
+    return call
+
+
+@functools.cache
+def _cpp_compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+
+
+def needs_inductor(call: Call) -> str:
+    if call.device.type == "cpu" and _cpp_compiler() is None:
+        return "needs a C++ compiler for TorchInductor, and none was found; install g++ or set CXX"
+    if call.device.type == "cuda" and _import_error("triton"):
+        return f"needs triton for TorchInductor, which cannot be imported: {_import_error('triton')}"
+    return ""
+
+
+@functools.cache
+def _import_error(module: str) -> str:
+    """Why a module cannot be imported; empty if it can."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever an import raises is the answer
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@functools.cache
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def needs_triton(call: Call) -> str:
+    if call.device.type != "cuda" and not (call.device.type == "cpu" and _interpreted()):
+        return f"needs CUDA tensors, got {call.device.type}"
+    error = _import_error("effops.kernels.pairs")
+    return f"needs effops.kernels, which cannot be imported: {error}" if error else ""

@@ -1,0 +1,314 @@
+"""Ops, their variants, the choice between them and its explanation. Knows no op by name."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class Call(Protocol):
+    """The validated arguments of one call, as an op's `prepare` returns them; this much of it every op shares."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Cost(NamedTuple):
+    """What a variant is predicted to need for the forward pass of one call, beyond the inputs.
+
+    `saved_bytes` is what stays allocated for backward, besides inputs and output (0 if nothing requires gradients).
+    """
+
+    output_bytes: int
+    saved_bytes: int
+    temporary_bytes: int
+    flops: int
+
+
+Need = Callable[[Any], str]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation of an op.
+
+    Each of `needs` takes a call and returns why the variant cannot run it, or an empty string. `automatic_on` names
+    the device types on which the automatic choice may take the variant; None means all.
+    """
+
+    name: str
+    run: Callable[[Any], Tensor]
+    cost: Callable[[Any], Cost]
+    needs: Sequence[Need] = ()
+    automatic_on: tuple[str, ...] | None = None
+
+    def obstacle(self, call: Call) -> str:
+        """Why this variant cannot run `call`; empty if it can."""
+        return next((reason for need in self.needs if (reason := need(call))), "")
+
+    def automatic(self, call: Call) -> bool:
+        return self.automatic_on is None or call.device.type in self.automatic_on
+
+
+@dataclass
+class Op:
+    """A named operation with several variants behind one public function.
+
+    Attributes:
+        name: the public function's name
+        prepare: validates the arguments of the public function and returns the call that variants receive
+        preference: names of the variants, the best first
+        cases: shapes of the arguments, by a short name, that every test runs
+        sample: makes arguments of given shapes: `sample(*shapes, dtype=, device=, generator=)`
+        workload: makes the arguments of the benchmark: `workload(**sizes, dtype=, device=, generator=)`
+        sizes: the benchmark's default sizes
+        bounds: `effops.testing.Bounds` of a right result, from a call
+        gradient_bounds: the same for the gradient of each tensor argument, from a call and the upstream gradient
+    """
+
+    name: str
+    prepare: Callable[..., Any]
+    preference: tuple[str, ...]
+    cases: Mapping[str, tuple[Shape, ...]]
+    sample: Callable[..., tuple[Tensor, ...]]
+    workload: Callable[..., tuple[Tensor, ...]]
+    sizes: Mapping[str, int]
+    bounds: Callable[..., Any]
+    gradient_bounds: Callable[..., Any]
+    _variants: dict[str, Variant] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        _ops[self.name] = self
+
+    @property
+    def variants(self) -> Mapping[str, Variant]:
+        """The variants by name, in order of preference."""
+        return MappingProxyType({name: self._variants[name] for name in self.preference})
+
+    def variant(
+        self,
+        name: str,
+        *,
+        cost: Callable[[Any], Cost],
+        needs: Sequence[Need] = (),
+        automatic_on: tuple[str, ...] | None = None,
+    ) -> Callable[[Callable[[Any], Tensor]], Callable[[Any], Tensor]]:
+        """Register the decorated function of a call as the variant `name`."""
+        if name not in self.preference:
+            raise ValueError(f"{self.name}: variant {name!r} has no place in the order of preference {self.preference}")
+
+        def register(run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+            self._variants[name] = Variant(name, run, cost, needs, automatic_on)
+            return run
+
+        return register
+
+    def __call__(self, *args: Any, variant: str | None = None, **kwargs: Any) -> Tensor:
+        call = self.prepare(*args, **kwargs)
+        run = self.choose(call, variant).run
+        device_type = call.device.type
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                return run(call)
+        return run(call)
+
+    def choose(self, call: Call, variant: str | None) -> Variant:
+        """The variant named by the argument or by `use_variant`, or the best that supports the call."""
+        name = variant if variant is not None else current_variant()
+        if name is None:
+            for name in self.preference:
+                candidate = self._variants[name]
+                if candidate.automatic(call) and not candidate.obstacle(call):
+                    return candidate
+            raise NotImplementedError(f"{self.name}: no variant supports this call; see effops.explain")
+        named = self._variants.get(name)
+        if named is None:
+            raise ValueError(f"{self.name} has no variant {name!r}; choose from {', '.join(self.preference)}")
+        obstacle = named.obstacle(call)
+        if obstacle:
+            others = [v.name for v in self._variants.values() if v.automatic(call) and not v.obstacle(call)]
+            best = next((other for other in self.preference if other in others), "another variant")
+            raise NotImplementedError(f'{self.name}(variant="{name}") {obstacle}; leave variant=None or use "{best}"')
+        return named
+
+
+_ops: dict[str, Op] = {}
+
+
+def ops() -> Mapping[str, Op]:
+    """Every registered op by name."""
+    return MappingProxyType(_ops)
+
+
+def find_op(function: Callable[..., Any] | str) -> Op:
+    """The op behind a public function, or of that name."""
+    op = _ops.get(function if isinstance(function, str) else getattr(function, "__name__", ""))
+    if op is None:
+        raise ValueError(f"{function!r} is no op of effops; choose from {', '.join(_ops)}")
+    return op
+
+
+def variants(function: Callable[..., Any] | str) -> list[str]:
+    """Names of the variants of an op, in order of preference.
+
+    >>> effops.variants(effops.power_spherical_log_prob)[0]
+    'triton'
+    """
+    return list(find_op(function).preference)
+
+
+class _ThreadState(threading.local):
+    """What `use_variant` set in this thread, for traced code, which can guard on this but not on a ContextVar.
+
+    `__init__` runs once a thread, so the attributes exist wherever they are read and Dynamo guards on their values.
+    """
+
+    def __init__(self) -> None:
+        self.variant: str | None = None
+        self.tasks = 0
+
+
+_in_context: ContextVar[str | None] = ContextVar("effops_variant", default=None)
+_in_thread = _ThreadState()
+
+
+def current_variant() -> str | None:
+    """The variant that the innermost `use_variant` around this call names, or None."""
+    if not torch.compiler.is_compiling():
+        return _in_context.get()
+    if _in_thread.tasks:
+        raise NotImplementedError(
+            "use_variant inside an asyncio task cannot be seen by compiled code; pass variant= to the op instead"
+        )
+    return _in_thread.variant
+
+
+class use_variant:
+    """Context manager: every op called inside runs the named variant, or raises if it cannot.
+
+    Holds for the current thread and asyncio task. Compiled functions called inside follow it too (each variant is
+    compiled once); inside an asyncio task they raise instead, since compiled code cannot tell tasks apart.
+
+    >>> with effops.use_variant("einsum"):
+    ...     lp = effops.power_spherical_log_prob(loc, scale, x)
+    """
+
+    def __init__(self, name: str) -> None:
+        known = sorted({variant for op in _ops.values() for variant in op.preference})
+        if name not in known:
+            raise ValueError(f"use_variant: no op has a variant {name!r}; choose from {', '.join(known)}")
+        self.name = name
+        self._outer: list[tuple[str | None, bool, Token[str | None]]] = []
+        self._traced_outer: str | None = None
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            self._traced_outer, _in_thread.variant = _in_thread.variant, self.name
+            return
+        in_task = _running_in_task()
+        self._outer.append((_in_thread.variant, in_task, _in_context.set(self.name)))
+        if in_task:
+            _in_thread.tasks += 1
+        else:
+            _in_thread.variant = self.name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if torch.compiler.is_compiling():
+            _in_thread.variant = self._traced_outer
+            return
+        outer, in_task, token = self._outer.pop()
+        _in_context.reset(token)
+        if in_task:
+            _in_thread.tasks -= 1
+        else:
+            _in_thread.variant = outer
+
+
+def _running_in_task() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class VariantReport:
+    """What `explain` says of one variant; `reason` is empty where it is supported."""
+
+    supported: bool
+    reason: str
+    output_bytes: int
+    saved_bytes: int
+    temporary_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The choice for one call and, of every variant, whether and why it can or cannot run and what it would need."""
+
+    op: str
+    chosen: str
+    variants: Mapping[str, VariantReport]
+
+    def __str__(self) -> str:
+        header = ("variant", "", "output", "saved", "temporary", "operations", "why not")
+        rows = [
+            (
+                name,
+                "chosen" if name == self.chosen else "",
+                format_bytes(report.output_bytes),
+                format_bytes(report.saved_bytes),
+                format_bytes(report.temporary_bytes),
+                f"{report.flops:.3g}",
+                report.reason,
+            )
+            for name, report in self.variants.items()
+        ]
+        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [header, *rows])
+        return "\n".join([f"{self.op}: {self.chosen} (bytes predicted, beyond the inputs)", *lines])
+
+
+def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None = None, **kwargs: Any) -> Explanation:
+    """Which variant a call would run, why every other would not, and what each would need; nothing is computed.
+
+    Takes the arguments of the op and never allocates its result, so it may be asked about sizes that do not fit:
+    give expanded or meta tensors. Raises what the call itself would raise for bad arguments or an unusable `variant`.
+
+    >>> print(effops.explain(effops.power_spherical_log_prob, loc, scale, x))    # doctest: +ELLIPSIS
+    power_spherical_log_prob: chunked (bytes predicted, beyond the inputs)
+    ...
+    """
+    op = find_op(function)
+    call = op.prepare(*args, **kwargs)
+    chosen = op.choose(call, variant)
+
+    def reports() -> Iterator[tuple[str, VariantReport]]:
+        for name, candidate in op.variants.items():
+            reason = candidate.obstacle(call)
+            yield name, VariantReport(not reason, reason, *candidate.cost(call))
+
+    return Explanation(op.name, chosen.name, MappingProxyType(dict(reports())))
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes for people: 33554432 -> '32.0 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

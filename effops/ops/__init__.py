@@ -1,0 +1,1 @@
+"""One module an op, or a tight family of ops."""

@@ -1,0 +1,47 @@
+"""Dtypes and rounding: result and arithmetic dtype of an op, unit roundoff, how exact a contraction is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+# What rounding the coordinates of a unit vector to this dtype does to the sum of their products.
+INPUT_SLACK = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def promote(first: torch.dtype, first_ndim: int, second: torch.dtype, second_ndim: int) -> torch.dtype:
+    """Dtype of an elementwise operation on two floating-point tensors: a 0-d tensor does not widen an n-d one."""
+    if (first_ndim == 0) == (second_ndim == 0):
+        return torch.promote_types(first, second)
+    return second if first_ndim == 0 else first
+
+
+def arithmetic_dtype(result: torch.dtype) -> torch.dtype:
+    """float64 for a float64 result, else float32."""
+    return torch.float64 if result == torch.float64 else torch.float32
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def contraction_error(dimension: int, arithmetic: torch.dtype, precision: str = "highest") -> float:
+    """c such that a dot product of two unit vectors of `dimension` is off by at most c unit roundoffs of `arithmetic`.
+
+    Covers every order of summation that a matrix product takes. `precision` is the value of
+    `torch.get_float32_matmul_precision()`; below "highest", matrix products may round operands to TF32 or bfloat16.
+    """
+    exact_operands = 4 + math.sqrt(dimension)
+    if arithmetic == torch.float64 or precision == "highest":
+        return exact_operands
+    if precision == "high":  # TF32, truncated
+        return 2**14 * min(2.0, 1 + 6 / math.sqrt(dimension)) + exact_operands
+    return 2**16 * min(2.0, 6 / math.sqrt(dimension)) + exact_operands
+
+
+def sphere_tolerance(dimension: int, arithmetic: torch.dtype, inputs: Sequence[torch.dtype]) -> float:
+    """How far the dot product of two unit vectors, given in the dtypes `inputs`, may fall below -1."""
+    rounding = contraction_error(dimension, arithmetic, torch.get_float32_matmul_precision())
+    return rounding * unit_roundoff(arithmetic) + max(INPUT_SLACK[dtype] for dtype in inputs)

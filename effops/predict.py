@@ -1,0 +1,66 @@
+"""Bytes that a function of tensors will need, found by running it on fake tensors: nothing is computed or allocated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Bytes(NamedTuple):
+    """What a call needs beyond its inputs: its output, what is kept for backward besides, and temporaries."""
+
+    output_bytes: int
+    saved_bytes: int
+    temporary_bytes: int
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the bytes of the storages that operations create, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.storages: dict[weakref.ref[Any], int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.count(leaf)
+        return result
+
+    def count(self, tensor: Tensor, *, free: bool = False) -> None:
+        """Count the storage of a tensor, once, until it is released; as nothing if it is `free`."""
+        storage = tensor.untyped_storage()
+        reference = weakref.ref(storage, self._release)
+        if reference not in self.storages:
+            self.storages[reference] = 0 if free else storage.nbytes()
+            self.live_bytes += self.storages[reference]
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _release(self, reference: weakref.ref[Any]) -> None:
+        self.live_bytes -= self.storages.pop(reference)
+
+
+def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor) -> Bytes:
+    """Bytes of `function(*tensors)`, in the current grad mode; the tensors may be on any device, or meta tensors."""
+    with FakeTensorMode() as mode:
+        fakes = []
+        for tensor in tensors:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            fakes.append(fake.requires_grad_(tensor.requires_grad))
+        with _Allocations() as allocations:
+            for fake in fakes:
+                allocations.count(fake, free=True)
+            output = function(*fakes)
+            output_bytes = allocations.storages.get(weakref.ref(output.untyped_storage()), 0)
+            saved_bytes = allocations.live_bytes - output_bytes
+    del mode
+    return Bytes(output_bytes, saved_bytes, allocations.peak_bytes - output_bytes - saved_bytes)

@@ -1,0 +1,61 @@
+"""How right a result is: errors against float64, in units of the budget that rounding leaves a correct variant.
+
+An error ratio of at most 1 passes. Budgets follow from the dtype of the arithmetic and from how exact a contraction
+may be, not from what some variant happens to reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.op import Op
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The float64 value of a result and how far below and above it a correct result may lie, elementwise.
+
+    NaN is accepted where `may_be_nan` holds, and required where `value` is NaN and `may_be_nan` does not hold.
+    """
+
+    value: Tensor
+    below: Tensor
+    above: Tensor
+    may_be_nan: Tensor | None = None
+
+    def error_ratio(self, result: Tensor) -> float:
+        """Largest error of `result` in units of its budget; infinite for a wrong shape or NaN."""
+        if result.shape != self.value.shape:
+            return float("inf")
+        if result.numel() == 0:
+            return 0.0
+        finite = torch.finfo(result.dtype)
+        found, value = result.detach().to(self.value), self.value
+        # The result is rounded once to its own dtype.
+        rounding = value.abs() * (finite.eps / 2) + finite.smallest_normal
+        error = found - value
+        ratio = torch.where(error < 0, -error / (self.below + rounding), error / (self.above + rounding))
+        overflow = (found.sign() == value.sign()) & found.isinf() & (value.abs() + self.above + rounding >= finite.max)
+        ratio = torch.where(overflow | (found == value), 0.0, ratio)
+        ratio = torch.where(~value.isfinite() & ~found.isfinite(), 0.0, ratio)
+        if self.may_be_nan is not None:
+            ratio = torch.where(found.isnan() & self.may_be_nan, 0.0, ratio)
+        return float(torch.nan_to_num(ratio, nan=float("inf")).max())
+
+
+def error_ratio(op: Op, args: tuple[Any, ...], out: Tensor) -> float:
+    """Error of a forward result in units of its budget: right if at most 1."""
+    bounds: Bounds = op.bounds(op.prepare(*args))
+    return bounds.error_ratio(out)
+
+
+def gradient_error_ratio(op: Op, args: tuple[Any, ...], dout: Tensor, gradients: tuple[Tensor | None, ...]) -> float:
+    """Largest error of the gradients of the arguments in units of their budgets: right if at most 1."""
+    expected = op.gradient_bounds(op.prepare(*args), dout)
+    return max(
+        (bounds.error_ratio(found) for bounds, found in zip(expected, gradients) if found is not None), default=0.0
+    )

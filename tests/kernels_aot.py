@@ -1,0 +1,91 @@
+"""Compile the shipped kernels for devices that are not here, and print what each needs, as JSON lines.
+
+    python kernels_aot.py INDEX COUNT        every COUNT-th launch, from INDEX
+
+A process of its own, because Triton either compiles or interprets for the whole life of a process.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+import triton
+from effops.kernels import pairs, power_spherical
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+POINTERS = {torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+def compile_launch(architecture, launch):
+    """Specialise the arguments as a call does: 1 and None become constants, multiples of 16 are known to be."""
+    names = launch.kernel.arg_names
+    options = {name: launch.constants[name] for name in ("num_warps", "num_stages")}
+    constants = {name: value for name, value in launch.constants.items() if name not in options}
+    signature, attributes = {}, {}
+    for index, (name, value) in enumerate(zip(names, (0, *launch.args), strict=False)):
+        if value is None or (isinstance(value, int) and value == 1):
+            constants[name] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(constants, "constexpr")
+    signature = {name: signature[name] for name in names}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return triton.compile(source, target=TARGETS[architecture], options=options)
+
+
+def resources(architecture, compiled):
+    if architecture == "gfx942":
+        text = compiled.asm["amdgcn"]
+        registers, spills, local = (
+            int(re.search(rf"\.{key}: +(\d+)", text).group(1))
+            for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+        )
+    else:
+        text = compiled.asm["ptx"]
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        registers, spills, local = (
+            int(re.search(rf"{key}:(\d+)", usage).group(1)) for key in ("REG", "STACK", "LOCAL")
+        )
+    return {
+        "registers": registers,
+        "spill_bytes": spills + local,
+        "shared_bytes": compiled.metadata.shared,
+        "tmem": getattr(compiled.metadata, "tmem_size", None) or 0,
+        "stores": len(re.findall(r"\bst\.global|\bglobal_store|\bbuffer_store", text)),
+    }
+
+
+def describe(launch):
+    values = {name: getattr(value, "__name__", str(value)) for name, value in launch.constants.items()}
+    inputs = next(value for value in launch.args if isinstance(value, torch.Tensor)).dtype
+    return {"kernel": launch.kernel.__name__.strip("_"), "inputs": str(inputs), **values}
+
+
+def main(index, count):
+    for architecture, launch in list(pairs.shipped(power_spherical.MAP))[index::count]:
+        compiled = compile_launch(architecture, launch)
+        entry = {"architecture": architecture, **describe(launch), **resources(architecture, compiled)}
+        print(json.dumps(entry), flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

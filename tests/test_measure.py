@@ -1,0 +1,236 @@
+"""effops.measure: bytes of functions that are known exactly, times, profiler rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from effops import measure
+from effops.measure import Memory, Pass
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SIDE = 128
+TENSOR_BYTES = SIDE * SIDE * 4
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def square(device: str, *, requires_grad: bool = False) -> Tensor:
+    return torch.randn(SIDE, SIDE, device=device, requires_grad=requires_grad)
+
+
+def three_temporaries(a: Tensor, b: Tensor) -> Tensor:
+    p, q, r = a * b, a + b, torch.sub(a, b)
+    return torch.stack([p, q, r]).sum(0)
+
+
+def units(memory: Memory) -> tuple[float, ...]:
+    """Inputs, output, saved, temporary and peak in tensors of SIDE x SIDE."""
+    parts = (
+        memory.input_bytes,
+        memory.output_bytes,
+        memory.saved_bytes,
+        memory.temporary_bytes,
+        memory.peak_bytes,
+    )
+    return tuple(part / TENSOR_BYTES for part in parts)
+
+
+def test_temporaries_alive_at_once(device: str) -> None:
+    found = measure.memory(Pass(three_temporaries, (square(device), square(device))))
+    # p, q, r and their stack of three; at the sum q, p, r, the stack and the output.
+    assert units(found) == (2, 1, 0, 6, 9)
+
+
+def test_temporaries_released_in_turn(device: str) -> None:
+    found = measure.memory(Pass(lambda a: a.sin().cos().sin().cos(), (square(device),)))
+    assert units(found) == (1, 1, 0, 1, 3)
+
+
+def test_saved_for_backward(device: str) -> None:
+    saves_sine = Pass(lambda a: a.sin().square(), (square(device, requires_grad=True),))
+    assert units(measure.memory(saves_sine)) == (1, 1, 1, 0, 3)
+    saves_its_output = Pass(torch.exp, (square(device, requires_grad=True),))
+    assert units(measure.memory(saves_its_output)) == (1, 1, 0, 0, 2)
+
+
+def test_nothing_is_saved_without_gradients(device: str) -> None:
+    assert units(measure.memory(Pass(lambda a: a.sin().square(), (square(device),)))) == (1, 1, 0, 1, 3)
+
+
+def test_in_place_and_aliasing_results_take_nothing(device: str) -> None:
+    for function in (Tensor.sin_, lambda a: a[3:].mT, lambda a: a):
+        assert units(measure.memory(Pass(function, (square(device),)))) == (1, 0, 0, 0, 1)
+
+
+def test_views_count_their_storage_once(device: str) -> None:
+    def halves_and_whole(a: Tensor) -> dict[str, object]:
+        out = a.sin()
+        return {"halves": out.chunk(2), "whole": [out.mT]}
+
+    expanded = torch.randn(SIDE, 1, device=device).expand(SIDE, SIDE)
+    assert units(measure.memory(Pass(halves_and_whole, (square(device),)))) == (1, 1, 0, 0, 2)
+    assert measure.memory(Pass(torch.sin, (expanded,))).input_bytes == SIDE * 4
+
+
+def test_a_view_keeps_its_whole_storage(device: str) -> None:
+    assert units(measure.memory(Pass(lambda a: a.sin()[0], (square(device),)))) == (1, 1, 0, 0, 2)
+
+
+def test_backward_alone(device: str) -> None:
+    a, b = square(device, requires_grad=True), square(device, requires_grad=True)
+    # Inputs a, b, the result and the gradient from above; output the two gradients, made one after the other.
+    assert units(measure.memory(Pass(torch.mul, (a, b), backward=True))) == (4, 2, 0, 0, 6)
+    # Saved is the sine. Two temporaries: the gradient by the sine, and one factor on the way to it or after it.
+    found = measure.memory(Pass(lambda a: a.sin().square(), (a,), backward=True))
+    assert units(found)[:3] == (3, 1, 1)
+    assert 1 <= units(found)[3] <= 2
+    assert found.peak_bytes == sum(vars(found).values()) - found.peak_bytes
+
+
+def test_backward_counts_gradients_that_view_the_one_from_above_as_nothing(device: str) -> None:
+    a, b = square(device, requires_grad=True), square(device, requires_grad=True)
+    assert units(measure.memory(Pass(torch.add, (a, b), backward=True))) == (4, 0, 0, 0, 4)
+
+
+def test_backward_needs_a_tensor_that_requires_gradients(device: str) -> None:
+    with pytest.raises(ValueError, match="must require gradients"):
+        measure.memory(Pass(torch.sin, (square(device),), backward=True))
+
+
+def test_what_a_first_call_keeps_is_not_counted(device: str) -> None:
+    kept: list[Tensor] = []
+
+    def caches(a: Tensor) -> Tensor:
+        if not kept:
+            kept.append(a.cos())
+        return a.sin()
+
+    assert units(measure.memory(Pass(caches, (square(device),)))) == (1, 1, 0, 0, 2)
+    kept.clear()
+    assert units(measure.memory(Pass(caches, (square(device),)), warmup=0)) == (1, 1, 1, 0, 3)
+
+
+def test_memory_is_the_same_from_run_to_run() -> None:
+    work = Pass(lambda a, b: torch.logsumexp(a @ b, 0) * 2.5, (square("cpu"), square("cpu")))
+    assert len({measure.memory(work) for _ in range(5)}) == 1
+
+
+def test_upstream_gradient_varies_and_does_not_depend_on_layout() -> None:
+    out = torch.empty(3, 4)
+    first, permuted = measure.upstream_gradient(out), measure.upstream_gradient(out.mT.contiguous().mT)
+    assert torch.equal(first, permuted)
+    assert permuted.stride() == (1, 3)
+    assert len(first.unique()) == 12
+
+
+def test_times_count_only_the_pass(device: str) -> None:
+    def slow_forward(a: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return a.sin()
+
+    a = square(device, requires_grad=True)
+    found = measure.times(
+        {"forward": Pass(slow_forward, (a,)), "backward": Pass(slow_forward, (a,), backward=True)}, repeats=4
+    )
+    forward, backward = found["forward"], found["backward"]
+    assert forward.min_ms >= 90 > backward.median_ms
+    assert forward.min_ms <= forward.median_ms
+    assert forward.repeats == backward.repeats == 4
+
+
+def test_times_of_a_slow_pass_keep_to_the_budget() -> None:
+    calls: list[str] = []
+
+    def called(name: str, seconds: float) -> None:
+        calls.append(name)
+        time.sleep(seconds)
+
+    passes = {"slow": Pass(called, ("slow", 0.03)), "fast": Pass(called, ("fast", 0.0))}
+    found = measure.times(passes, repeats=10, least_repeats=3, budget_s=0.05, warmup=1)
+    assert (found["slow"].repeats, found["fast"].repeats) == (3, 10)
+    assert (calls.count("slow"), calls.count("fast")) == (4, 11)
+    assert set(calls[2:8]) == {"slow", "fast"}
+
+
+def test_median_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples_ms: Iterator[float] = iter([1.0, 4.0, 2.0, 3.0, 100.0])
+    monkeypatch.setattr(measure, "_stopwatch", lambda device: lambda run: next(samples_ms))
+    found = measure.times({"varied": Pass(lambda: None, ())}, repeats=5)["varied"]
+    assert found == measure.Timing(median_ms=3, min_ms=1, iqr_ms=2, repeats=5)
+
+
+def test_copy_bandwidth_counts_bytes_read_and_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        measure, "times", lambda passes, repeats: {"copy": measure.Timing(median_ms=2.0, min_ms=1, iqr_ms=0, repeats=1)}
+    )
+    assert measure.copy_bandwidth_gbps(torch.device(device), size_bytes=10**6) == pytest.approx(1.0)
+
+
+def test_available_bytes_is_what_the_tighter_of_system_and_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal:       900 kB\nMemAvailable:       500 kB\n"}
+    monkeypatch.setattr(measure, "_text", lambda path: files.get(path, ""))
+    cpu = torch.device("cpu")
+    assert measure.available_bytes(cpu) == 500 * 1024
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    files["/sys/fs/cgroup/memory.current"] = "400000\n"
+    assert measure.available_bytes(cpu) == 500 * 1024
+    files["/sys/fs/cgroup/memory.max"] = "600000\n"
+    files["/sys/fs/cgroup/memory.stat"] = "anon 1\ninactive_file 100000\nactive_file 7\n"
+    assert measure.available_bytes(cpu) == 300000
+    files["/sys/fs/cgroup/memory.current"] = "900000\n"
+    assert measure.available_bytes(cpu) == 0
+
+
+def test_profile_has_a_row_a_pass_and_the_columns(device: str) -> None:
+    passes = {
+        "three": Pass(three_temporaries, (square(device), square(device))),
+        "sine": Pass(torch.sin, (square(device),)),
+    }
+    found = measure.profile(passes)
+    assert [row.name for row in found.rows] == ["three", "sine"]
+    assert found.columns == (
+        "Name",
+        "Self CUDA Mem" if device == "cuda" else "Self CPU Mem",
+        "CUDA time avg",
+        "CPU total %",
+        "CPU total",
+        "CPU time avg",
+        "Self CUDA",
+        "Self CUDA %",
+    )
+    three, sine = found.rows
+    # The range itself frees the three temporaries and their stack, which operators inside it allocated.
+    assert three.self_mem_bytes == -6 * TENSOR_BYTES
+    assert sine.self_mem_bytes == 0
+    assert three.cpu_total_us == three.cpu_time_avg_us > 0
+    assert 0 < three.cpu_total_percent + sine.cpu_total_percent <= 100.01
+    assert (three.device_time_avg_us > 0) == (device == "cuda")
+    assert found.cells(sine)[2] != "-" if device == "cuda" else found.cells(sine)[2] == "-"
+    assert not found.operators
+    assert str(found).count("\n") == 2
+
+
+def test_profile_by_stack_tells_the_lines(device: str) -> None:
+    work = Pass(three_temporaries, (square(device), square(device)))
+    found = measure.profile({"three": work}, group_by_stack=1)
+    operators = {row.name: row for row in found.operators["three"]}
+    assert {"aten::mul", "aten::add", "aten::sub", "aten::stack", "aten::sum"} <= operators.keys()
+    assert operators["aten::mul"].self_mem_bytes == TENSOR_BYTES
+    assert len(operators["aten::mul"].stack) == 1
+    assert "three_temporaries" in operators["aten::mul"].stack[0]
+    assert found.rows[0].self_mem_bytes == -6 * TENSOR_BYTES
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "text"), [(0.25, "0.2 us"), (999, "999.0 us"), (1234.5, "1.234 ms"), (2e6, "2.000 s")]
+)
+def test_format_us(microseconds: float, text: str) -> None:
+    assert measure.format_us(microseconds) == text

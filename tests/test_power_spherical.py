@@ -1,0 +1,201 @@
+"""What is peculiar to the PowerSpherical log density: hard inputs, the antipode, the package that it replaces."""
+
+import math
+
+import pytest
+import torch
+
+import effops
+from effops.ops.power_spherical import op
+from effops.precision import unit_roundoff
+from effops.testing import error_ratio, gradient_error_ratio
+
+SCALES = (1e-30, 1e-3, 1.0, 100.0, 1e4, 1e6, 1e7, 1e30, math.inf, math.nan, 0.0, -0.25, -1e3)
+DIMENSIONS = (2, 3, 7, 8, 127, 128, 129, 768, 4096)
+VARIANTS = [v for v in op.variants if v not in ("torchscript", "compile")]
+COMPILED = [pytest.param("torchscript", id="torchscript"), pytest.param("compile", id="compile")]
+
+
+def unit(*shape, generator):
+    return torch.nn.functional.normalize(torch.randn(*shape, dtype=torch.float64, generator=generator), dim=-1)
+
+
+def hard_pairs(dimension, generator):
+    """Rows of loc and x, float64: every kind of pair that breaks a careless log density, one a row."""
+    e1 = torch.zeros(dimension, dtype=torch.float64)
+    e1[0] = 1
+    two_sparse = torch.zeros(dimension, dtype=torch.float64)
+    two_sparse[0], two_sparse[-1] = 0.6, 0.8
+    same_sign = torch.full((dimension,), dimension**-0.5, dtype=torch.float64)
+    locs = [e1, two_sparse, same_sign, *unit(4, dimension, generator=generator)]
+    rows = []
+    for loc in locs:
+        tangent = unit(dimension, generator=generator)
+        tangent = torch.nn.functional.normalize(tangent - (tangent @ loc) * loc, dim=-1)
+        rows += [(loc, factor * loc) for factor in (1, 1 + 1e-7, 1 - 1e-7, -1, -1 - 1e-7, 0.5, 1.5, -1.5)]
+        rows += [(loc, tangent), (loc, unit(dimension, generator=generator))]
+        for angle in (1e-4, 1e-2, *(math.pi - d for d in (0.1, 1e-2, 1e-3, 3e-4, 1e-6))):
+            rows.append((loc, math.cos(angle) * loc + math.sin(angle) * tangent))
+    return torch.stack([loc for loc, _ in rows]), torch.stack([x for _, x in rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hard_inputs(variant, dimension, dtype, device, generator):
+    if variant == "triton" and device == "cpu" and dimension not in (2, 7, 129):
+        pytest.skip("interpreted kernels take small shapes")
+    check_hard_inputs(variant, dimension, dtype, device, generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", COMPILED)
+def test_hard_inputs_compiled(variant, dtype, device, generator):
+    check_hard_inputs(variant, 128, dtype, device, generator)
+
+
+def check_hard_inputs(variant, dimension, dtype, device, generator):
+    loc, x = (rows.to(device, dtype) for rows in hard_pairs(dimension, generator))
+    scale = torch.tensor(SCALES, dtype=torch.float64).to(device, dtype)
+    row_by_row = (loc, scale.unsqueeze(-1), x)
+    all_pairs = (loc[::5].unsqueeze(1), scale.unsqueeze(-1).unsqueeze(-1), x[::3])
+    for args in (row_by_row, all_pairs):
+        assert error_ratio(op, args, op(*args, variant=variant)) <= 1
+        leaves = tuple(arg.clone().requires_grad_() for arg in args)
+        out = op(*leaves, variant=variant)
+        dout = torch.randn(out.shape, generator=generator).to(device, dtype)
+        gradients = torch.autograd.grad(out, leaves, dout)
+        # An infinite or NaN scale is in every sum over the scales: the gradients of loc and x say nothing there.
+        assert gradient_error_ratio(op, args, dout, (None, gradients[1], None)) <= 1
+        finite = tuple(arg[:8] if arg is args[1] else arg for arg in args)
+        leaves = tuple(arg.clone().requires_grad_() for arg in finite)
+        out = op(*leaves, variant=variant)
+        gradients = torch.autograd.grad(out, leaves, dout[:8])
+        assert gradient_error_ratio(op, finite, dout[:8], gradients) <= 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_row_stays_alone(variant, bad, device, generator):
+    """NaN or infinity in one row of x, loc or scale must reach no other, tails of blocks included."""
+    loc, scale, x = op.sample((67, 37), (67,), (70, 1, 37), device=device, generator=generator)
+    clean = op(loc, scale, x, variant=variant)
+    for spoiled, (row, column) in (("x", (69, slice(None))), ("loc", (slice(None), 66)), ("scale", (slice(None), 66))):
+        args = {"loc": loc.clone(), "scale": scale.clone(), "x": x.clone()}
+        args[spoiled][-1] = bad
+        out = op(**args, variant=variant)
+        assert not out[row, column].isfinite().any()
+        out[row, column] = clean[row, column] = 0
+        torch.testing.assert_close(out, clean, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_antipode_is_finite_and_outside_is_nan(variant, dtype, device):
+    loc = torch.eye(3, dtype=dtype, device=device)[:1].requires_grad_()
+    scale = torch.tensor([2.0], dtype=dtype, device=device).requires_grad_()
+    out = op(loc, scale, -loc.detach(), variant=variant)
+    floor = unit_roundoff(dtype)
+    expected = math.lgamma(4) - math.lgamma(3) - math.log(4 * math.pi) + 2 * math.log(floor / 2)
+    assert out.item() == pytest.approx(expected, rel=1e-6)
+    dloc, dscale = torch.autograd.grad(out, (loc, scale))
+    assert torch.equal(dloc, torch.zeros_like(loc))
+    assert dscale.item() == pytest.approx(1 / 3 + math.log(floor / 2), rel=1e-6)
+    assert op(loc, scale, -1.01 * loc.detach(), variant=variant).isnan().all()
+
+
+@pytest.mark.parametrize("variant", [v for v in op.variants if v != "triton"])
+def test_equals_the_package_it_replaces(variant, generator):
+    package = pytest.importorskip("power_spherical")
+    args = op.workload(M=6, T=5, D=16, generator=generator)
+    loc, scale, x = (arg.double() for arg in args)
+    expected = package.PowerSpherical(loc, scale, validate_args=False).log_prob(x)
+    torch.testing.assert_close(op(loc, scale, x, variant=variant), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(op(*args, variant=variant).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_workload_is_a_draw_from_the_distribution(generator):
+    """The cosine to loc is 2 z - 1 with z from beta(b + s, b), so its mean is s / (s + 2 b)."""
+    loc, scale, x = op.workload(M=2000, T=1, D=5, dtype=torch.float64, generator=generator)
+    cosine = (loc * x[:, 0]).sum(-1)
+    expected = scale / (scale + 4)
+    assert (x.norm(dim=-1) - 1).abs().max() < 1e-12
+    assert (cosine - expected).mean().abs() < 4 * (cosine - expected).std() / 2000**0.5
+
+
+def test_result_dtype_is_the_promotion_of_the_inputs(device, generator):
+    for case in (((5, 4), (5,), (5, 4)), ((4,), (), (4,)), ((4,), (3,), (4,)), ((5, 4), (), (4,))):
+        for dtypes in (
+            (torch.bfloat16, torch.float32, torch.bfloat16),
+            (torch.float32, torch.float64, torch.float32),
+            (torch.float16, torch.float16, torch.float64),
+            (torch.float32, torch.bfloat16, torch.bfloat16),
+        ):
+            sampled = op.sample(*case, dtype=torch.float64, device=device, generator=generator)
+            loc, scale, x = (arg.to(dtype) for arg, dtype in zip(sampled, dtypes))
+            out = effops.power_spherical_log_prob(loc, scale, x)
+            assert out.dtype == (scale * (loc * x).sum(-1)).dtype
+            assert error_ratio(op, (loc, scale, x), out) <= 1
+
+
+@pytest.mark.parametrize("variant", [v for v in op.variants if v != "compile"])
+def test_autocast_rounds_nothing(variant, device, generator):
+    args = op.sample((40, 64), (40,), (30, 1, 64), device=device, generator=generator)
+    expected = op(*args, variant=variant)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(op(*args, variant=variant), expected)
+        half = op(*(arg.bfloat16() for arg in args), variant=variant)
+    assert half.dtype == torch.float32
+    assert error_ratio(op, tuple(arg.bfloat16().float() for arg in args), half) <= 1
+
+
+def test_numbers_and_integers_as_scale(device, generator):
+    loc, _, x = op.sample((5, 4), (5,), (5, 4), device=device, generator=generator)
+    expected = op(loc, torch.tensor(3.0, device=device), x)
+    for scale in (3.0, 3, torch.tensor(3, device=device), torch.tensor([3], device=device), torch.tensor(3.0)):
+        assert torch.equal(op(loc, scale, x), expected)
+
+
+BAD = {
+    "last dimension": ((3, 4), (3,), (3, 5), ValueError, "last dimension of `x` must equal"),
+    "last dimension 1": ((3, 4), (3,), (3, 1), ValueError, "last dimension of `x` must equal"),
+    "not broadcastable": ((3, 4), (3,), (2, 4), ValueError, "must broadcast"),
+    "scale not broadcastable": ((3, 4), (2,), (3, 4), ValueError, "must broadcast"),
+    "D = 0": ((3, 0), (3,), (3, 0), ValueError, "at least 2"),
+    "D = 1": ((3, 1), (3,), (3, 1), ValueError, "at least 2"),
+    "0-d": ((), (), (), ValueError, "must have a last dimension"),
+}
+
+
+@pytest.mark.parametrize(("loc", "scale", "x", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_shapes(loc, scale, x, error, message):
+    with pytest.raises(error, match=message) as caught:
+        effops.power_spherical_log_prob(torch.zeros(loc), torch.ones(scale), torch.zeros(x))
+    assert str(caught.value).startswith("power_spherical_log_prob: ")
+    assert "got" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool], ids=str)
+@pytest.mark.parametrize("argument", ["loc", "x"])
+def test_bad_dtypes(argument, dtype):
+    args = {"loc": torch.ones(3, 2), "scale": torch.ones(3), "x": torch.ones(3, 2)}
+    args[argument] = args[argument].to(dtype)
+    with pytest.raises(TypeError, match=f"`{argument}` must be real floating point; got {dtype}"):
+        effops.power_spherical_log_prob(**args)
+
+
+def test_bad_scale():
+    loc = torch.ones(3, 2)
+    with pytest.raises(TypeError, match="`scale` must be real; got torch.complex64"):
+        effops.power_spherical_log_prob(loc, torch.ones(3, dtype=torch.complex64), loc)
+    with pytest.raises(TypeError, match="`scale` must be a tensor or a number; got str"):
+        effops.power_spherical_log_prob(loc, "large", loc)
+    with pytest.raises(TypeError, match="`loc` must be a tensor; got list"):
+        effops.power_spherical_log_prob([1.0, 0.0], 1.0, loc)
+
+
+def test_mixed_devices():
+    loc = torch.ones(3, 2)
+    for args in ((loc.to("meta"), torch.ones(3), loc), (loc, torch.ones(3, device="meta"), loc)):
+        with pytest.raises(ValueError, match="must be on one device; got"):
+            effops.power_spherical_log_prob(*args)
