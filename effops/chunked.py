@@ -24,22 +24,20 @@ from effops.precision import arithmetic_dtype
 
 BLOCK_BYTES = 512 * 1024  # half of the L2 cache that a core of common server CPUs has, or all of it
 SLAB = 65536  # values of the scale whose normaliser is kept for the blocks that share it
-PIECE = 8192  # values of the scale whose normaliser is computed at once, in float64
+DEPTH = 1024  # terms of a dot product summed at once: a longer sum of like signs loses digits
+PIECE = 16384  # values of the scale whose normaliser is computed at once, in float64
 
 Slices = tuple[slice, ...]
 
 
 class PairMap(Protocol):
-    """The small functions that make an op of this form. `start` is `offset + slope * <x, loc>` of a block of pairs."""
+    """The small functions that make an op of this form."""
 
-    offset: float
-    slope: float
+    def value_(self, dot: Tensor) -> None:
+        """Overwrite the dot products of a block with phi."""
 
-    def value_(self, start: Tensor) -> None:
-        """Overwrite `start` with phi."""
-
-    def derivative_(self, start: Tensor, factor: Tensor, value: Tensor | None) -> None:
-        """Overwrite `start` with factor * d phi / d <x, loc>; write phi to `value` if it is wanted."""
+    def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
+        """Overwrite `dot` with factor * phi'(dot); write phi(dot) to `value` if it is wanted."""
 
     def normaliser(self, scale: Tensor) -> Tensor:
         """The normaliser of a float64 scale."""
@@ -75,7 +73,7 @@ def cut(plan: Plan, dimension: int, itemsize: int, *, copies: bool) -> Blocks:
     row_extents = _fit(plan.sizes(plan.rows), rows)
     column_extents = _fit(plan.sizes(plan.columns), columns)
     widest = math.prod(batch_extents) * max(math.prod(row_extents), math.prod(column_extents))
-    depth = min(dimension, max(1, limit // widest)) if copies else dimension
+    depth = min(dimension, DEPTH, max(1, limit // widest) if copies else DEPTH)
     return Blocks(batch_extents, row_extents, column_extents, depth)
 
 
@@ -136,10 +134,7 @@ class _Operand:
 class _Pairs:
     """The blocks of one call: its operands, and the order of the loops over them."""
 
-    def __init__(
-        self, pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, arithmetic: torch.dtype
-    ) -> None:
-        self.pair_map = pair_map
+    def __init__(self, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, arithmetic: torch.dtype) -> None:
         self.plan = plan
         self.arithmetic = arithmetic
         self.dimension = x.shape[-1]
@@ -198,20 +193,20 @@ class _Pairs:
         extents = (1 if size == 1 else extent for size, extent in zip(varying, shape[self.inner :]))
         return (*shape[: self.inner], *extents)
 
-    def start_(self, out: Tensor, batch: Slices, rows: Slices, columns: Slices) -> None:
-        """Overwrite a block with offset + slope * <x, loc>."""
-        matrices = self.merge(out.fill_(self.pair_map.offset))
+    def dot_(self, out: Tensor, batch: Slices, rows: Slices, columns: Slices) -> None:
+        """Overwrite a block with <x, loc>."""
+        matrices = self.merge(out)
         for depth in self.depths():
             left, right = self.left.block((*batch, *rows, depth)), self.right.block((*batch, *columns, depth))
-            matrices.baddbmm_(left, right.mT, alpha=self.pair_map.slope)
+            matrices.baddbmm_(left, right.mT, beta=0 if depth.start == 0 else 1)
 
     def constants(self, function: Callable[[Tensor], Tensor], block: Slices) -> tuple[Tensor, Tensor]:
         """`function` of a block's scale, computed in float64 a piece at a time and rounded once; and the scale."""
-        scale = part(self.scale, block)
+        scale = part(self.scale, block).contiguous()
         factor = scale.to(self.arithmetic)
         if scale.numel() <= PIECE:
             return function(scale.double()).to(self.arithmetic), factor
-        flat = factor.reshape(-1)
+        flat = factor.view(-1)
         values = torch.empty_like(flat)
         for i in range(0, flat.numel(), PIECE):
             values[i : i + PIECE] = function(flat[i : i + PIECE].double())
@@ -249,30 +244,30 @@ class _Workspace(NamedTuple):
     out: Tensor
     pairs: _Pairs
     value: Tensor | None
-    start: Tensor | None
+    dot: Tensor | None
 
 
-def _workspace(pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> _Workspace:
+def _workspace(plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> _Workspace:
     out = scale.new_empty(plan.sizes(plan.order), dtype=dtype)
-    pairs = _Pairs(pair_map, plan, loc, scale, x, arithmetic_dtype(dtype))
+    pairs = _Pairs(plan, loc, scale, x, arithmetic_dtype(dtype))
     value = pairs.buffer() if dtype != pairs.arithmetic else None
     return _Workspace(out, pairs, value, pairs.buffer() if pairs.repeated else None)
 
 
 def forward(pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """The result in `dtype`: contiguous in the plan's order of axes, returned in that of the result."""
-    out, pairs, value_buffer, start_buffer = _workspace(pair_map, plan, loc, scale, x, dtype)
+    out, pairs, value_buffer, dot_buffer = _workspace(plan, loc, scale, x, dtype)
     for batch, rows, columns, normaliser, factor in pairs.walk(pair_map.normaliser):
         block = (*batch, *rows, *columns)
         target = out[block]
         value = target if value_buffer is None else value_buffer[: target.numel()].view(target.shape)
-        start = value
-        if start_buffer is not None:
+        dot = value
+        if dot_buffer is not None:
             shape = pairs.distinct(target.shape)
-            start = start_buffer[: math.prod(shape)].view(shape)
-        pairs.start_(start, batch, rows, columns)
-        pair_map.value_(start)
-        torch.addcmul(normaliser, factor, start, out=value)
+            dot = dot_buffer[: math.prod(shape)].view(shape)
+        pairs.dot_(dot, batch, rows, columns)
+        pair_map.value_(dot)
+        torch.addcmul(normaliser, factor, dot, out=value)
         if value is not target:
             target.copy_(value)
         del normaliser, factor  # freed before the next ones are computed
@@ -281,7 +276,7 @@ def forward(pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor
 
 def rehearse(pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocate what `forward` allocates at its largest, and compute no pairs: for predictions on fake tensors."""
-    out, pairs, *_buffers = _workspace(pair_map, plan, loc, scale, x, dtype)
+    out, pairs, *_buffers = _workspace(plan, loc, scale, x, dtype)
     next(pairs.walk(pair_map.normaliser), None)
     return plan.restore(out)
 
@@ -301,30 +296,30 @@ def backward(
     With G = dout * scale * phi'(<x, loc>):    dx = sum_columns G loc,    dloc = sum_rows G x,
     dscale = sum dout * (normaliser'(scale) + phi).
     """
-    pairs = _Pairs(pair_map, plan, loc, scale, x, arithmetic)
+    pairs = _Pairs(plan, loc, scale, x, arithmetic)
     views = (pairs.right.view, pairs.scale, pairs.left.view)
     dloc, dscale, dx = (view.new_zeros(view.shape, dtype=arithmetic) if n else None for view, n in zip(views, needs))
     if dout.numel():
         upstream = plan.view(dout, plan.order)
-        start_buffer = pairs.buffer()
+        dot_buffer = pairs.buffer()
         value_buffer = pairs.buffer() if dscale is not None else None
         for batch, rows, columns, normaliser, factor in pairs.walk(pair_map.normaliser_derivative):
             block = (*batch, *rows, *columns)
             dout_block = upstream[block]
             shape = dout_block.shape
             distinct = pairs.distinct(shape)
-            start = start_buffer[: math.prod(distinct)].view(distinct)
-            pairs.start_(start, batch, rows, columns)
+            dot = dot_buffer[: math.prod(distinct)].view(distinct)
+            pairs.dot_(dot, batch, rows, columns)
             if pairs.repeated:
-                start = start.expand(shape).clone(memory_format=torch.contiguous_format)
+                dot = dot.expand(shape).clone(memory_format=torch.contiguous_format)
             value = None if value_buffer is None else value_buffer[: dout_block.numel()].view(shape)
-            pair_map.derivative_(start, factor, value)
+            pair_map.derivative_(dot, factor, value)
             if dscale is not None and value is not None:
                 total = part(dscale, block)
                 total += value.add_(normaliser).mul_(dout_block).sum_to_size(total.shape)
             if dx is None and dloc is None:
                 continue
-            weights = pairs.merge(start.mul_(dout_block).sum_to_size(distinct))
+            weights = pairs.merge(dot.mul_(dout_block).sum_to_size(distinct))
             for depth in pairs.depths():
                 if dx is not None:
                     target = pairs.left.merge(part(dx, (*batch, *rows, depth)))

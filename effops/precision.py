@@ -11,10 +11,19 @@ import torch
 INPUT_SLACK = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
+def wider(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """The dtype to which two floating-point dtypes promote (`torch.promote_types`, but traceable)."""
+    if first == second:
+        return first
+    if first.itemsize == second.itemsize:  # float16 and bfloat16
+        return torch.float32
+    return max(first, second, key=lambda dtype: dtype.itemsize)
+
+
 def promote(first: torch.dtype, first_ndim: int, second: torch.dtype, second_ndim: int) -> torch.dtype:
     """Dtype of an elementwise operation on two floating-point tensors: a 0-d tensor does not widen an n-d one."""
     if (first_ndim == 0) == (second_ndim == 0):
-        return torch.promote_types(first, second)
+        return wider(first, second)
     return second if first_ndim == 0 else first
 
 

@@ -26,8 +26,8 @@ def hard_pairs(dimension, generator):
     e1[0] = 1
     two_sparse = torch.zeros(dimension, dtype=torch.float64)
     two_sparse[0], two_sparse[-1] = 0.6, 0.8
-    same_sign = torch.full((dimension,), dimension**-0.5, dtype=torch.float64)
-    locs = [e1, two_sparse, same_sign, *unit(4, dimension, generator=generator)]
+    locs = [e1, two_sparse, *unit(4, dimension, generator=generator)]
+    locs[2] = locs[2].abs()  # no cancellation in the sum
     rows = []
     for loc in locs:
         tangent = unit(dimension, generator=generator)
@@ -43,7 +43,7 @@ def hard_pairs(dimension, generator):
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hard_inputs(variant, dimension, dtype, device, generator):
-    if variant == "triton" and device == "cpu" and dimension not in (2, 7, 129):
+    if variant == "triton" and device == "cpu" and dimension not in (2, 129):
         pytest.skip("interpreted kernels take small shapes")
     check_hard_inputs(variant, dimension, dtype, device, generator)
 
@@ -57,6 +57,8 @@ def test_hard_inputs_compiled(variant, dtype, device, generator):
 def check_hard_inputs(variant, dimension, dtype, device, generator):
     loc, x = (rows.to(device, dtype) for rows in hard_pairs(dimension, generator))
     scale = torch.tensor(SCALES, dtype=torch.float64).to(device, dtype)
+    if variant == "triton" and device == "cpu":  # the interpreter is slow: every kind of pair, fewer of each
+        loc, x = loc[::3], x[::3]
     row_by_row = (loc, scale.unsqueeze(-1), x)
     all_pairs = (loc[::5].unsqueeze(1), scale.unsqueeze(-1).unsqueeze(-1), x[::3])
     for args in (row_by_row, all_pairs):
@@ -67,11 +69,10 @@ def check_hard_inputs(variant, dimension, dtype, device, generator):
         gradients = torch.autograd.grad(out, leaves, dout)
         # An infinite or NaN scale is in every sum over the scales: the gradients of loc and x say nothing there.
         assert gradient_error_ratio(op, args, dout, (None, gradients[1], None)) <= 1
-        finite = tuple(arg[:8] if arg is args[1] else arg for arg in args)
-        leaves = tuple(arg.clone().requires_grad_() for arg in finite)
-        out = op(*leaves, variant=variant)
-        gradients = torch.autograd.grad(out, leaves, dout[:8])
-        assert gradient_error_ratio(op, finite, dout[:8], gradients) <= 1
+        proper = scale.isfinite()
+        leaves = tuple(arg.clone().requires_grad_() for arg in (args[0], args[1][proper], args[2]))
+        gradients = torch.autograd.grad(op(*leaves, variant=variant), leaves, dout[proper])
+        assert gradient_error_ratio(op, tuple(leaf.detach() for leaf in leaves), dout[proper], gradients) <= 1
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -85,7 +86,7 @@ def test_a_bad_row_stays_alone(variant, bad, device, generator):
         args[spoiled][-1] = bad
         out = op(**args, variant=variant)
         assert not out[row, column].isfinite().any()
-        out[row, column] = clean[row, column] = 0
+        out[row, column] = clean[row, column]
         torch.testing.assert_close(out, clean, rtol=1e-6, atol=1e-5)
 
 
@@ -186,7 +187,7 @@ def test_bad_dtypes(argument, dtype):
 
 def test_bad_scale():
     loc = torch.ones(3, 2)
-    with pytest.raises(TypeError, match="`scale` must be real; got torch.complex64"):
+    with pytest.raises(TypeError, match="`scale` must be real; got torch"):
         effops.power_spherical_log_prob(loc, torch.ones(3, dtype=torch.complex64), loc)
     with pytest.raises(TypeError, match="`scale` must be a tensor or a number; got str"):
         effops.power_spherical_log_prob(loc, "large", loc)
