@@ -367,15 +367,14 @@ def _exact_t(call: Density) -> Tensor:
     import numpy
 
     dot = numpy.einsum("...d,...d->...", *(t.detach().cpu().numpy().astype(numpy.longdouble) for t in (loc, x)))
-    t: Tensor = torch.from_numpy(numpy.asarray(1 + dot, dtype=numpy.float64))
-    return t.to(call.device)
+    return torch.tensor((1 + dot).astype(numpy.float64), device=call.device)
 
 
 def _dot_error(call: Density) -> Tensor:
     """By how much a dot product may be off: of unit vectors, or in proportion to longer ones."""
     arithmetic = arithmetic_dtype(call.static.dtype)
     error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())
-    length = call.loc.double().norm(dim=-1) * call.x.double().norm(dim=-1)
+    length: Tensor = call.loc.double().norm(dim=-1) * call.x.double().norm(dim=-1)
     return length.clamp(min=1) * (error * unit_roundoff(arithmetic))
 
 
