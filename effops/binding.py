@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from effops.precision import autocast_enabled
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -19,7 +23,8 @@ class Binding:
     Attributes:
         forward: `forward(static, *tensors)` -> the result
         backward: `backward(static, *tensors, dout, needs)` -> a gradient a tensor, None where `needs` is False
-        composite: the same function as `forward`, of differentiable PyTorch operations: for derivatives of `backward`
+        composite: the same function as `forward`, of differentiable PyTorch operations: for derivatives of `backward`,
+            forward-mode differentiation and the transforms of `torch.func`
 
     `static` is whatever else the call needs; only the tensors are saved for backward.
     """
@@ -29,6 +34,8 @@ class Binding:
     composite: Callable[..., Tensor]
 
     def __call__(self, static: Any, *tensors: Tensor) -> Tensor:
+        if _transformed():
+            return self.composite(static, *tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             result: Tensor = _Differentiable.apply(self, static, *tensors)
             return result
@@ -45,11 +52,17 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         binding, static, tensors, needs = ctx.binding, ctx.static, ctx.saved_tensors, ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():  # the gradients are to be differentiated again
-            gradients = _composite_gradients(binding, static, tensors, dout, needs)
-        else:
-            gradients = binding.backward(static, *tensors, dout, needs)
+        with torch.autocast(dout.device.type, enabled=False) if autocast_enabled(dout.device) else nullcontext():
+            if torch.is_grad_enabled():  # the gradients are to be differentiated again
+                gradients = _composite_gradients(binding, static, tensors, dout, needs)
+            else:
+                gradients = binding.backward(static, *tensors, dout, needs)
         return None, None, *gradients
+
+
+def _transformed() -> bool:
+    """Whether the call is under forward-mode differentiation or a transform of `torch.func`."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _composite_gradients(

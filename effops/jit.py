@@ -17,9 +17,6 @@ from torch import Tensor
 
 from effops.op import Call
 
-# Differently broadcast or strided arguments of one signature compile anew; only sizes that change do not.
-RECOMPILATIONS = 64
-
 
 def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function scripted by TorchScript, on its first call."""

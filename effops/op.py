@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from effops.broadcast import Shape
+from effops.precision import autocast_enabled
 
 
 class Call(Protocol):
@@ -36,6 +37,7 @@ class Cost(NamedTuple):
 
 
 Need = Callable[[Any], str]
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Op:
     sizes: Mapping[str, int]
     bounds: Callable[..., Any]
     gradient_bounds: Callable[..., Any]
+    function: Callable[..., Tensor] | None = field(default=None, init=False)
     _variants: dict[str, Variant] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -113,12 +116,16 @@ class Op:
 
         return register
 
+    def public(self, function: FunctionT) -> FunctionT:
+        """Mark the decorated function as the public one of this op."""
+        self.function = function
+        return function
+
     def __call__(self, *args: Any, variant: str | None = None, **kwargs: Any) -> Tensor:
         call = self.prepare(*args, **kwargs)
         run = self.choose(call, variant).run
-        device_type = call.device.type
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-            with torch.autocast(device_type, enabled=False):
+        if autocast_enabled(call.device):
+            with torch.autocast(call.device.type, enabled=False):
                 return run(call)
         return run(call)
 
@@ -152,7 +159,7 @@ def ops() -> Mapping[str, Op]:
 
 def find_op(function: Callable[..., Any] | str) -> Op:
     """The op behind a public function, or of that name."""
-    op = _ops.get(function if isinstance(function, str) else getattr(function, "__name__", ""))
+    op = next((op for op in _ops.values() if function in (op.name, op.function)), None)
     if op is None:
         raise ValueError(f"{function!r} is no op of effops; choose from {', '.join(_ops)}")
     return op

@@ -36,10 +36,15 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def contraction_error(dimension: int, arithmetic: torch.dtype, precision: str = "highest") -> float:
-    """c such that a dot product of two unit vectors of `dimension` is off by at most c unit roundoffs of `arithmetic`.
+def autocast_enabled(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
-    Covers every order of summation that a matrix product takes. `precision` is the value of
+
+def contraction_error(dimension: int, arithmetic: torch.dtype, precision: str = "highest") -> float:
+    """How many unit roundoffs of `arithmetic` a dot product of two unit vectors of `dimension` may be off.
+
+    An allowance, not the worst case, which grows with the dimension: the rounding of a sequential sum in general
+    position, which every variant keeps on the hard inputs of the tests up to D = 4096. `precision` is the value of
     `torch.get_float32_matmul_precision()`; below "highest", matrix products may round operands to TF32 or bfloat16.
     """
     exact_operands = 4 + math.sqrt(dimension)

@@ -51,7 +51,7 @@ class _Allocations(TorchDispatchMode):
 
 def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor) -> Bytes:
     """Bytes of `function(*tensors)`, in the current grad mode; the tensors may be on any device, or meta tensors."""
-    with FakeTensorMode() as mode:
+    with FakeTensorMode():
         fakes = []
         for tensor in tensors:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -62,5 +62,4 @@ def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor) -> Bytes:
             output = function(*fakes)
             output_bytes = allocations.storages.get(weakref.ref(output.untyped_storage()), 0)
             saved_bytes = allocations.live_bytes - output_bytes
-    del mode
     return Bytes(output_bytes, saved_bytes, allocations.peak_bytes - output_bytes - saved_bytes)

@@ -19,17 +19,18 @@ from effops.op import Op
 class Bounds:
     """The float64 value of a result and how far below and above it a correct result may lie, elementwise.
 
-    NaN is accepted where `may_be_nan` holds, and required where `value` is NaN and `may_be_nan` does not hold.
+    NaN is required where `value` is NaN, and accepted where `may_be_nan` holds; so is a result of `dtype`, if given.
     """
 
     value: Tensor
     below: Tensor
     above: Tensor
     may_be_nan: Tensor | None = None
+    dtype: torch.dtype | None = None
 
     def error_ratio(self, result: Tensor) -> float:
-        """Largest error of `result` in units of its budget; infinite for a wrong shape or NaN."""
-        if result.shape != self.value.shape:
+        """Largest error of `result` in units of its budget; infinite for a wrong shape, dtype or NaN."""
+        if result.shape != self.value.shape or result.dtype != (self.dtype or result.dtype):
             return float("inf")
         if result.numel() == 0:
             return 0.0
@@ -41,7 +42,7 @@ class Bounds:
         ratio = torch.where(error < 0, -error / (self.below + rounding), error / (self.above + rounding))
         overflow = (found.sign() == value.sign()) & found.isinf() & (value.abs() + self.above + rounding >= finite.max)
         ratio = torch.where(overflow | (found == value), 0.0, ratio)
-        ratio = torch.where(~value.isfinite() & ~found.isfinite(), 0.0, ratio)
+        ratio = torch.where(value.isnan() & found.isnan(), 0.0, ratio)
         if self.may_be_nan is not None:
             ratio = torch.where(found.isnan() & self.may_be_nan, 0.0, ratio)
         return float(torch.nan_to_num(ratio, nan=float("inf")).max())
@@ -54,8 +55,10 @@ def error_ratio(op: Op, args: tuple[Any, ...], out: Tensor) -> float:
 
 
 def gradient_error_ratio(op: Op, args: tuple[Any, ...], dout: Tensor, gradients: tuple[Tensor | None, ...]) -> float:
-    """Largest error of the gradients of the arguments in units of their budgets: right if at most 1."""
+    """Largest error of the gradients of the arguments in units of their budgets: right if at most 1.
+
+    A gradient that was not asked for is None; without any, there is nothing right: infinite.
+    """
     expected = op.gradient_bounds(op.prepare(*args), dout)
-    return max(
-        (bounds.error_ratio(found) for bounds, found in zip(expected, gradients) if found is not None), default=0.0
-    )
+    found = [(bounds, gradient) for bounds, gradient in zip(expected, gradients, strict=True) if gradient is not None]
+    return max((bounds.error_ratio(gradient) for bounds, gradient in found), default=float("inf"))

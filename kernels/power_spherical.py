@@ -83,7 +83,7 @@ def normaliser(scale, D):
         product *= 1 + b / (a + k)
     LOG_4PI: tl.constexpr = 2.5310242469692907
     w = b * (tl.log(B) - LOG_4PI + q) - 0.5 * (y + y * q) + _delta(B) - _delta(A) - tl.log(product)
-    return tl.where(a > 0, w, float("nan"))
+    return tl.where((a > 0) & (a < float("inf")), w, float("nan"))
 
 
 @triton.jit

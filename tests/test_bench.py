@@ -126,7 +126,9 @@ def test_command(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, *options, "--json", str(path)], cwd=BENCH.parent, capture_output=True, text=True, timeout=120
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # The allocator warns of blocks older than the profiler, at times.
+    said = [line for line in done.stderr.splitlines() if "CPUAllocator.cpp" not in line]
+    assert (done.returncode, said) == (0, [])
     assert "\x1b" not in done.stdout
     for column in ("Name", "Self CPU Mem", "CUDA time avg", "CPU total %", "CPU total", "CPU time avg", "Self CUDA %"):
         assert column in done.stdout

@@ -50,7 +50,7 @@ def log_gamma_ratio_and_derivatives(scale, D):
     if mpmath.isnan(a) or a <= 0:
         return math.nan, math.nan, math.nan
     if mpmath.isinf(a):
-        return math.inf, math.inf, 0.0
+        return math.inf, math.nan, 0.0  # there is no density
     R = mpmath.loggamma(a + b) - mpmath.loggamma(a)
     return float(R), float(R - b * mpmath.log(4 * mpmath.pi)), float(mpmath.digamma(a + b) - mpmath.digamma(a))
 

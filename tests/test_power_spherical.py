@@ -1,6 +1,7 @@
 """What is peculiar to the PowerSpherical log density: hard inputs, the antipode, the package that it replaces."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -153,8 +154,19 @@ def test_autocast_rounds_nothing(variant, device, generator):
 def test_numbers_and_integers_as_scale(device, generator):
     loc, _, x = op.sample((5, 4), (5,), (5, 4), device=device, generator=generator)
     expected = op(loc, torch.tensor(3.0, device=device), x)
-    for scale in (3.0, 3, torch.tensor(3, device=device), torch.tensor([3], device=device), torch.tensor(3.0)):
+    for scale in (
+        3.0,
+        3,
+        Fraction(3),
+        torch.tensor(3, device=device),
+        torch.tensor([3], device=device),
+        torch.tensor(3.0),
+    ):
         assert torch.equal(op(loc, scale, x), expected)
+    # A number is as wide as the arithmetic: 1e5 is beyond float16, and W(1e5) is not.
+    half = op(loc.half(), 1e5, loc.half())
+    assert half.dtype == torch.float16
+    assert half.isfinite().any()
 
 
 BAD = {
@@ -176,7 +188,7 @@ def test_bad_shapes(loc, scale, x, error, message):
     assert "got" in str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("argument", ["loc", "x"])
 def test_bad_dtypes(argument, dtype):
     args = {"loc": torch.ones(3, 2), "scale": torch.ones(3), "x": torch.ones(3, 2)}
@@ -193,6 +205,29 @@ def test_bad_scale():
         effops.power_spherical_log_prob(loc, "large", loc)
     with pytest.raises(TypeError, match="`loc` must be a tensor; got list"):
         effops.power_spherical_log_prob([1.0, 0.0], 1.0, loc)
+
+
+def test_sparse_tensors():
+    loc = torch.ones(3, 2)
+    with pytest.raises(TypeError, match="`x` must be dense; got torch"):
+        effops.power_spherical_log_prob(loc, 1.0, loc.to_sparse())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_meta_tensors(dtype):
+    args = (torch.empty(400, 64), torch.empty(400), torch.empty(100, 1, 64))
+    out = op(*(arg.to("meta", dtype) for arg in args))
+    real = op(*(arg.to(dtype) for arg in op.sample(*(arg.shape for arg in args))))
+    assert (out.shape, out.dtype, out.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def test_autocast_around_backward(device, generator):
+    args = tuple(arg.requires_grad_() for arg in op.sample((300, 16), (300,), (90, 1, 16), generator=generator))
+    expected = torch.autograd.grad(op(*args).sum(), args, create_graph=True)
+    out = op(*args).sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(out, args, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
 def test_mixed_devices():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,16 @@ from effops.binding import Binding, Gradients
 from effops.broadcast import Plan, Shape, broadcast_plan
 from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
 from effops.op import Cost, Op
-from effops.precision import arithmetic_dtype, contraction_error, promote, sphere_tolerance, unit_roundoff, wider
+from effops.precision import (
+    INPUT_SLACK,
+    arithmetic_dtype,
+    autocast_enabled,
+    contraction_error,
+    promote,
+    sphere_tolerance,
+    unit_roundoff,
+    wider,
+)
 from effops.predict import predict_bytes
 from effops.special import digamma_ratio, log_gamma_ratio
 from effops.testing import Bounds
@@ -67,8 +77,13 @@ def prepare(loc: Tensor, scale: Tensor | float, x: Tensor) -> Density:
     for argument, tensor in (("loc", loc), ("x", x)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{NAME}: `{argument}` must be a tensor; got {type(tensor).__name__}; use torch.as_tensor")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{NAME}: `{argument}` must be real floating point; got {tensor.dtype}; convert it first")
+        if tensor.dtype not in INPUT_SLACK:
+            names = ", ".join(str(dtype)[len("torch.") :] for dtype in INPUT_SLACK)
+            raise TypeError(
+                f"{NAME}: `{argument}` must be real floating point; got {tensor.dtype}; convert it to one of {names}"
+            )
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{NAME}: `{argument}` must be dense; got {tensor.layout}; use .to_dense()")
         if tensor.ndim == 0:
             raise ValueError(f"{NAME}: `{argument}` must have a last dimension; got a 0-d tensor; unsqueeze it")
     if loc.shape[-1] != x.shape[-1]:
@@ -84,6 +99,7 @@ def prepare(loc: Tensor, scale: Tensor | float, x: Tensor) -> Density:
     if loc.device != x.device:
         raise ValueError(f"{NAME}: tensors must be on one device; got loc on {loc.device}, x on {x.device}; move one")
     common = wider(loc.dtype, x.dtype)
+    number = not isinstance(scale, Tensor)
     scale = _prepare_scale(scale, common, x.device)
     try:
         plan = broadcast_plan(x.shape[:-1], loc.shape[:-1], scale.shape)
@@ -92,8 +108,8 @@ def prepare(loc: Tensor, scale: Tensor | float, x: Tensor) -> Density:
             f"{NAME}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), scale {tuple(scale.shape)}, "
             f"x {tuple(x.shape[:-1])} + (D,); unsqueeze the axes that should pair up"
         ) from error
-    dtype = promote(common, max(loc.ndim, x.ndim) - 1, scale.dtype, scale.ndim)
-    if dtype.itemsize < 4 and torch.is_autocast_enabled(x.device.type):
+    dtype = common if number else promote(common, max(loc.ndim, x.ndim) - 1, scale.dtype, scale.ndim)
+    if dtype.itemsize < 4 and autocast_enabled(x.device):
         dtype = torch.float32
     tolerance = sphere_tolerance(x.shape[-1], arithmetic_dtype(dtype), (loc.dtype, x.dtype))
     return Density(loc, scale, x, Static(plan, dtype, tolerance))
@@ -101,9 +117,9 @@ def prepare(loc: Tensor, scale: Tensor | float, x: Tensor) -> Density:
 
 def _prepare_scale(scale: Tensor | float, common: torch.dtype, device: torch.device) -> Tensor:
     if not isinstance(scale, Tensor):
-        if not isinstance(scale, (int, float)):
+        if not isinstance(scale, Real):
             raise TypeError(f"{NAME}: `scale` must be a tensor or a number; got {type(scale).__name__}")
-        return torch.full((), scale, dtype=common, device=device)
+        return torch.full((), float(scale), dtype=arithmetic_dtype(common), device=device)
     if scale.is_complex() or scale.dtype == torch.bool:
         raise TypeError(f"{NAME}: `scale` must be real; got {scale.dtype}; convert it first")
     if scale.device != device:
@@ -212,7 +228,7 @@ class HalfLog:
     def _to_half_(self, dot: Tensor) -> tuple[Tensor, Tensor] | None:
         """Overwrite `dot` with (1 + dot) / 2, floored; return where it was below the floor, and the tolerance."""
         torch.add(self.half, dot, alpha=0.5, out=dot)
-        if dot.min().item() >= self.floor:
+        if dot.amin().item() >= self.floor:  # min() would copy a strided block
             return None
         low, outside = dot < self.floor, dot < self.lowest
         dot.masked_fill_(low, self.floor)
@@ -254,6 +270,8 @@ def _is_small(static: Static, *tensors: Tensor) -> bool:
 def _chunked_forward(static: Static, loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
     if _is_small(static, loc, scale, x):
         return _differentiable(static, loc, scale, x)
+    if x.is_meta:
+        return blocks.rehearse(_half_log(static, x), static.plan, loc, scale, x, static.dtype)
     return blocks.forward(_half_log(static, x), static.plan, loc, scale, x, static.dtype)
 
 
@@ -401,6 +419,7 @@ def bounds(call: Density) -> Bounds:
         value - low + rounding,
         high - value + rounding,
         may_be_nan=t - error < -call.static.tolerance,
+        dtype=call.static.dtype,
     )
 
 
@@ -485,6 +504,7 @@ op.variant("chunked", cost=_chunked_cost)(chunked)
 op.variant("triton", cost=_triton_cost, needs=[needs_triton], automatic_on=("cuda",))(triton)
 
 
+@op.public
 def power_spherical_log_prob(loc: Tensor, scale: Tensor | float, x: Tensor, *, variant: str | None = None) -> Tensor:
     """Log density of PowerSpherical distributions: `PowerSpherical(loc, scale).log_prob(x)`, without its intermediate.
 
