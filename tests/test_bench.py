@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -123,8 +124,14 @@ def test_command(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     command = [sys.executable, str(BENCH / "run.py"), "--op", "power_spherical_log_prob", "--size", "M=3,T=5,D=7"]
     options = ["--variants", "naive,einsum,triton", "--device", "cpu", "--pass", "both", "--repeats", "2"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [*command, *options, "--json", str(path)], cwd=BENCH.parent, capture_output=True, text=True, timeout=120
+        [*command, *options, "--json", str(path)],
+        cwd=BENCH.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     # The allocator warns of blocks older than the profiler, at times.
     said = [line for line in done.stderr.splitlines() if "CPUAllocator.cpp" not in line]
