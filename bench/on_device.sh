@@ -5,7 +5,7 @@
 #
 # Needs python3 with torch, triton, opt_einsum, rich, pytest and setuptools. Writes OUT_DIR/<device>/<date>.json (OUT_DIR:
 # bench/results) with the outcome of every stage. A stage that fails does not stop the next; the exit code is then 1.
-# To try the script out where there is no such device: bench/on_device.sh /tmp/results --device cpu --repeats 1
+# To try the script out where there is no such device: bench/on_device.sh results --device cpu --repeats 1
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
