@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from effops.precision import autocast_enabled
+from effops.precision import without_autocast
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -52,7 +51,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         binding, static, tensors, needs = ctx.binding, ctx.static, ctx.saved_tensors, ctx.needs_input_grad[2:]
-        with torch.autocast(dout.device.type, enabled=False) if autocast_enabled(dout.device) else nullcontext():
+        with without_autocast(dout.device):
             if torch.is_grad_enabled():  # the gradients are to be differentiated again
                 gradients = _composite_gradients(binding, static, tensors, dout, needs)
             else:

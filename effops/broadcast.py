@@ -30,7 +30,7 @@ class Plan:
     rows: Shape
     columns: Shape
 
-    @property
+    @functools.cached_property
     def order(self) -> Shape:
         """Axes of the result in the order batch, rows, columns: the order that blocks and kernels see."""
         return self.batch + self.rows + self.columns
@@ -67,10 +67,13 @@ class Plan:
 
     def restore(self, ordered: Tensor) -> Tensor:
         """A tensor whose axes are `order`, as a view with the axes of the result."""
-        inverse = [0] * len(self.order)
-        for position, axis in enumerate(self.order):
-            inverse[axis] = position
-        return ordered.permute(inverse)
+        return ordered if self._inverse is None else ordered.permute(self._inverse)
+
+    @functools.cached_property
+    def _inverse(self) -> Shape | None:
+        """The permutation from `order` to the axes of the result, if there is one to do."""
+        inverse = tuple(self.order.index(axis) for axis in range(len(self.shape)))
+        return None if self.order == tuple(range(len(self.shape))) else inverse
 
     def gradient(self, ordered: Tensor, operand: Tensor, axes: Shape) -> Tensor:
         """The inverse of `view`: a gradient with `axes`, then trailing ones, in the shape and dtype of `operand`."""

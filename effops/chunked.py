@@ -5,7 +5,8 @@
 The result is computed block by block where it will stand: the dot products of a block are one batched matrix product,
 and `phi` and the normaliser are applied while the block is in the cache. Backward computes each block again, so that
 only the inputs are saved. Temporaries are a few buffers of `BLOCK_BYTES`, whatever the shapes and dtypes: operands
-that need another dtype or layout for the matrix product are copied block by block too.
+that need another dtype or layout for the matrix product are copied block by block too. A call whose products alone fit
+one such buffer is computed at once, by a product and a sum: cutting it would cost more than computing it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from effops.precision import arithmetic_dtype
 
 BLOCK_BYTES = 512 * 1024  # half of the L2 cache that a core of common server CPUs has, or all of it
 SLAB = 65536  # values of the scale whose normaliser is kept for the blocks that share it
-DEPTH = 1024  # terms of a dot product summed at once: a longer sum of like signs loses digits
-PIECE = 16384  # values of the scale whose normaliser is computed at once, in float64
+DEPTH = 256  # terms of a dot product summed at once: a longer sum of like signs loses digits
+PIECE = 4096  # values of the scale whose normaliser is computed at once, in float64
 
 Slices = tuple[slice, ...]
 
@@ -154,6 +155,8 @@ class _Pairs:
         # Many small blocks share one computation of their scales' constants.
         columns = math.prod(self.blocks.columns) if math.prod(self.scale.shape[self.inner :]) > 1 else 1
         shared = max(batch, SLAB // max(1, columns))
+        # The dot products of all parts of the depth but the first.
+        self.partial = self.buffer() if self.blocks.depth < self.dimension else None
         self.slab = self.blocks.batch if batch == 1 or self.scale_by_rows else _fit(plan.sizes(plan.batch), shared)
 
     def walk(self, function: Callable[[Tensor], Tensor]) -> Iterator[tuple[Slices, Slices, Slices, Tensor, Tensor]]:
@@ -198,19 +201,27 @@ class _Pairs:
         matrices = self.merge(out)
         for depth in self.depths():
             left, right = self.left.block((*batch, *rows, depth)), self.right.block((*batch, *columns, depth))
-            matrices.baddbmm_(left, right.mT, beta=0 if depth.start == 0 else 1)
+            if self.partial is None or depth.start == 0:
+                matrices.baddbmm_(left, right.mT, beta=0)
+            else:
+                matrices += torch.bmm(left, right.mT, out=self.partial[: out.numel()].view(matrices.shape))
 
     def constants(self, function: Callable[[Tensor], Tensor], block: Slices) -> tuple[Tensor, Tensor]:
         """`function` of a block's scale, computed in float64 a piece at a time and rounded once; and the scale."""
-        scale = part(self.scale, block).contiguous()
-        factor = scale.to(self.arithmetic)
-        if scale.numel() <= PIECE:
-            return function(scale.double()).to(self.arithmetic), factor
-        flat = factor.view(-1)
-        values = torch.empty_like(flat)
-        for i in range(0, flat.numel(), PIECE):
-            values[i : i + PIECE] = function(flat[i : i + PIECE].double())
-        return values.view(scale.shape), factor
+        return _constants(function, part(self.scale, block), self.arithmetic)
+
+
+def _constants(function: Callable[[Tensor], Tensor], scale: Tensor, arithmetic: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`function` of a scale, computed in float64 a piece at a time and rounded once; and the scale."""
+    scale = scale.contiguous()
+    factor = scale.to(arithmetic)
+    if scale.numel() <= PIECE:
+        return function(scale.double()).to(arithmetic), factor
+    flat = factor.view(-1)
+    values = torch.empty_like(flat)
+    for i in range(0, flat.numel(), PIECE):
+        values[i : i + PIECE] = function(flat[i : i + PIECE].double())
+    return values.view(scale.shape), factor
 
 
 def part(operand: Tensor, block: Slices) -> Tensor:
@@ -254,8 +265,34 @@ def _workspace(plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.d
     return _Workspace(out, pairs, value, pairs.buffer() if pairs.repeated else None)
 
 
+def _fits_one_block(plan: Plan, x: Tensor, dtype: torch.dtype) -> bool:
+    products = plan.numel(plan.order) * x.shape[-1]
+    return 0 < products * arithmetic_dtype(dtype).itemsize <= BLOCK_BYTES
+
+
+def _at_once(
+    value_: Callable[[Tensor], None],
+    normaliser: Callable[[Tensor], Tensor],
+    plan: Plan,
+    loc: Tensor,
+    scale: Tensor,
+    x: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    arithmetic = arithmetic_dtype(dtype)
+    constants, factor = _constants(normaliser, scale, arithmetic)
+    dot = (loc.to(arithmetic) * x.to(arithmetic)).sum(-1)
+    value_(dot)
+    out = plan.empty(x, dtype)
+    if dtype == arithmetic:
+        return torch.addcmul(constants, factor, dot, out=out)
+    return out.copy_(torch.addcmul(constants, factor, dot))
+
+
 def forward(pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """The result in `dtype`: contiguous in the plan's order of axes, returned in that of the result."""
+    if _fits_one_block(plan, x, dtype):
+        return _at_once(pair_map.value_, pair_map.normaliser, plan, loc, scale, x, dtype)
     out, pairs, value_buffer, dot_buffer = _workspace(plan, loc, scale, x, dtype)
     for batch, rows, columns, normaliser, factor in pairs.walk(pair_map.normaliser):
         block = (*batch, *rows, *columns)
@@ -276,6 +313,8 @@ def forward(pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor
 
 def rehearse(pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocate what `forward` allocates at its largest, and compute no pairs: for predictions on fake tensors."""
+    if _fits_one_block(plan, x, dtype):
+        return _at_once(lambda dot: None, pair_map.normaliser, plan, loc, scale, x, dtype)
     out, pairs, *_buffers = _workspace(plan, loc, scale, x, dtype)
     next(pairs.walk(pair_map.normaliser), None)
     return plan.restore(out)
@@ -314,7 +353,7 @@ def backward(
                 dot = dot.expand(shape).clone(memory_format=torch.contiguous_format)
             value = None if value_buffer is None else value_buffer[: dout_block.numel()].view(shape)
             pair_map.derivative_(dot, factor, value)
-            if dscale is not None and value is not None:
+            if value is not None:
                 total = part(dscale, block)
                 total += value.add_(normaliser).mul_(dout_block).sum_to_size(total.shape)
             if dx is None and dloc is None:

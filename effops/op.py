@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from effops.broadcast import Shape
-from effops.precision import autocast_enabled
+from effops.precision import without_autocast
 
 
 class Call(Protocol):
@@ -123,30 +123,34 @@ class Op:
 
     def __call__(self, *args: Any, variant: str | None = None, **kwargs: Any) -> Tensor:
         call = self.prepare(*args, **kwargs)
-        run = self.choose(call, variant).run
-        if autocast_enabled(call.device):
-            with torch.autocast(call.device.type, enabled=False):
-                return run(call)
-        return run(call)
+        chosen = self.choose(call, variant)
+        with without_autocast(call.device):
+            return chosen.run(call)
 
     def choose(self, call: Call, variant: str | None) -> Variant:
         """The variant named by the argument or by `use_variant`, or the best that supports the call."""
         name = variant if variant is not None else current_variant()
         if name is None:
-            for name in self.preference:
-                candidate = self._variants[name]
-                if candidate.automatic(call) and not candidate.obstacle(call):
-                    return candidate
-            raise NotImplementedError(f"{self.name}: no variant supports this call; see effops.explain")
+            best = self._best(call)
+            if best is None:
+                raise NotImplementedError(f"{self.name}: no variant supports this call; see effops.explain")
+            return best
         named = self._variants.get(name)
         if named is None:
             raise ValueError(f"{self.name} has no variant {name!r}; choose from {', '.join(self.preference)}")
         obstacle = named.obstacle(call)
         if obstacle:
-            others = [v.name for v in self._variants.values() if v.automatic(call) and not v.obstacle(call)]
-            best = next((other for other in self.preference if other in others), "another variant")
-            raise NotImplementedError(f'{self.name}(variant="{name}") {obstacle}; leave variant=None or use "{best}"')
+            best = self._best(call)
+            remedy = f'leave variant=None, which takes "{best.name}"' if best else "no other variant supports it either"
+            raise NotImplementedError(f'{self.name}(variant="{name}") {obstacle}; {remedy}')
         return named
+
+    def _best(self, call: Call) -> Variant | None:
+        for name in self.preference:
+            candidate = self._variants[name]
+            if candidate.automatic(call) and not candidate.obstacle(call):
+                return candidate
+        return None
 
 
 _ops: dict[str, Op] = {}

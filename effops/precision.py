@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -38,6 +40,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 def autocast_enabled(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """In this context no operand is rounded by autocast."""
+    return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else nullcontext()
 
 
 def contraction_error(dimension: int, arithmetic: torch.dtype, precision: str = "highest") -> float:

@@ -21,7 +21,7 @@ def log_gamma_ratio(s: Tensor, b: float) -> Tensor:
     The difference of two lgamma loses every digit at large s. Here each term is at most as large as the result: with
     n = max(0, ceil(12 - b)), a = s + b, A = a + n, B = A + b and Stirling's remainder delta,
 
-        b log B + A log(B / A) - b - log(B / A) / 2 + delta(B) - delta(A) - log prod_{k < n} (1 + b / (a + k))
+        b log B + A log(B / A) - b - log(B / A) / 2 + delta(B) - delta(A) - sum_{k < n} log(1 + b / (a + k))
 
     Within 5e-15 of max(1, |ratio|) for b = 1/2 .. 2047.5 and s = 1e-30 .. 1e30.
     """
@@ -29,13 +29,11 @@ def log_gamma_ratio(s: Tensor, b: float) -> Tensor:
     lower = s + (b + n)
     upper = lower + b
     log_ratio = torch.log1p(b / lower)
-    total = b * torch.log(upper) + (lower - 0.5) * log_ratio - b
-    total = total + _stirling_remainder(upper) - _stirling_remainder(lower)
+    total = torch.add((lower - 0.5) * log_ratio, torch.log(upper) - 1, alpha=b)
+    remainder = _stirling_remainder(torch.stack((upper, lower)))
+    total = total + (remainder[0] - remainder[1])
     if n > 0:
-        product = 1 + b / (s + b)
-        for k in range(1, n):
-            product = product * (1 + b / (s + (b + k)))
-        total = total - torch.log(product)
+        total = total - torch.log1p(b / _steps(s, b, n)).sum(-1)
     return torch.where(s > -b, total, float("nan"))
 
 
@@ -48,10 +46,17 @@ def digamma_ratio(s: Tensor, b: float) -> Tensor:
     lower = s + (b + n)
     upper = lower + b
     total = torch.log1p(b / lower) + (0.5 * b) / lower / upper
-    total = total + _stirling_remainder_slope(upper) - _stirling_remainder_slope(lower)
-    for k in range(n):
-        total = total + b / (s + (b + k)) / (s + (2 * b + k))
+    remainder = _stirling_remainder_slope(torch.stack((upper, lower)))
+    total = total + (remainder[0] - remainder[1])
+    if n > 0:
+        steps = _steps(s, b, n)
+        total = total + (b / steps / (steps + b)).sum(-1)
     return torch.where(s > -b, total, float("nan"))
+
+
+def _steps(s: Tensor, b: float, n: int) -> Tensor:
+    """s + b + k for k = 0 .. n - 1, along a new last axis."""
+    return s.unsqueeze(-1) + torch.arange(n, dtype=s.dtype, device=s.device).add(b)
 
 
 def _stirling_remainder(z: Tensor) -> Tensor:

@@ -13,22 +13,26 @@ from effops.testing import error_ratio, gradient_error_ratio
 
 SCALES = (1e-30, 1e-3, 1.0, 100.0, 1e4, 1e6, 1e7, 1e30, math.inf, math.nan, 0.0, -0.25, -1e3)
 DIMENSIONS = (2, 3, 7, 8, 127, 128, 129, 768, 4096)
-VARIANTS = [v for v in op.variants if v not in ("torchscript", "compile")]
-COMPILED = [pytest.param("torchscript", id="torchscript"), pytest.param("compile", id="compile")]
+VARIANTS = [v for v in op.variants if v != "compile"]
 
 
 def unit(*shape, generator):
     return torch.nn.functional.normalize(torch.randn(*shape, dtype=torch.float64, generator=generator), dim=-1)
 
 
-def hard_pairs(dimension, generator):
-    """Rows of loc and x, float64: every kind of pair that breaks a careless log density, one a row."""
+def hard_pairs(dimension, generator, *, identical):
+    """Rows of loc and x, float64: every kind of pair that breaks a careless log density, one a row.
+
+    With `identical`, one loc has identical coordinates: every term of its dot products rounds the same way.
+    """
     e1 = torch.zeros(dimension, dtype=torch.float64)
     e1[0] = 1
     two_sparse = torch.zeros(dimension, dtype=torch.float64)
     two_sparse[0], two_sparse[-1] = 0.6, 0.8
     locs = [e1, two_sparse, *unit(4, dimension, generator=generator)]
     locs[2] = locs[2].abs()  # no cancellation in the sum
+    if identical:
+        locs[3] = torch.full_like(e1, dimension**-0.5)
     rows = []
     for loc in locs:
         tangent = unit(dimension, generator=generator)
@@ -44,19 +48,25 @@ def hard_pairs(dimension, generator):
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hard_inputs(variant, dimension, dtype, device, generator):
-    if variant == "triton" and device == "cpu" and dimension not in (2, 129):
+    if variant == "triton" and device == "cpu" and dimension > 129:
         pytest.skip("interpreted kernels take small shapes")
     check_hard_inputs(variant, dimension, dtype, device, generator)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("variant", COMPILED)
-def test_hard_inputs_compiled(variant, dtype, device, generator):
-    check_hard_inputs(variant, 128, dtype, device, generator)
+@pytest.mark.parametrize(
+    ("dimension", "dtype"),
+    [*((dimension, torch.float32) for dimension in DIMENSIONS), (128, torch.bfloat16), (128, torch.float64)],
+    ids=str,
+)
+def test_hard_inputs_compiled(dimension, dtype, device, generator):
+    check_hard_inputs("compile", dimension, dtype, device, generator)
 
 
 def check_hard_inputs(variant, dimension, dtype, device, generator):
-    loc, x = (rows.to(device, dtype) for rows in hard_pairs(dimension, generator))
+    # In float64 a matrix product of two vectors of identical coordinates is itself off by up to three times the
+    # allowance of `contraction_error`.
+    pairs = hard_pairs(dimension, generator, identical=dtype != torch.float64)
+    loc, x = (rows.to(device, dtype) for rows in pairs)
     scale = torch.tensor(SCALES, dtype=torch.float64).to(device, dtype)
     if variant == "triton" and device == "cpu":  # the interpreter is slow: every kind of pair, fewer of each
         loc, x = loc[::3], x[::3]

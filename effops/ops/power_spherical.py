@@ -40,7 +40,7 @@ from effops.special import digamma_ratio, log_gamma_ratio
 from effops.testing import Bounds
 
 NAME = "power_spherical_log_prob"
-SMALL = 16384  # elements of a call below which the chunked variant computes it at once
+HALF = {dtype: torch.tensor(0.5, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
 
 class Static(NamedTuple):
@@ -150,11 +150,10 @@ def _naive(loc: Tensor, scale: Tensor, x: Tensor, arithmetic: torch.dtype, floor
 
 
 def _einsum(loc: Tensor, scale: Tensor, x: Tensor, arithmetic: torch.dtype, floor: float, tolerance: float) -> Tensor:
-    # In parts of 1024: summed one after the other, 4096 terms of one sign lose more digits than the budget allows.
-    part = [loc[..., :1024].to(arithmetic), x[..., :1024].to(arithmetic)]
-    dot = torch.einsum("...d,...d->...", part)
-    for start in range(1024, x.shape[-1], 1024):
-        part = [loc[..., start : start + 1024].to(arithmetic), x[..., start : start + 1024].to(arithmetic)]
+    # In parts of 256: summed one after the other, many terms of one sign lose more digits than the budget allows.
+    dot = torch.einsum("...d,...d->...", [loc[..., :256].to(arithmetic), x[..., :256].to(arithmetic)])
+    for i in range(256, x.shape[-1], 256):
+        part = [loc[..., i : i + 256].to(arithmetic), x[..., i : i + 256].to(arithmetic)]
         dot = dot + torch.einsum("...d,...d->...", part)
     return _log_prob_of_dot(dot, scale, x.shape[-1], floor, tolerance)
 
@@ -221,7 +220,7 @@ class HalfLog:
 
     def __init__(self, dimension: int, arithmetic: torch.dtype, tolerance: float) -> None:
         self.dimension = dimension
-        self.half = torch.tensor(0.5, dtype=arithmetic)
+        self.half = HALF[arithmetic]
         self.floor = 0.5 * unit_roundoff(arithmetic)
         self.lowest = -0.5 * tolerance
 
@@ -262,14 +261,7 @@ def _half_log(static: Static, x: Tensor) -> HalfLog:
     return HalfLog(x.shape[-1], arithmetic_dtype(static.dtype), static.tolerance)
 
 
-def _is_small(static: Static, *tensors: Tensor) -> bool:
-    """Whether a call is so small that cutting it into blocks costs more than the block."""
-    return static.plan.numel(static.plan.order) + sum(tensor.numel() for tensor in tensors) <= SMALL
-
-
 def _chunked_forward(static: Static, loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
-    if _is_small(static, loc, scale, x):
-        return _differentiable(static, loc, scale, x)
     if x.is_meta:
         return blocks.rehearse(_half_log(static, x), static.plan, loc, scale, x, static.dtype)
     return blocks.forward(_half_log(static, x), static.plan, loc, scale, x, static.dtype)
@@ -295,8 +287,6 @@ def chunked(call: Density) -> Tensor:
 
 def _chunked_cost(call: Density) -> Cost:
     static = call.static
-    if _is_small(static, *call.tensors):
-        return _predicted(call, torch.no_grad()(lambda *tensors: _differentiable(static, *tensors)))
 
     @torch.no_grad()
     def rehearse(loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
