@@ -353,7 +353,7 @@ def backward(
                 dot = dot.expand(shape).clone(memory_format=torch.contiguous_format)
             value = None if value_buffer is None else value_buffer[: dout_block.numel()].view(shape)
             pair_map.derivative_(dot, factor, value)
-            if value is not None:
+            if dscale is not None and value is not None:
                 total = part(dscale, block)
                 total += value.add_(normaliser).mul_(dout_block).sum_to_size(total.shape)
             if dx is None and dloc is None:
