@@ -28,10 +28,10 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return torch.jit.script(function)
 
     def call(*args: Any) -> Tensor:
+        result: Tensor = scripted()(*args)
         # Specialised for inputs that require gradients, the scripted function claims that any result does.
-        needs_grad = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and needs_grad):
-            result: Tensor = scripted()(*args)
+        if result.requires_grad and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            return result.detach()
         return result
 
     return call
