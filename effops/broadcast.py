@@ -67,13 +67,16 @@ class Plan:
 
     def restore(self, ordered: Tensor) -> Tensor:
         """A tensor whose axes are `order`, as a view with the axes of the result."""
-        return ordered if self._inverse is None else ordered.permute(self._inverse)
+        return ordered.permute(self._inverse) if self.is_permuted else ordered
 
     @functools.cached_property
-    def _inverse(self) -> Shape | None:
-        """The permutation from `order` to the axes of the result, if there is one to do."""
-        inverse = tuple(self.order.index(axis) for axis in range(len(self.shape)))
-        return None if self.order == tuple(range(len(self.shape))) else inverse
+    def is_permuted(self) -> bool:
+        """Whether `order` is not the order of the axes in the result."""
+        return self.order != tuple(range(len(self.shape)))
+
+    @functools.cached_property
+    def _inverse(self) -> Shape:
+        return tuple(self.order.index(axis) for axis in range(len(self.shape)))
 
     def gradient(self, ordered: Tensor, operand: Tensor, axes: Shape) -> Tensor:
         """The inverse of `view`: a gradient with `axes`, then trailing ones, in the shape and dtype of `operand`."""

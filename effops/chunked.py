@@ -155,9 +155,9 @@ class _Pairs:
         # Many small blocks share one computation of their scales' constants.
         columns = math.prod(self.blocks.columns) if math.prod(self.scale.shape[self.inner :]) > 1 else 1
         shared = max(batch, SLAB // max(1, columns))
+        self.slab = self.blocks.batch if batch == 1 or self.scale_by_rows else _fit(plan.sizes(plan.batch), shared)
         # The dot products of all parts of the depth but the first.
         self.partial = self.buffer() if self.blocks.depth < self.dimension else None
-        self.slab = self.blocks.batch if batch == 1 or self.scale_by_rows else _fit(plan.sizes(plan.batch), shared)
 
     def walk(self, function: Callable[[Tensor], Tensor]) -> Iterator[tuple[Slices, Slices, Slices, Tensor, Tensor]]:
         """Batch, rows and columns of every block, `function` of its scale, and the scale."""
@@ -207,7 +207,7 @@ class _Pairs:
                 matrices += torch.bmm(left, right.mT, out=self.partial[: out.numel()].view(matrices.shape))
 
     def constants(self, function: Callable[[Tensor], Tensor], block: Slices) -> tuple[Tensor, Tensor]:
-        """`function` of a block's scale, computed in float64 a piece at a time and rounded once; and the scale."""
+        """`_constants` of a block's scale."""
         return _constants(function, part(self.scale, block), self.arithmetic)
 
 

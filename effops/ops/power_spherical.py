@@ -215,8 +215,7 @@ def _compiled_cost(call: Density) -> Cost:
     else:
         saved = 0
         if is_product:  # a matrix product in the order of the result is overwritten with it
-            is_permuted = plan.order != tuple(range(len(plan.shape)))
-            within = max(copies, result * is_permuted) + 8 * scales
+            within = max(copies, result * plan.is_permuted) + 8 * scales
         else:
             within = 16 * scales + size // 8 * 8 * scales
         temporary = max(result + within - output, cast)
