@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from effops.op import Call
 
@@ -40,6 +41,8 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def needs_torchscript(call: Call) -> str:
     if sys.version_info >= (3, 14):
         return "needs torch.jit.script, which does not work on Python 3.14 and later"
+    if forward_ad._current_level >= 0:
+        return "cannot be differentiated in forward mode: scripted functions lose the tangents"
     return ""
 
 
