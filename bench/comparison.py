@@ -12,6 +12,7 @@ from peers import PEERS
 from torch import Tensor
 
 from effops import measure, testing
+from effops.console import Progress
 from effops.op import Cost, Op, format_bytes
 
 
@@ -108,9 +109,6 @@ def _close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
         result.shape == other.shape and torch.allclose(result.to(other.dtype), other)
         for result, other in zip(found, expected, strict=True)
     )
-
-
-Progress = Callable[[str], None]
 
 
 def compare(

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -21,11 +20,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from effops.measure import Profile, ProfileRow, format_us
+from effops.measure import Profile, ProfileRow, device_model, format_us
 from effops.op import format_bytes
 
 TABLE_WIDTH = 132
-PLAIN_WIDTH = 240
 
 ROW_KEYS: Mapping[str, Callable[[Row], float | None]] = {
     "time": lambda row: row.time_ms,
@@ -70,14 +68,8 @@ def header(device: torch.device, copy_gbps: float | None) -> dict[str, Any]:
 
 def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the processor with the number of threads in use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    model = found[1] if found else platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
+    model = device_model(device)
+    return model if device.type == "cuda" else f"{model}, {torch.get_num_threads()} threads"
 
 
 def _version(package: str) -> str | None:
@@ -114,14 +106,6 @@ def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Row]) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"header": dict(head), "rows": [json_row(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def plain_or_rich_console() -> Console:
-    """A console for standard output, plain if that is no terminal, and never too narrow for a whole row."""
-    console = Console(highlight=False)
-    if console.is_terminal:
-        return Console(highlight=False, width=max(console.width, TABLE_WIDTH))
-    return Console(highlight=False, width=PLAIN_WIDTH, no_color=True)
 
 
 def print_tables(console: Console, rows: Sequence[Row], profile: Profile, sort_by: str) -> None:

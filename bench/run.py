@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # The profiler's library announces each start and stop on stderr below this level.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-from comparison import Progress, Row, Workload, compare
-from report import SORT_KEYS, header, plain_or_rich_console, print_tables, write_json
-from rich.console import Console
-from rich.progress import Progress as ProgressBar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from comparison import Row, Workload, compare
+from report import SORT_KEYS, TABLE_WIDTH, header, print_tables, write_json
 
 import effops  # noqa: F401  (registers the ops)
+from effops.console import plain_or_rich_console, shown_progress
 from effops.measure import copy_bandwidth_gbps
 from effops.op import Op, ops
 
@@ -38,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     selected = selected_ops(parser, options)
     device = torch.device(options.device)
-    console = plain_or_rich_console()
+    console = plain_or_rich_console(TABLE_WIDTH)
     rows: list[Row] = []
     with shown_progress() as progress:
         progress("measuring the bandwidth of a copy")
@@ -131,16 +128,6 @@ def expect_known(parser: argparse.ArgumentParser, option: str, given: Sequence[s
     unknown = [name for name in given if name not in known]
     if unknown:
         parser.error(f"argument {option}: expected of {', '.join(sorted(known))}; got {', '.join(unknown)}")
-
-
-@contextmanager
-def shown_progress() -> Iterator[Progress]:
-    """What is being done, on standard error if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda text: bar.update(task, description=text)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ library takes from the system by itself (scratch space inside a matrix product o
 from __future__ import annotations
 
 import gc
+import platform
 import random
 import re
 import statistics
@@ -199,6 +200,14 @@ def _cpu_allocation_bytes(profiler: torch.profiler.profile) -> Iterator[int]:
     for event in sorted(events, key=lambda event: event.start_ns()):
         if event.device_type() == DeviceType.CPU:
             yield event.nbytes()  # type: ignore[attr-defined]
+
+
+def device_model(device: torch.device) -> str:
+    """The name of the GPU or the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    found = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def available_bytes(device: torch.device) -> int:

@@ -1,0 +1,30 @@
+"""What commands show: a console that is plain where it is no terminal, and progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+Progress = Callable[[str], None]
+PLAIN_WIDTH = 240
+
+
+def plain_or_rich_console(least_width: int = 0) -> Console:
+    """A console for standard output, plain and wide if that is no terminal; text is printed as it is."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    width = max(console.width, least_width) if console.is_terminal else PLAIN_WIDTH
+    return Console(highlight=False, markup=False, emoji=False, width=width, no_color=not console.is_terminal)
+
+
+@contextmanager
+def shown_progress() -> Iterator[Progress]:
+    """What is being done, on standard error if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda text: bar.update(task, description=text)
