@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import statistics
 import timeit
+from collections.abc import Callable, Mapping
 
 import torch
 
 import effops
+from effops.binding import BINDINGS
 from effops.measure import Pass, memory, times
 from effops.op import format_bytes
 from effops.ops.power_spherical import naive, op
@@ -34,6 +36,8 @@ def main() -> None:
 
     passes = {"one bmm and one log": Pass(floor, (rows, columns))}
     passes |= {name: Pass(variant(name), args) for name in COMPARED}
+    compiled = torch.compile(lambda *args: op(*args), fullgraph=True)
+    passes["chunked, in a compiled function"] = Pass(compiled, args)
     report("forward, over chunked", times(passes, repeats=25, budget_s=30))
 
     leaves = tuple(arg.clone().requires_grad_() for arg in args)
@@ -53,24 +57,60 @@ def report(title: str, timings) -> None:
     print(f"\n{title}")
     for name, timing in timings.items():
         ratio = timing.median_ms / timings["chunked"].median_ms
-        print(f"  {name:20} {timing.median_ms:8.1f} ms  {ratio:5.2f}")
+        print(f"  {name:32} {timing.median_ms:8.1f} ms  {ratio:5.2f}")
 
 
 def report_overhead(*args: torch.Tensor) -> None:
     call = op.prepare(*args)
     chosen = effops.explain(op.name, *args).chosen
-    functions = {
-        "naive body": lambda: naive(call),
-        f"variant={chosen!r}": lambda: op(*args, variant=chosen),
-        "automatic": lambda: op(*args),
-    }
+    report_differences(
+        "a call of 3 pairs, over the naive body",
+        {
+            "naive body": lambda: naive(call),
+            f"variant={chosen!r}": lambda: op(*args, variant=chosen),
+            "automatic": lambda: op(*args),
+        },
+    )
+    binding = BINDINGS[f"{op.name}_{chosen}"]
+    leaves = tuple(arg.clone().requires_grad_() for arg in args)
+    plain, differentiated = (*call.tensors, call.dtype), (*leaves, call.dtype)
+    dout = torch.ones(call.plan.shape)
+    report_differences(
+        f"the same without gradients, over the body of {chosen}",
+        {
+            "body": lambda: binding.forward(*plain),
+            "with binding": lambda: binding(*plain),
+            "with dispatch": lambda: op(*args),
+        },
+    )
+    report_differences(
+        "the same recorded for backward",
+        {
+            "body": lambda: binding.forward(*plain),
+            "with binding": lambda: binding(*differentiated),
+            "with dispatch": lambda: op(*leaves),
+        },
+    )
+    out = op(*leaves)
+    needs = (True,) * len(args)
+    report_differences(
+        "the backward pass alone",
+        {
+            "body": lambda: binding.backward(dout, *plain, needs),
+            "with binding": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+        },
+    )
+
+
+def report_differences(title: str, functions: Mapping[str, Callable[[], object]]) -> None:
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(31):
         for name, function in functions.items():
             samples[name].append(timeit.timeit(function, number=100) * 1e4)
-    print("\na call of 3 pairs: the least of 31 rounds, and the median difference from the naive body within a round")
+    base = next(iter(samples.values()))
+    print(f"\n{title}: the least of 31 rounds, and the median difference within a round")
     for name, values in samples.items():
-        over = statistics.median(value - naive for value, naive in zip(values, samples["naive body"]))
+        over = statistics.median(value - first for value, first in zip(values, base))
         print(f"  {name:20} {min(values):8.1f} us  {over:+8.1f} us")
 
 

@@ -1,73 +1,244 @@
-"""A forward/backward pair on plain tensors -> an operation that PyTorch's autograd understands."""
+"""A forward/backward pair -> an operation that PyTorch understands: autograd, `torch.func`, tracing, fake tensors.
+
+A call on plain tensors runs the pair at once. Under a tracer or a transform it becomes two opaque operators, one for
+each direction, of which PyTorch knows the results' layout (fake), how to batch them (vmap), and the derivatives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from effops.precision import without_autocast
 
-Gradients = tuple[Tensor | None, ...]
+Gradients = Sequence[Tensor | None]
+
+BINDINGS: dict[str, Binding] = {}  # tracers pass a name on where they could not pass an object
 
 
-@dataclass(frozen=True)
 class Binding:
-    """How to compute an operation of some tensors, and its gradients.
+    """An operation on tensors, computed by a pair of functions.
 
-    Attributes:
-        forward: `forward(static, *tensors)` -> the result
-        backward: `backward(static, *tensors, dout, needs)` -> a gradient a tensor, None where `needs` is False
-        composite: the same function as `forward`, of differentiable PyTorch operations: for derivatives of `backward`,
-            forward-mode differentiation and the transforms of `torch.func`
+    Arguments of the operation are the tensors and then its settings: numbers, dtypes, whatever an operator's schema
+    takes, with annotations in `forward`. Only the tensors are saved for backward.
 
-    `static` is whatever else the call needs; only the tensors are saved for backward.
+    Args:
+        name: of the operator, `torch.ops.effops.<name>`; that of its backward ends in `_backward`
+        forward: `forward(*tensors, *settings)` -> the result
+        backward: `backward(dout, *tensors, *settings, needs)` -> a gradient a tensor, None where `needs` is False
+        composite: the same function as `forward`, of differentiable PyTorch operations: for derivatives of `backward`
+            and for forward-mode differentiation
+        empty: an uninitialised result, laid out as `forward` does
+        empty_gradients: uninitialised gradients of all tensors, laid out as `backward` does; takes what `forward` does
+        core_dims: for each tensor, how many of its last dimensions are no batch axes: those before broadcast
     """
 
-    forward: Callable[..., Tensor]
-    backward: Callable[..., Gradients]
-    composite: Callable[..., Tensor]
+    def __init__(
+        self,
+        name: str,
+        *,
+        forward: Callable[..., Tensor],
+        backward: Callable[..., Gradients],
+        composite: Callable[..., Tensor],
+        empty: Callable[..., Tensor],
+        empty_gradients: Callable[..., Sequence[Tensor]],
+        core_dims: Sequence[int],
+    ) -> None:
+        BINDINGS[name] = self
+        self.name = name
+        self.forward, self.backward, self.composite = forward, backward, composite
+        self.core_dims = tuple(core_dims)
+        self.count = len(self.core_dims)
+        schema = torch.library.infer_schema(forward, mutates_args=())
+        inputs = schema[1 : schema.index(")")]
 
-    def __call__(self, static: Any, *tensors: Tensor) -> Tensor:
-        if _transformed():
-            return self.composite(static, *tensors)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            result: Tensor = _Differentiable.apply(self, static, *tensors)
-            return result
-        return self.forward(static, *tensors)
+        def run(*arguments: Any) -> Tensor:
+            with without_autocast(arguments[0].device):
+                return forward(*arguments)
+
+        def run_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
+            with without_autocast(dout.device):
+                return [gradient for gradient in backward(dout, *arguments) if gradient is not None]
+
+        def fake_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
+            return [gradient for gradient, need in zip(empty_gradients(*arguments[:-1]), arguments[-1]) if need]
+
+        self.operator = torch.library.custom_op(f"effops::{name}", run, mutates_args=(), schema=schema)
+        self.operator.register_fake(empty)
+        self.operator.register_vmap(self._batched)
+        self.backward_operator = torch.library.custom_op(
+            f"effops::{name}_backward",
+            run_backward,
+            mutates_args=(),
+            schema=f"(Tensor dout, {inputs}, bool[] needs) -> Tensor[]",
+        )
+        self.backward_operator.register_fake(fake_backward)
+        self.backward_operator.register_vmap(self._batched_backward)
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        tensors = arguments[: self.count]
+        result: Tensor
+        if _is_plain(tensors):
+            if not _is_differentiated(tensors):
+                return self.forward(*arguments)
+            result = _Differentiable.apply(self.name, *arguments)
+        elif _needs_composite():
+            result = self.composite(*arguments)
+        elif _is_differentiated(tensors):
+            result = _Traceable.apply(self.name, *arguments)
+        else:
+            result = self.operator(*arguments)
+        return result
+
+    def gradients(self, dout: Tensor, arguments: Sequence[Any], needs: Sequence[bool]) -> Gradients:
+        """Gradients of the tensors among `arguments`, which can be differentiated again."""
+        tensors = (dout, *arguments[: self.count])
+        if _is_differentiated(tensors):
+            found = iter(_Gradients.apply(self.name, dout, *arguments, list(needs)))
+        elif _is_plain(tensors):
+            with without_autocast(dout.device):
+                return self.backward(dout, *arguments, needs)
+        else:
+            found = iter(self.backward_operator(dout, *arguments, list(needs)))
+        return tuple(next(found) if need else None for need in needs)
+
+    def composite_gradients(self, dout: Tensor, arguments: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+        """What `backward` computes, of differentiable PyTorch operations; only the gradients that `needs` asks for."""
+        tensors, settings = arguments[: self.count], arguments[self.count :]
+        with without_autocast(dout.device):
+            pull_back = torch.func.vjp(lambda *tensors: self.composite(*tensors, *settings), *tensors)[1]
+            return tuple(gradient for gradient, need in zip(pull_back(dout), needs) if need)
+
+    def _batched(self, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+        tensors = self._batch_axes_first(arguments[: self.count], in_dims)
+        return self.operator(*tensors, *arguments[self.count :]), 0
+
+    def _batched_backward(
+        self, info: Any, in_dims: tuple[int | None, ...], dout: Tensor, *arguments: Any
+    ) -> tuple[list[Tensor], list[int]]:
+        # Each example has gradients of its own, of the operands that it shares with others too.
+        dims = in_dims[: 1 + self.count]
+        dout, *operands = (
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip((dout, *arguments), dims)
+        )
+        tensors = self._batch_axes_first(operands, (0,) * self.count)
+        needs = arguments[-1]
+        found = self.backward_operator(dout, *tensors, *arguments[self.count :])
+        wanted = (operand for operand, need in zip(operands, needs) if need)
+        return [gradient.reshape(operand.shape) for gradient, operand in zip(found, wanted)], [0] * len(found)
+
+    def _batch_axes_first(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
+        """Each tensor with its axis `dim` at the front of all batch axes, as they broadcast."""
+        ranks = [tensor.ndim - core - (dim is not None) for tensor, core, dim in zip(tensors, self.core_dims, dims)]
+        moved = []
+        for tensor, rank, dim in zip(tensors, ranks, dims):
+            if dim is not None:
+                missing = (None,) * (max(ranks) - rank)
+                index = (slice(None), *missing)
+                tensor = tensor.movedim(dim, 0)[index]
+            moved.append(tensor)
+        return moved
 
 
 class _Differentiable(torch.autograd.Function):
+    """The pair on plain tensors. This classic form of Function costs a third of the one that transforms need."""
+
     @staticmethod
-    def forward(ctx: Any, binding: Binding, static: Any, *tensors: Tensor) -> Tensor:
-        ctx.binding, ctx.static = binding, static
-        ctx.save_for_backward(*tensors)
-        return binding.forward(static, *tensors)
+    def forward(ctx: Any, name: str, *arguments: Any) -> Tensor:
+        _save(ctx, name, arguments)
+        return BINDINGS[name].forward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        binding, static, tensors, needs = ctx.binding, ctx.static, ctx.saved_tensors, ctx.needs_input_grad[2:]
-        with without_autocast(dout.device):
-            if torch.is_grad_enabled():  # the gradients are to be differentiated again
-                gradients = _composite_gradients(binding, static, tensors, dout, needs)
-            else:
-                gradients = binding.backward(static, *tensors, dout, needs)
-        return None, None, *gradients
+        return _backward(ctx, dout)
 
 
-def _transformed() -> bool:
-    """Whether the call is under forward-mode differentiation or a transform of `torch.func`."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+class _Traceable(torch.autograd.Function):
+    """The operator, with the gradients of the other one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, *arguments: Any) -> Tensor:
+        result: Tensor = BINDINGS[name].operator(*arguments)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        _save(ctx, inputs[0], inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        return _backward(ctx, dout)
 
 
-def _composite_gradients(
-    binding: Binding, static: Any, tensors: tuple[Tensor, ...], dout: Tensor, needs: tuple[bool, ...]
-) -> Gradients:
-    aliases = tuple(tensor.view_as(tensor) for tensor in tensors)  # the same tensor may be given twice
-    wanted = [alias for alias, need in zip(aliases, needs) if need]
-    found = iter(torch.autograd.grad(binding.composite(static, *aliases), wanted, dout, create_graph=True))
-    return tuple(next(found) if need else None for need in needs)
+class _Gradients(torch.autograd.Function):
+    """The operator of the backward pass, with the derivatives of its composite form."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(BINDINGS[name].backward_operator(dout, *arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        ctx.name, dout, *arguments, ctx.needs = inputs
+        count = BINDINGS[ctx.name].count
+        ctx.settings = tuple(arguments[count:])
+        ctx.save_for_backward(dout, *arguments[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        binding = BINDINGS[ctx.name]
+
+        def gradients(dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return binding.composite_gradients(dout, (*tensors, *ctx.settings), ctx.needs)
+
+        pull_back = torch.func.vjp(gradients, *ctx.saved_tensors)[1]
+        return None, *pull_back(upstream), *(None,) * len(ctx.settings), None
+
+
+def _save(ctx: Any, name: str, arguments: Sequence[Any]) -> None:
+    count = BINDINGS[name].count
+    ctx.name, ctx.settings = name, tuple(arguments[count:])
+    ctx.save_for_backward(*arguments[:count])
+
+
+def _backward(ctx: Any, dout: Tensor) -> Any:
+    binding = BINDINGS[ctx.name]
+    needs = ctx.needs_input_grad[1 : 1 + binding.count]
+    gradients = binding.gradients(dout, (*ctx.saved_tensors, *ctx.settings), needs)
+    return None, *gradients, *(None,) * len(ctx.settings)
+
+
+def _is_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether a call is on tensors in memory, and neither traced nor transformed nor seen by a mode."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(tensor) in (Tensor, Parameter) and not tensor.is_meta for tensor in tensors)
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def _is_differentiated(tensors: Sequence[Tensor]) -> bool:
+    """Whether gradients of a result may be asked for; under a transform of `torch.func`, tensors need not tell."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor.requires_grad for tensor in tensors) or torch._C._are_functorch_transforms_active()
+
+
+def _needs_composite() -> bool:
+    """Whether the call is differentiated where an operator cannot be: in forward mode, or by a compiled transform."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

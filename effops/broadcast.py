@@ -63,11 +63,7 @@ class Plan:
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """An uninitialised result of shape `shape`, laid out contiguously in the order batch, rows, columns."""
-        return self.restore(like.new_empty(self.sizes(self.order), dtype=dtype))
-
-    def restore(self, ordered: Tensor) -> Tensor:
-        """A tensor whose axes are `order`, as a view with the axes of the result."""
-        return ordered.permute(self._inverse) if self.is_permuted else ordered
+        return like.new_empty_strided(self.shape, self._strides, dtype=dtype)
 
     @functools.cached_property
     def is_permuted(self) -> bool:
@@ -75,8 +71,13 @@ class Plan:
         return self.order != tuple(range(len(self.shape)))
 
     @functools.cached_property
-    def _inverse(self) -> Shape:
-        return tuple(self.order.index(axis) for axis in range(len(self.shape)))
+    def _strides(self) -> Shape:
+        strides = [1] * len(self.shape)
+        step = 1
+        for axis in reversed(self.order):
+            strides[axis] = step
+            step *= max(1, self.shape[axis])
+        return tuple(strides)
 
     def gradient(self, ordered: Tensor, operand: Tensor, axes: Shape) -> Tensor:
         """The inverse of `view`: a gradient with `axes`, then trailing ones, in the shape and dtype of `operand`."""
@@ -85,6 +86,11 @@ class Plan:
         missing = len(self.shape) - (operand.ndim - trailing)
         own = [strides.get(missing + axis, 0) for axis in range(operand.ndim - trailing)]
         return ordered.as_strided(operand.shape, [*own, *ordered.stride()[len(axes) :]]).to(operand.dtype)
+
+    def empty_gradient(self, operand: Tensor, axes: Shape, *, trailing: int = 0) -> Tensor:
+        """Uninitialised, with the layout that `gradient` gives to a contiguous one of `view(operand, axes)`."""
+        view = self.view(operand, axes, trailing=trailing, expand=False)
+        return self.gradient(view.new_empty(view.shape), operand, axes)
 
 
 def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
@@ -106,8 +112,13 @@ def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
 
 
 def broadcast_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
-    """`make_plan`, remembered for the shapes seen last."""
-    return make_plan(x, loc, *others) if torch.compiler.is_compiling() else _remembered_plan(x, loc, *others)
+    """`make_plan`, remembered for the shapes seen last, unless they are symbolic."""
+    if torch.compiler.is_compiling():
+        return make_plan(x, loc, *others)
+    try:
+        return _remembered_plan(x, loc, *others)
+    except TypeError:  # symbolic sizes cannot be hashed
+        return make_plan(x, loc, *others)
 
 
 _remembered_plan = functools.lru_cache(maxsize=4096)(make_plan)

@@ -26,7 +26,7 @@ from effops.precision import arithmetic_dtype
 BLOCK_BYTES = 512 * 1024  # half of the L2 cache that a core of common server CPUs has, or all of it
 SLAB = 65536  # values of the scale whose normaliser is kept for the blocks that share it
 DEPTH = 256  # terms of a dot product summed at once: a longer sum of like signs loses digits
-PIECE = 4096  # values of the scale whose normaliser is computed at once, in float64
+PIECE = 3072  # values of the scale whose normaliser is computed at once, in float64
 
 Slices = tuple[slice, ...]
 
@@ -57,8 +57,8 @@ class Blocks:
     depth: int
 
     @property
-    def pairs(self) -> int:
-        return math.prod(self.batch + self.rows + self.columns)
+    def pairs(self) -> Shape:
+        return self.batch + self.rows + self.columns
 
 
 def cut(plan: Plan, dimension: int, itemsize: int, *, copies: bool) -> Blocks:
@@ -118,8 +118,10 @@ class _Operand:
         by_depth = row_stride == 1 and (depth == 1 or depth_stride >= rows)
         return by_rows or by_depth
 
-    def make_buffer(self, numel: int) -> None:
+    def make_buffer(self, extents: Shape) -> None:
+        """For blocks of at most these extents; along an axis of size 1 there is one entry however long the block."""
         if self.copied:
+            numel = math.prod(map(min, self.view.shape, extents))
             self.buffer = self.view.new_empty(numel, dtype=self.arithmetic)
 
     def block(self, axes: Slices) -> Tensor:
@@ -144,20 +146,20 @@ class _Pairs:
         # Along columns where only the scale varies loc keeps size 1: their dot products are computed once.
         right = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
         self.right = _Operand(right, batch_axes, arithmetic)
-        self.repeated = right.shape[batch_axes:-1] != plan.sizes(plan.columns)
         self.scale = plan.view(scale, plan.order, expand=False)
         self.inner = batch_axes + len(plan.rows)
         self.scale_by_rows = any(size != 1 for size in self.scale.shape[batch_axes : self.inner])
         self.blocks = cut(plan, self.dimension, arithmetic.itemsize, copies=self.left.copied or self.right.copied)
+        self.repeated = self.distinct(self.blocks.pairs) != self.blocks.pairs
         batch = math.prod(self.blocks.batch)
-        self.left.make_buffer(batch * math.prod(self.blocks.rows) * self.blocks.depth)
-        self.right.make_buffer(batch * math.prod(self.blocks.columns) * self.blocks.depth)
+        self.left.make_buffer((*self.blocks.batch, *self.blocks.rows, self.blocks.depth))
+        self.right.make_buffer((*self.blocks.batch, *self.blocks.columns, self.blocks.depth))
         # Many small blocks share one computation of their scales' constants.
         columns = math.prod(self.blocks.columns) if math.prod(self.scale.shape[self.inner :]) > 1 else 1
         shared = max(batch, SLAB // max(1, columns))
         self.slab = self.blocks.batch if batch == 1 or self.scale_by_rows else _fit(plan.sizes(plan.batch), shared)
         # The dot products of all parts of the depth but the first.
-        self.partial = self.buffer() if self.blocks.depth < self.dimension else None
+        self.partial = self.dot_buffer() if self.blocks.depth < self.dimension else None
 
     def walk(self, function: Callable[[Tensor], Tensor]) -> Iterator[tuple[Slices, Slices, Slices, Tensor, Tensor]]:
         """Batch, rows and columns of every block, `function` of its scale, and the scale."""
@@ -184,8 +186,11 @@ class _Pairs:
     def depths(self) -> Iterator[slice]:
         return (slice(i, i + self.blocks.depth) for i in range(0, self.dimension, self.blocks.depth))
 
-    def buffer(self) -> Tensor:
-        return self.scale.new_empty(self.blocks.pairs, dtype=self.arithmetic)
+    def pair_buffer(self) -> Tensor:
+        return self.scale.new_empty(math.prod(self.blocks.pairs), dtype=self.arithmetic)
+
+    def dot_buffer(self) -> Tensor:
+        return self.scale.new_empty(math.prod(self.distinct(self.blocks.pairs)), dtype=self.arithmetic)
 
     def merge(self, block: Tensor) -> Tensor:
         return _merge(block, len(self.plan.batch), len(self.plan.rows))
@@ -213,8 +218,7 @@ class _Pairs:
 
 def _constants(function: Callable[[Tensor], Tensor], scale: Tensor, arithmetic: torch.dtype) -> tuple[Tensor, Tensor]:
     """`function` of a scale, computed in float64 a piece at a time and rounded once; and the scale."""
-    scale = scale.contiguous()
-    factor = scale.to(arithmetic)
+    factor = scale.to(arithmetic, memory_format=torch.contiguous_format).contiguous()
     if scale.numel() <= PIECE:
         return function(scale.double()).to(arithmetic), factor
     flat = factor.view(-1)
@@ -250,19 +254,23 @@ def _collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
 
 
 class _Workspace(NamedTuple):
-    """What `forward` allocates besides constants: the result, and block buffers where it cannot be in place."""
+    """What `forward` allocates besides constants: the result, and block buffers where it cannot be in place.
+
+    `ordered` is a view of the result with the plan's order of axes.
+    """
 
     out: Tensor
+    ordered: Tensor
     pairs: _Pairs
     value: Tensor | None
     dot: Tensor | None
 
 
 def _workspace(plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> _Workspace:
-    out = scale.new_empty(plan.sizes(plan.order), dtype=dtype)
+    out = plan.empty(x, dtype)
     pairs = _Pairs(plan, loc, scale, x, arithmetic_dtype(dtype))
-    value = pairs.buffer() if dtype != pairs.arithmetic else None
-    return _Workspace(out, pairs, value, pairs.buffer() if pairs.repeated else None)
+    value = pairs.pair_buffer() if dtype != pairs.arithmetic else None
+    return _Workspace(out, plan.view(out, plan.order), pairs, value, pairs.dot_buffer() if pairs.repeated else None)
 
 
 def _fits_one_block(plan: Plan, x: Tensor, dtype: torch.dtype) -> bool:
@@ -290,13 +298,13 @@ def _at_once(
 
 
 def forward(pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The result in `dtype`: contiguous in the plan's order of axes, returned in that of the result."""
+    """The result in `dtype`, contiguous in the plan's order of axes."""
     if _fits_one_block(plan, x, dtype):
         return _at_once(pair_map.value_, pair_map.normaliser, plan, loc, scale, x, dtype)
-    out, pairs, value_buffer, dot_buffer = _workspace(plan, loc, scale, x, dtype)
+    out, ordered, pairs, value_buffer, dot_buffer = _workspace(plan, loc, scale, x, dtype)
     for batch, rows, columns, normaliser, factor in pairs.walk(pair_map.normaliser):
         block = (*batch, *rows, *columns)
-        target = out[block]
+        target = ordered[block]
         value = target if value_buffer is None else value_buffer[: target.numel()].view(target.shape)
         dot = value
         if dot_buffer is not None:
@@ -308,16 +316,16 @@ def forward(pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor
         if value is not target:
             target.copy_(value)
         del normaliser, factor  # freed before the next ones are computed
-    return plan.restore(out)
+    return out
 
 
 def rehearse(pair_map: PairMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocate what `forward` allocates at its largest, and compute no pairs: for predictions on fake tensors."""
     if _fits_one_block(plan, x, dtype):
         return _at_once(lambda dot: None, pair_map.normaliser, plan, loc, scale, x, dtype)
-    out, pairs, *_buffers = _workspace(plan, loc, scale, x, dtype)
+    out, _ordered, pairs, *_buffers = _workspace(plan, loc, scale, x, dtype)
     next(pairs.walk(pair_map.normaliser), None)
-    return plan.restore(out)
+    return out
 
 
 def backward(
@@ -340,8 +348,8 @@ def backward(
     dloc, dscale, dx = (view.new_zeros(view.shape, dtype=arithmetic) if n else None for view, n in zip(views, needs))
     if dout.numel():
         upstream = plan.view(dout, plan.order)
-        dot_buffer = pairs.buffer()
-        value_buffer = pairs.buffer() if dscale is not None else None
+        dot_buffer = pairs.dot_buffer()
+        value_buffer = pairs.pair_buffer() if dscale is not None else None
         for batch, rows, columns, normaliser, factor in pairs.walk(pair_map.normaliser_derivative):
             block = (*batch, *rows, *columns)
             dout_block = upstream[block]

@@ -19,13 +19,14 @@ from effops.precision import arithmetic_dtype
 def forward(
     pair_map: Any, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float
 ) -> Tensor:
-    """The result in `dtype`: contiguous in the plan's order of axes, returned in that of the result."""
+    """The result in `dtype`, contiguous in the plan's order of axes."""
     from effops.kernels import pairs
 
     matrices, out = _workspace(plan, loc, scale, x, dtype)
+    ordered = plan.view(out, plan.order).view(matrices[2].shape)
     precision = torch.get_float32_matmul_precision()
-    pairs.forward(pair_map, *matrices, out, precision=precision, tolerance=tolerance)
-    return plan.restore(out.view(plan.sizes(plan.order))).to(dtype)
+    pairs.forward(pair_map, *matrices, ordered, precision=precision, tolerance=tolerance)
+    return out.to(dtype)
 
 
 def rehearse(plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -37,8 +38,7 @@ def rehearse(plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dty
 def _workspace(
     plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    matrices = _matrices(plan, loc, scale, x)
-    return matrices, x.new_empty(matrices[2].shape, dtype=_stored_dtype(dtype, x.device))
+    return _matrices(plan, loc, scale, x), plan.empty(x, _stored_dtype(dtype, x.device))
 
 
 def _stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -18,6 +18,8 @@ from torch.autograd import forward_ad
 
 from effops.op import Call
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests
+
 
 def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function scripted by TorchScript, on its first call."""
@@ -41,8 +43,10 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def needs_torchscript(call: Call) -> str:
     if sys.version_info >= (3, 14):
         return "needs torch.jit.script, which does not work on Python 3.14 and later"
-    if forward_ad._current_level >= 0:
-        return "cannot be differentiated in forward mode: scripted functions lose the tangents"
+    if torch.compiler.is_compiling():
+        return "cannot be traced by torch.compile: call it outside of the compiled function"
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return "cannot be transformed by torch.func: scripted functions lose the tangents, or raise"
     return ""
 
 
@@ -52,6 +56,8 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
     objects: dict[Any, Callable[..., Tensor]] = {}
 
     def call(*args: Any) -> Tensor:
+        if torch.compiler.is_compiling():  # by the caller, with what surrounds it
+            return function(*args)
         grad = torch.is_grad_enabled()
         signature = tuple(
             (tuple(min(size, 2) for size in arg.shape), arg.dtype, arg.device, grad and arg.requires_grad)
@@ -77,6 +83,8 @@ def _cpp_compiler() -> str | None:
 
 
 def needs_inductor(call: Call) -> str:
+    if torch.compiler.is_compiling():
+        return ""
     if call.device.type == "cpu" and _cpp_compiler() is None:
         return "needs a C++ compiler for TorchInductor, and none was found; install g++ or set CXX"
     if call.device.type == "cuda" and _import_error("triton"):
@@ -94,13 +102,10 @@ def _import_error(module: str) -> str:
     return ""
 
 
-@functools.cache
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def needs_triton(call: Call) -> str:
-    if call.device.type != "cuda" and not (call.device.type == "cpu" and _interpreted()):
+    if call.device.type != "cuda" and not (call.device.type == "cpu" and INTERPRETED):
         return f"needs CUDA tensors, got {call.device.type}"
+    if torch.compiler.is_compiling():  # an import cannot be traced; the operator raises what it raises
+        return ""
     error = _import_error("effops.kernels.pairs")
     return f"needs effops.kernels, which cannot be imported: {error}" if error else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
@@ -76,6 +77,8 @@ class Op:
         sizes: the benchmark's default sizes
         bounds: `effops.testing.Bounds` of a right result, from a call
         gradient_bounds: the same for the gradient of each tensor argument, from a call and the upstream gradient
+        core_dims: the tensor arguments, by name and in order, and how many of the last dimensions of each are no batch
+            axes; an op that does not say so takes no DTensors
     """
 
     name: str
@@ -87,6 +90,7 @@ class Op:
     sizes: Mapping[str, int]
     bounds: Callable[..., Any]
     gradient_bounds: Callable[..., Any]
+    core_dims: Mapping[str, int] = field(default_factory=dict)
     function: Callable[..., Tensor] | None = field(default=None, init=False)
     _variants: dict[str, Variant] = field(default_factory=dict, init=False)
 
@@ -122,6 +126,10 @@ class Op:
         return function
 
     def __call__(self, *args: Any, variant: str | None = None, **kwargs: Any) -> Tensor:
+        if _any_dtensor(args):
+            from effops.sharding import sharded_call
+
+            return sharded_call(self, args, kwargs, variant)
         call = self.prepare(*args, **kwargs)
         chosen = self.choose(call, variant)
         with without_autocast(call.device):
@@ -151,6 +159,11 @@ class Op:
             if candidate.automatic(call) and not candidate.obstacle(call):
                 return candidate
         return None
+
+
+def _any_dtensor(args: tuple[Any, ...]) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # to import it takes a second; without it there is none
+    return module is not None and module.DTensor in map(type, args)
 
 
 _ops: dict[str, Op] = {}

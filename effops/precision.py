@@ -62,7 +62,14 @@ def contraction_error(dimension: int, arithmetic: torch.dtype, precision: str = 
     return 2**16 * min(2.0, 6 / math.sqrt(dimension)) + exact_operands
 
 
+def matmul_precision() -> str:
+    """`torch.get_float32_matmul_precision()`; in traced code, which can guard on no more, "medium" for "high" too."""
+    if torch.compiler.is_compiling():
+        return "medium" if torch.backends.cuda.matmul.allow_tf32 else "highest"
+    return torch.get_float32_matmul_precision()
+
+
 def sphere_tolerance(dimension: int, arithmetic: torch.dtype, inputs: Sequence[torch.dtype]) -> float:
     """How far the dot product of two unit vectors, given in the dtypes `inputs`, may fall below -1."""
-    rounding = contraction_error(dimension, arithmetic, torch.get_float32_matmul_precision())
+    rounding = contraction_error(dimension, arithmetic, matmul_precision())
     return rounding * unit_roundoff(arithmetic) + max(INPUT_SLACK[dtype] for dtype in inputs)

@@ -212,7 +212,7 @@ def test_auto_never_hides_an_exception(args, monkeypatch):
 def test_an_import_error_is_the_reason(args, monkeypatch):
     from effops import jit
 
-    monkeypatch.setattr(jit, "_interpreted", lambda: True)
+    monkeypatch.setattr(jit, "INTERPRETED", True)
     monkeypatch.setattr(jit, "_import_error", lambda module: f"ImportError: no {module}")
     report = effops.explain(FUNCTION, *args).variants["triton"]
     assert not report.supported

@@ -40,24 +40,18 @@ from effops.special import digamma_ratio, log_gamma_ratio
 from effops.testing import Bounds
 
 NAME = "power_spherical_log_prob"
+CORE_DIMS = {"loc": 1, "scale": 0, "x": 1}  # how many of the last dimensions of each tensor are no batch axes
 HALF = {dtype: torch.tensor(0.5, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
 
-class Static(NamedTuple):
-    """What a call is besides its tensors: the plan of its pairs, result dtype, and tolerance at the antipode."""
-
-    plan: Plan
-    dtype: torch.dtype
-    tolerance: float
-
-
 class Density(NamedTuple):
-    """A validated call."""
+    """A validated call: its tensors, the plan of their pairs, and the dtype of the result."""
 
     loc: Tensor
     scale: Tensor
     x: Tensor
-    static: Static
+    plan: Plan
+    dtype: torch.dtype
 
     @property
     def device(self) -> torch.device:
@@ -70,6 +64,10 @@ class Density(NamedTuple):
     @property
     def dimension(self) -> int:
         return self.x.shape[-1]
+
+    @property
+    def tolerance(self) -> float:
+        return _tolerance(self.loc, self.x, self.dtype)
 
 
 def prepare(loc: Tensor, scale: Tensor | float, x: Tensor) -> Density:
@@ -111,8 +109,7 @@ def prepare(loc: Tensor, scale: Tensor | float, x: Tensor) -> Density:
     dtype = common if number else promote(common, max(loc.ndim, x.ndim) - 1, scale.dtype, scale.ndim)
     if dtype.itemsize < 4 and autocast_enabled(x.device):
         dtype = torch.float32
-    tolerance = sphere_tolerance(x.shape[-1], arithmetic_dtype(dtype), (loc.dtype, x.dtype))
-    return Density(loc, scale, x, Static(plan, dtype, tolerance))
+    return Density(loc, scale, x, plan, dtype)
 
 
 def _prepare_scale(scale: Tensor | float, common: torch.dtype, device: torch.device) -> Tensor:
@@ -158,14 +155,19 @@ def _einsum(loc: Tensor, scale: Tensor, x: Tensor, arithmetic: torch.dtype, floo
     return _log_prob_of_dot(dot, scale, x.shape[-1], floor, tolerance)
 
 
-def _rounding(static: Static) -> tuple[torch.dtype, float, float]:
-    """Dtype of the arithmetic, the floor of t and the tolerance below -1."""
-    arithmetic = arithmetic_dtype(static.dtype)
-    return arithmetic, unit_roundoff(arithmetic), static.tolerance
+def _tolerance(loc: Tensor, x: Tensor, dtype: torch.dtype) -> float:
+    """How far below 0 rounding may take t in a call with a result of `dtype`."""
+    return sphere_tolerance(x.shape[-1], arithmetic_dtype(dtype), (loc.dtype, x.dtype))
+
+
+def _rounding(call: Density) -> tuple[torch.dtype, float, float]:
+    """Dtype of the arithmetic, the floor of t and the tolerance below 0."""
+    arithmetic = arithmetic_dtype(call.dtype)
+    return arithmetic, unit_roundoff(arithmetic), call.tolerance
 
 
 def _predicted(call: Density, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Cost:
-    operations = call.static.plan.numel(call.static.plan.order) * (2 * call.dimension + 4)
+    operations = call.plan.numel(call.plan.order) * (2 * call.dimension + 4)
     return Cost(*predict_bytes(function, *call.tensors), operations)
 
 
@@ -173,38 +175,38 @@ def _cost_of(run: Callable[[Density], Tensor]) -> Callable[[Density], Cost]:
     """The cost of a variant made of PyTorch's operations: that of the run itself."""
 
     def cost(call: Density) -> Cost:
-        return _predicted(call, lambda loc, scale, x: run(Density(loc, scale, x, call.static)))
+        return _predicted(call, lambda loc, scale, x: run(call._replace(loc=loc, scale=scale, x=x)))
 
     return cost
 
 
 def naive(call: Density) -> Tensor:
-    return _naive(*call.tensors, *_rounding(call.static)).to(call.static.dtype)
+    return _naive(*call.tensors, *_rounding(call)).to(call.dtype)
 
 
 def einsum(call: Density) -> Tensor:
-    return _einsum(*call.tensors, *_rounding(call.static)).to(call.static.dtype)
+    return _einsum(*call.tensors, *_rounding(call)).to(call.dtype)
 
 
 _scripted_einsum = script(_einsum)
 
 
 def torchscript(call: Density) -> Tensor:
-    return _scripted_einsum(*call.tensors, *_rounding(call.static)).to(call.static.dtype)
+    return _scripted_einsum(*call.tensors, *_rounding(call)).to(call.dtype)
 
 
 _compiled_einsum = compile_by_signature(_einsum)
 
 
 def compiled(call: Density) -> Tensor:
-    return _compiled_einsum(*call.tensors, *_rounding(call.static)).to(call.static.dtype)
+    return _compiled_einsum(*call.tensors, *_rounding(call)).to(call.dtype)
 
 
 def _compiled_cost(call: Density) -> Cost:
     """What TorchInductor allocates, as measured: it fuses all but matrix products and the normaliser's stack."""
-    plan, arithmetic = call.static.plan, arithmetic_dtype(call.static.dtype)
+    plan, arithmetic = call.plan, arithmetic_dtype(call.dtype)
     pairs, size, scales = plan.numel(plan.order), arithmetic.itemsize, call.scale.numel()
-    output, result = call.static.dtype.itemsize * pairs, size * pairs
+    output, result = call.dtype.itemsize * pairs, size * pairs
     cast = result if output != result else 0
     is_product = plan.numel(plan.rows) > 1 and plan.numel(plan.columns) > 1
     copies = size * sum(tensor.numel() for tensor in (call.loc, call.x) if tensor.dtype != arithmetic)
@@ -264,68 +266,85 @@ class HalfLog:
         return digamma_ratio(scale, 0.5 * (self.dimension - 1))
 
 
-def _half_log(static: Static, x: Tensor) -> HalfLog:
-    return HalfLog(x.shape[-1], arithmetic_dtype(static.dtype), static.tolerance)
+def _half_log(loc: Tensor, x: Tensor, dtype: torch.dtype) -> HalfLog:
+    return HalfLog(x.shape[-1], arithmetic_dtype(dtype), _tolerance(loc, x, dtype))
 
 
-def _chunked_forward(static: Static, loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
-    if x.is_meta:
-        return blocks.rehearse(_half_log(static, x), static.plan, loc, scale, x, static.dtype)
-    return blocks.forward(_half_log(static, x), static.plan, loc, scale, x, static.dtype)
+def _plan(loc: Tensor, scale: Tensor, x: Tensor) -> Plan:
+    return broadcast_plan(x.shape[:-1], loc.shape[:-1], scale.shape)
+
+
+def _chunked_forward(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return blocks.forward(_half_log(loc, x, dtype), _plan(loc, scale, x), loc, scale, x, dtype)
 
 
 def _chunked_backward(
-    static: Static, loc: Tensor, scale: Tensor, x: Tensor, dout: Tensor, needs: tuple[bool, bool, bool]
+    dout: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, needs: tuple[bool, bool, bool]
 ) -> Gradients:
-    arithmetic = arithmetic_dtype(static.dtype)
-    return blocks.backward(_half_log(static, x), static.plan, loc, scale, x, dout, arithmetic, needs)
+    arithmetic = arithmetic_dtype(dtype)
+    return blocks.backward(_half_log(loc, x, dtype), _plan(loc, scale, x), loc, scale, x, dout, arithmetic, needs)
 
 
-def _differentiable(static: Static, loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
-    return einsum(Density(loc, scale, x, static))
-
-
-_chunked = Binding(_chunked_forward, _chunked_backward, _differentiable)
-
-
-def chunked(call: Density) -> Tensor:
-    return _chunked(call.static, *call.tensors)
-
-
-def _chunked_cost(call: Density) -> Cost:
-    static = call.static
-
-    @torch.no_grad()
-    def rehearse(loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
-        return blocks.rehearse(_half_log(static, x), static.plan, loc, scale, x, static.dtype)
-
-    return _predicted(call, rehearse)
-
-
-def _triton_forward(static: Static, loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+def _triton_forward(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     from effops.kernels.power_spherical import MAP
 
-    return fused.forward(MAP, static.plan, loc, scale, x, static.dtype, static.tolerance)
+    return fused.forward(MAP, _plan(loc, scale, x), loc, scale, x, dtype, _tolerance(loc, x, dtype))
 
 
 def _triton_backward(
-    static: Static, loc: Tensor, scale: Tensor, x: Tensor, dout: Tensor, needs: tuple[bool, bool, bool]
+    dout: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, needs: tuple[bool, bool, bool]
 ) -> Gradients:
     from effops.kernels.power_spherical import MAP
 
-    return fused.backward(MAP, static.plan, loc, scale, x, dout, static.dtype, static.tolerance, needs)
+    return fused.backward(MAP, _plan(loc, scale, x), loc, scale, x, dout, dtype, _tolerance(loc, x, dtype), needs)
 
 
-_triton = Binding(_triton_forward, _triton_backward, _differentiable)
+def _composite(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return einsum(Density(loc, scale, x, _plan(loc, scale, x), dtype))
 
 
-def triton(call: Density) -> Tensor:
-    return _triton(call.static, *call.tensors)
+def _empty(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return _plan(loc, scale, x).empty(x, dtype)
+
+
+def _empty_gradients(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    plan = _plan(loc, scale, x)
+    return (
+        plan.empty_gradient(loc, plan.batch + plan.columns, trailing=1),
+        plan.empty_gradient(scale, plan.order),
+        plan.empty_gradient(x, plan.batch + plan.rows, trailing=1),
+    )
+
+
+def _bind(
+    variant: str, forward: Callable[..., Tensor], backward: Callable[..., Gradients]
+) -> Callable[[Density], Tensor]:
+    """The variant made of a pair of functions of the tensors and the result's dtype."""
+    binding = Binding(
+        f"{NAME}_{variant}",
+        forward=forward,
+        backward=backward,
+        composite=_composite,
+        empty=_empty,
+        empty_gradients=_empty_gradients,
+        core_dims=tuple(CORE_DIMS.values()),
+    )
+    return lambda call: binding(*call.tensors, call.dtype)
+
+
+chunked = _bind("chunked", _chunked_forward, _chunked_backward)
+triton = _bind("triton", _triton_forward, _triton_backward)
+
+
+def _chunked_cost(call: Density) -> Cost:
+    pair_map = _half_log(call.loc, call.x, call.dtype)
+    run = torch.no_grad()(lambda loc, scale, x: blocks.rehearse(pair_map, call.plan, loc, scale, x, call.dtype))
+    return _predicted(call, run)
 
 
 def _triton_cost(call: Density) -> Cost:
-    plan, dtype, _tolerance = call.static
-    return _predicted(call, torch.no_grad()(lambda loc, scale, x: fused.rehearse(plan, loc, scale, x, dtype)))
+    run = torch.no_grad()(lambda loc, scale, x: fused.rehearse(call.plan, loc, scale, x, call.dtype))
+    return _predicted(call, run)
 
 
 def _unit(shape: Shape, generator: torch.Generator | None) -> Tensor:
@@ -387,7 +406,7 @@ def _exact_t(call: Density) -> Tensor:
 
 def _dot_error(call: Density) -> Tensor:
     """By how much a dot product may be off: of unit vectors, or in proportion to longer ones."""
-    arithmetic = arithmetic_dtype(call.static.dtype)
+    arithmetic = arithmetic_dtype(call.dtype)
     error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())
     length: Tensor = call.loc.double().norm(dim=-1) * call.x.double().norm(dim=-1)
     return length.clamp(min=1) * (error * unit_roundoff(arithmetic))
@@ -399,7 +418,7 @@ def bounds(call: Density) -> Bounds:
     To either end the rounding of the other steps is added: 2 u (|W| + 2 |s l| + |out|), and that of the two float64
     parts of W, which are larger than W.
     """
-    u = unit_roundoff(arithmetic_dtype(call.static.dtype))
+    u = unit_roundoff(arithmetic_dtype(call.dtype))
     scale, t, error = call.scale.double(), _exact_t(call), _dot_error(call)
     normaliser = _normaliser(scale, call.dimension)
 
@@ -410,13 +429,13 @@ def bounds(call: Density) -> Bounds:
     low, high = torch.minimum(low, high), torch.maximum(low, high)
     rounding = 2 * u * (normaliser.abs() + 2 * (value - normaliser).abs() + value.abs())
     rounding += 4 * unit_roundoff(torch.float64) * (normaliser.abs() + (call.dimension - 1) * math.log(4 * math.pi))
-    outside = t + error < -call.static.tolerance
+    outside = t + error < -call.tolerance
     return Bounds(
         torch.where(outside, math.nan, value),
         value - low + rounding,
         high - value + rounding,
-        may_be_nan=t - error < -call.static.tolerance,
-        dtype=call.static.dtype,
+        may_be_nan=t - error < -call.tolerance,
+        dtype=call.dtype,
     )
 
 
@@ -425,7 +444,7 @@ def gradient_bounds(call: Density, dout: Tensor) -> tuple[Bounds, Bounds, Bounds
 
     A weight G = dout s / t may move as far as t can; a sum of n terms is off by n u at most.
     """
-    u = unit_roundoff(arithmetic_dtype(call.static.dtype))
+    u = unit_roundoff(arithmetic_dtype(call.dtype))
     loc, scale, x = (tensor.double() for tensor in call.tensors)
     g, t, error = dout.double(), _exact_t(call), _dot_error(call)
 
@@ -437,7 +456,7 @@ def gradient_bounds(call: Density, dout: Tensor) -> tuple[Bounds, Bounds, Bounds
     log_half, log_low, log_high = (torch.log(end.clamp(min=u) / 2) for end in (t, t - error, t + error))
     log_error = torch.maximum(log_half - log_low, log_high - log_half)
     psi = digamma_ratio(scale, 0.5 * (call.dimension - 1))
-    terms = g * (psi + torch.where(t + error < -call.static.tolerance, math.nan, log_half))
+    terms = g * (psi + torch.where(t + error < -call.tolerance, math.nan, log_half))
     terms_error = g.abs() * (log_error + 8 * u * (psi.abs() + log_half.abs()))
     weight, weight_error = g * scale * slope, (g * scale).abs() * slope_error
 
@@ -490,6 +509,7 @@ op = Op(
     sizes={"M": 128, "T": 512, "D": 128},
     bounds=bounds,
     gradient_bounds=gradient_bounds,
+    core_dims=CORE_DIMS,
 )
 
 
