@@ -31,10 +31,10 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return torch.jit.script(function)
 
     def call(*args: Any) -> Tensor:
-        result: Tensor = scripted()(*args)
-        # Specialised for inputs that require gradients, the scripted function claims that any result does.
-        if result.requires_grad and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-            return result.detach()
+        # Optimised, it specialises on training: then it loses tangents, claims gradients of inputs that require none,
+        # and raises in inference mode.
+        with torch.jit.optimized_execution(False):
+            result: Tensor = scripted()(*args)
         return result
 
     return call
@@ -45,8 +45,6 @@ def needs_torchscript(call: Call) -> str:
         return "needs torch.jit.script, which does not work on Python 3.14 and later"
     if torch.compiler.is_compiling():
         return "cannot be traced by torch.compile: call it outside of the compiled function"
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        return "cannot be transformed by torch.func: scripted functions lose the tangents, or raise"
     return ""
 
 
@@ -89,6 +87,10 @@ def needs_inductor(call: Call) -> str:
         return "needs a C++ compiler for TorchInductor, and none was found; install g++ or set CXX"
     if call.device.type == "cuda" and _import_error("triton"):
         return f"needs triton for TorchInductor, which cannot be imported: {_import_error('triton')}"
+    if forward_ad._current_level >= 0:
+        return "cannot be differentiated in forward mode, since TorchInductor cannot"
+    if torch._C._are_functorch_transforms_active():
+        return "cannot be transformed by torch.func from outside; compile the transformed function instead"
     return ""
 
 
