@@ -33,7 +33,7 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(*args: Any) -> Tensor:
         # Optimised, it specialises on training: then it loses tangents, claims gradients of inputs that require none,
         # and raises in inference mode.
-        with torch.jit.optimized_execution(False):
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             result: Tensor = scripted()(*args)
         return result
 
