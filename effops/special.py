@@ -71,3 +71,111 @@ def _stirling_remainder_slope(z: Tensor) -> Tensor:
     y = 1 / z
     v = y * y
     return -v * (1 / 12 - v * (1 / 120 - v * (1 / 252 - v * (1 / 240 - v / 132))))
+
+
+# Debye's expansion is used at an order N of 42 or more, with its first omitted term below 2e-14 in log I_N, and at the
+# order D / 2 - 1 itself from 63 on, where that is below 1e-15. In I_{N+1} / I_N it is below 4e-16 there; at a smaller N
+# it is larger, but the recurrence down to D / 2 - 1 contracts it.
+
+
+def log_vmf_normaliser(k: Tensor, dimension: int) -> Tensor:
+    """W(k) of the von Mises-Fisher log density W(k) + k (<loc, x> - 1) on the unit sphere in D = `dimension` >= 2, for
+    a float64 tensor `k`; NaN where k < 0, and at infinity.
+
+    W = (D / 2 - 1) log k - D / 2 log(2 pi) - log I_{D/2-1}(k) + k, minus the log area of the sphere at k = 0. In that
+    form it cancels, and I leaves the range of float64. Here, with an order N = D / 2 - 1 + n, R = hypot(N, k) and the
+    polynomials P_j of Debye's expansion of I_N,
+
+        (D - 1) / 2 log(R / (2 pi)) + N log1p(N / R) - N^2 / (k + R) - sum_j P_j(N^2 / R^2) / R^j - log p
+
+    where p = (k / R)^n I_{N-n}(k) / I_N(k) comes from the recurrence of the I. For D = 2 .. 4096 and k = 0 .. 1e30:
+    within 2e-14 of max(1, |W|), or 7e-16 from D = 64; through autograd, the first derivative is within 2e-13 of itself,
+    or 2e-15 from D = 64, and the second within 2e-12, or 1e-14.
+    """
+    n, order = _debye_order(dimension)
+    radius = torch.hypot(k, k.new_full((), order))
+    cosine, sine = k / radius, order / radius
+    total = 0.5 * (dimension - 1) * torch.log(radius / (2 * math.pi)) + order * torch.log1p(sine)
+    total = total - order * sine / (1 + cosine) - _debye_sum(radius, sine, slope=False)
+    if n > 0:
+        inverse, square, p = 1 / radius, cosine * cosine, torch.ones_like(k)
+        rest = cosine * _debye_ratio(radius, cosine, sine)[0]
+        for i in range(n):  # factor = k I_{m-1} / (R I_m) and rest = k I_{m+1} / (R I_m) at m = N - i
+            factor = torch.add(rest, inverse, alpha=2 * (order - i))
+            p, rest = p * factor, square / factor
+        total = total - torch.log(p)
+    return torch.where(k >= 0, total, float("nan"))
+
+
+def bessel_ratio(k: Tensor, dimension: int) -> tuple[Tensor, Tensor]:
+    """A = I_{D/2}(k) / I_{D/2-1}(k), the length of the von Mises-Fisher mean in D = `dimension` >= 2, and 1 - A, the
+    derivative of `log_vmf_normaliser`, for a float64 tensor `k`; NaN where k < 0, and at infinity.
+
+    A is about k / D at small k and 1 - A about (D - 1) / (2 k) at large k, so that neither follows from the other. From
+    Debye's expansion at an order N, with R = hypot(N, k) and m = N, N - 1 .. D / 2,
+
+        y = 2 m / R - (1 - A_m) k / R,    A_{m-1} = k / R / (y + k / R),    1 - A_{m-1} = y / (y + k / R)
+
+    For D = 2 .. 4096 and k = 0 .. 1e30: A is within 5e-16 of itself, 1 - A and its derivative through autograd within
+    1e-13, or 3e-15 from D = 64. The derivative of A through autograd cancels at large k: take that of 1 - A.
+    """
+    n, order = _debye_order(dimension)
+    radius = torch.hypot(k, k.new_full((), order))
+    cosine, sine = k / radius, order / radius
+    ratio, difference = _debye_ratio(radius, cosine, sine)
+    for i in range(n):
+        y = 2 * (order - i) / radius - cosine * difference
+        ratio, difference = cosine / (y + cosine), y / (y + cosine)
+    return torch.where(k >= 0, ratio, float("nan")), torch.where(k >= 0, difference, float("nan"))
+
+
+def _debye_order(dimension: int) -> tuple[int, float]:
+    """n and N."""
+    n = max(0, (130 - dimension) // 3)
+    return n, 0.5 * dimension - 1 + n
+
+
+def _debye_ratio(radius: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """A = I_{N+1}(k) / I_N(k) and 1 - A, with k = R cosine and N = R sine: A = cosine (1 / (1 + sine) - h)."""
+    h = (0.5 + _debye_sum(radius, sine, slope=True)) / radius
+    difference = sine * (1 + cosine + sine) / ((1 + cosine) * (1 + sine)) + cosine * h
+    return cosine * (1 / (1 + sine) - h), difference
+
+
+def _debye_sum(radius: Tensor, sine: Tensor, slope: bool) -> Tensor:
+    """sum_j P_j(v) / R^j, the logarithm of Debye's sum of the U_j(N / R) / N^j, with v = (N / R)^2; or its slope by
+    log(N / R) at a given N: sum_j Q_j(v) / R^j, Q_j = j P_j + 2 v P_j'."""
+    v = sine * sine
+    polynomials = _debye_polynomials()
+    total = torch.zeros_like(v)
+    for j in range(len(polynomials), 0, -1):
+        polynomial = polynomials[j - 1]
+        if slope:
+            polynomial = [(j + 2 * i) * coefficient for i, coefficient in enumerate(polynomial)]
+        value = polynomial[j] * v
+        for i in range(j - 1, 0, -1):
+            value = (value + polynomial[i]) * v
+        total = (total + value + polynomial[0]) / radius
+    return total
+
+
+def _debye_polynomials() -> list[list[float]]:
+    """P_1, P_2, .., each from its constant on; from Debye's recurrence of the U_j (DLMF 10.41.9)."""
+    return [
+        [1 / 8, -5 / 24],
+        [1 / 16, -3 / 8, 5 / 16],
+        [25 / 384, -531 / 640, 221 / 128, -1105 / 1152],
+        [13 / 128, -71 / 32, 531 / 64, -339 / 32, 565 / 128],
+        [1073 / 5120, -50049 / 7168, 186821 / 4608, -44899 / 512, 82825 / 1024, -82825 / 3072],
+        [103 / 192, -405 / 16, 1677 / 8, -5389 / 8, 65385 / 64, -11805 / 16, 19675 / 96],
+        [
+            375733 / 229376,
+            -3407083 / 32768,
+            38038059 / 32768,
+            -168434443 / 32768,
+            1852155413 / 163840,
+            -432038457 / 32768,
+            256406305 / 32768,
+            -1282031525 / 688128,
+        ],
+    ]
