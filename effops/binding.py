@@ -1,7 +1,7 @@
 """A forward/backward pair -> an operation that PyTorch understands: autograd, `torch.func`, tracing, fake tensors.
 
-A call on plain tensors runs the pair at once. Under a tracer or a transform it becomes two opaque operators, one for
-each direction, of which PyTorch knows the results' layout (fake), how to batch them (vmap), and the derivatives.
+A call on plain tensors runs the pair at once. Where it is traced or transformed it becomes two operators, one for each
+direction, of which PyTorch knows the results' layout (fake), how to batch them (vmap), and the derivatives.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Binding:
         self.operator = torch.library.custom_op(f"effops::{name}", run, mutates_args=(), schema=schema)
         self.operator.register_fake(empty)
         self.operator.register_vmap(self._batched)
+        self.operator.register_autograd(self.pull_back, setup_context=self.save)
         self.backward_operator = torch.library.custom_op(
             f"effops::{name}_backward",
             run_backward,
@@ -79,18 +80,19 @@ class Binding:
         )
         self.backward_operator.register_fake(fake_backward)
         self.backward_operator.register_vmap(self._batched_backward)
+        self.backward_operator.register_autograd(self.pull_back_gradients, setup_context=self.save_for_gradients)
 
     def __call__(self, *arguments: Any) -> Tensor:
         tensors = arguments[: self.count]
         result: Tensor
         if _is_plain(tensors):
-            if not _is_differentiated(tensors):
+            if not _requires_grad(tensors):
                 return self.forward(*arguments)
-            result = _Differentiable.apply(self.name, *arguments)
+            result = _Differentiable.apply(*arguments, self.name)
         elif _needs_composite():
             result = self.composite(*arguments)
-        elif _is_differentiated(tensors):
-            result = _Traceable.apply(self.name, *arguments)
+        elif torch._C._are_functorch_transforms_active():
+            result = _Transformable.apply(*arguments, self.name)
         else:
             result = self.operator(*arguments)
         return result
@@ -98,11 +100,13 @@ class Binding:
     def gradients(self, dout: Tensor, arguments: Sequence[Any], needs: Sequence[bool]) -> Gradients:
         """Gradients of the tensors among `arguments`, which can be differentiated again."""
         tensors = (dout, *arguments[: self.count])
-        if _is_differentiated(tensors):
-            found = iter(_Gradients.apply(self.name, dout, *arguments, list(needs)))
-        elif _is_plain(tensors):
+        if _is_plain(tensors) and not _requires_grad(tensors):
             with without_autocast(dout.device):
                 return self.backward(dout, *arguments, needs)
+        if _needs_composite() or torch._C._functorch.is_legacy_batchedtensor(dout):
+            found = iter(self.composite_gradients(dout, arguments, needs))
+        elif torch._C._are_functorch_transforms_active():
+            found = iter(_TransformableGradients.apply(dout, *arguments, list(needs), self.name))
         else:
             found = iter(self.backward_operator(dout, *arguments, list(needs)))
         return tuple(next(found) if need else None for need in needs)
@@ -114,8 +118,34 @@ class Binding:
             pull_back = torch.func.vjp(lambda *tensors: self.composite(*tensors, *settings), *tensors)[1]
             return tuple(gradient for gradient, need in zip(pull_back(dout), needs) if need)
 
+    def save(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        ctx.settings = tuple(inputs[self.count :])
+        ctx.save_for_backward(*inputs[: self.count])
+
+    def pull_back(self, ctx: Any, dout: Tensor) -> Any:
+        """The backward rule of the operation."""
+        needs = tuple(ctx.needs_input_grad[: self.count])
+        gradients = self.gradients(dout, (*ctx.saved_tensors, *ctx.settings), needs)
+        return *gradients, *(None,) * len(ctx.settings)
+
+    def save_for_gradients(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        dout, *arguments, ctx.needs = inputs
+        ctx.settings = tuple(arguments[self.count :])
+        ctx.save_for_backward(dout, *arguments[: self.count])
+
+    def pull_back_gradients(self, ctx: Any, upstream: Sequence[Tensor | None]) -> Any:
+        """The backward rule of the gradients, for second derivatives."""
+
+        def gradients(dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return self.composite_gradients(dout, (*tensors, *ctx.settings), ctx.needs)
+
+        with without_autocast(ctx.saved_tensors[0].device):
+            found, pull_back = torch.func.vjp(gradients, *ctx.saved_tensors)[:2]
+            given = tuple(torch.zeros_like(one) if other is None else other for one, other in zip(found, upstream))
+            return *pull_back(given), *(None,) * len(ctx.settings), None
+
     def _batched(self, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-        tensors = self._batch_axes_first(arguments[: self.count], in_dims)
+        tensors = self.batch_axes_first(arguments[: self.count], in_dims)
         return self.operator(*tensors, *arguments[self.count :]), 0
 
     def _batched_backward(
@@ -127,13 +157,13 @@ class Binding:
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip((dout, *arguments), dims)
         )
-        tensors = self._batch_axes_first(operands, (0,) * self.count)
+        tensors = self.batch_axes_first(operands, (0,) * self.count)
         needs = arguments[-1]
         found = self.backward_operator(dout, *tensors, *arguments[self.count :])
         wanted = (operand for operand, need in zip(operands, needs) if need)
         return [gradient.reshape(operand.shape) for gradient, operand in zip(found, wanted)], [0] * len(found)
 
-    def _batch_axes_first(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
+    def batch_axes_first(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
         """Each tensor with its axis `dim` at the front of all batch axes, as they broadcast."""
         ranks = [tensor.ndim - core - (dim is not None) for tensor, core, dim in zip(tensors, self.core_dims, dims)]
         moved = []
@@ -150,72 +180,61 @@ class _Differentiable(torch.autograd.Function):
     """The pair on plain tensors. This classic form of Function costs a third of the one that transforms need."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, *arguments: Any) -> Tensor:
-        _save(ctx, name, arguments)
-        return BINDINGS[name].forward(*arguments)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *inputs, ctx.name = arguments
+        BINDINGS[ctx.name].save(ctx, inputs, None)
+        return BINDINGS[ctx.name].forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return _backward(ctx, dout)
+        return *BINDINGS[ctx.name].pull_back(ctx, dout), None
 
 
-class _Traceable(torch.autograd.Function):
-    """The operator, with the gradients of the other one."""
-
-    generate_vmap_rule = True
+class _Transformable(torch.autograd.Function):
+    """The operator as `torch.func` needs it: its own rule of autograd is not seen there."""
 
     @staticmethod
-    def forward(name: str, *arguments: Any) -> Tensor:
-        result: Tensor = BINDINGS[name].operator(*arguments)
+    def forward(*arguments: Any) -> Tensor:
+        *inputs, name = arguments
+        result: Tensor = BINDINGS[name].operator(*inputs)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        _save(ctx, inputs[0], inputs[1:])
+        *arguments, ctx.name = inputs
+        BINDINGS[ctx.name].save(ctx, arguments, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return _backward(ctx, dout)
+        return *BINDINGS[ctx.name].pull_back(ctx, dout), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+        # One call for the batch, whose gradients of a shared operand are summed inside.
+        *inputs, name = arguments
+        binding = BINDINGS[name]
+        tensors = binding.batch_axes_first(inputs[: binding.count], in_dims)
+        return _Transformable.apply(*tensors, *inputs[binding.count :], name), 0
 
 
-class _Gradients(torch.autograd.Function):
-    """The operator of the backward pass, with the derivatives of its composite form."""
+class _TransformableGradients(torch.autograd.Function):
+    """The operator of the backward pass, likewise."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(name: str, dout: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(BINDINGS[name].backward_operator(dout, *arguments))
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        *inputs, name = arguments
+        return tuple(BINDINGS[name].backward_operator(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        ctx.name, dout, *arguments, ctx.needs = inputs
-        count = BINDINGS[ctx.name].count
-        ctx.settings = tuple(arguments[count:])
-        ctx.save_for_backward(dout, *arguments[:count])
+        *arguments, ctx.name = inputs
+        BINDINGS[ctx.name].save_for_gradients(ctx, arguments, output)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        binding = BINDINGS[ctx.name]
-
-        def gradients(dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-            return binding.composite_gradients(dout, (*tensors, *ctx.settings), ctx.needs)
-
-        pull_back = torch.func.vjp(gradients, *ctx.saved_tensors)[1]
-        return None, *pull_back(upstream), *(None,) * len(ctx.settings), None
-
-
-def _save(ctx: Any, name: str, arguments: Sequence[Any]) -> None:
-    count = BINDINGS[name].count
-    ctx.name, ctx.settings = name, tuple(arguments[count:])
-    ctx.save_for_backward(*arguments[:count])
-
-
-def _backward(ctx: Any, dout: Tensor) -> Any:
-    binding = BINDINGS[ctx.name]
-    needs = ctx.needs_input_grad[1 : 1 + binding.count]
-    gradients = binding.gradients(dout, (*ctx.saved_tensors, *ctx.settings), needs)
-    return None, *gradients, *(None,) * len(ctx.settings)
+        return *BINDINGS[ctx.name].pull_back_gradients(ctx, upstream), None
 
 
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
@@ -227,14 +246,12 @@ def _is_plain(tensors: Sequence[Tensor]) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
+        and not any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
     )
 
 
-def _is_differentiated(tensors: Sequence[Tensor]) -> bool:
-    """Whether gradients of a result may be asked for; under a transform of `torch.func`, tensors need not tell."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(tensor.requires_grad for tensor in tensors) or torch._C._are_functorch_transforms_active()
+def _requires_grad(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _needs_composite() -> bool:

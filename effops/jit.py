@@ -76,15 +76,20 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 @functools.cache
-def _cpp_compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+def _without_cpp_compiler() -> str:
+    """Why TorchInductor cannot call its C++ compiler; empty if it can."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    found = shutil.which(compiler)
+    return "" if found else f"needs a C++ compiler, and {compiler} was not found; install it or set CXX"
 
 
 def needs_inductor(call: Call) -> str:
     if torch.compiler.is_compiling():
         return ""
-    if call.device.type == "cpu" and _cpp_compiler() is None:
-        return "needs a C++ compiler for TorchInductor, and none was found; install g++ or set CXX"
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "needs torch.compile, which TORCH_COMPILE_DISABLE=1 turns off"
+    if call.device.type == "cpu" and _without_cpp_compiler():
+        return _without_cpp_compiler()
     if call.device.type == "cuda" and _import_error("triton"):
         return f"needs triton for TorchInductor, which cannot be imported: {_import_error('triton')}"
     if forward_ad._current_level >= 0:

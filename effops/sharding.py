@@ -12,6 +12,7 @@ so neither direction communicates. What costs is to redistribute a gradient, whi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -162,8 +163,9 @@ class _FromLocal(torch.autograd.Function):
 
 def _from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
     """The DTensor of that shape, dense and with its axes in memory in the order that they have in the local tensor."""
-    strides, step = [0] * local.ndim, 1
-    for axis in sorted(range(local.ndim), key=lambda axis: (local.stride(axis), -axis)):
-        strides[axis] = step
-        step *= max(1, shape[axis])
+    axes, given = range(local.ndim), local.stride()
+    strides = [1] * local.ndim
+    for i, j in itertools.product(axes, axes):  # tracers cannot sort by sizes that they leave open
+        if given[j] < given[i] or (given[j] == given[i] and j > i):
+            strides[i] *= max(1, shape[j])
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(strides))

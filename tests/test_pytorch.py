@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import effops
 from effops.binding import Binding
+from effops.measure import Pass, memory
 from effops.op import ops
 from effops.testing import error_ratio, gradient_error_ratio
 
@@ -197,6 +199,30 @@ def test_export(op, device, generator):
         assert error_ratio(op, other, program.module()(*other)) <= 1
 
 
+@pytest.mark.parametrize("how", ["strict export", "export", "make_fx", "jit.trace", "the operator itself"])
+@pytest.mark.parametrize("op", OPS)
+def test_what_was_traced_can_be_trained(op, how, device, generator):
+    """A strictly exported program once lost the gradients without an error."""
+    args = arguments(op, device, generator)
+    if how == "make_fx":
+        traced = make_fx(lambda *args: op(*args))(*args)
+    elif how == "jit.trace":
+        traced = torch.jit.trace(lambda *args: op(*args), args, check_trace=False)
+    elif how == "the operator itself":
+        with Operators() as operators:
+            op(*args)
+        operator, operands = operators.calls[0]
+
+        def traced(*tensors):
+            return operator(*tensors, *operands[len(tensors) :])
+    else:
+        traced = torch.export.export(Module(op), args, strict=how == "strict export").module()
+    copies = leaves(args)
+    out = traced(*copies)
+    dout = torch.randn(out.shape, generator=generator, dtype=out.dtype).to(device)
+    assert gradient_error_ratio(op, args, dout, torch.autograd.grad(out, copies, dout)) <= 1
+
+
 def test_ahead_of_time_compiled_package(capsys):
     """The example exports with sizes left open, packages, and compares the bits itself."""
     runpy.run_path(str(Path(__file__).parent.parent / "examples" / "export.py"), run_name="__main__")
@@ -261,6 +287,52 @@ def test_transforms_run_the_kernels(op, device, generator):
         assert len(operators.calls) == calls, name
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_transforms_keep_the_memory(op, device, generator):
+    """The gradients of what a batch shares are summed inside: no copy of an operand for each example and back."""
+    sizes = dict.fromkeys(op.sizes, 48)
+    args = leaves(op.workload(**sizes, device=device, generator=generator))
+    plain = memory(Pass(lambda *args: op(*args).sum(), args, backward=True))
+    assert plain.temporary_bytes < 2**22
+    first = args[-1].shape[0]
+
+    def by_vmap(*args):
+        return vmap(lambda last: op(*args[:-1], last))(args[-1]).sum()
+
+    batched = memory(Pass(by_vmap, args, backward=True))
+    transformed = memory(Pass(grad(by_vmap, all_of(args)), tuple(arg.detach() for arg in args)))
+    out_bytes = first * 4 * op.prepare(*args).plan.numel(op.prepare(*args).plan.order) // first
+    for measured in (batched, transformed):
+        assert measured.temporary_bytes <= plain.temporary_bytes + 4 * out_bytes
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_forward_mode_through_a_backward_pass(op, device, generator):
+    """The tangents of gradients of an earlier result, which were once dropped."""
+    args = leaves(arguments(op, device, generator))
+    shape = op.prepare(*args).plan.shape
+    dout, along = (torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for _ in range(2))
+
+    def tangents(variant):
+        out = op(*args, variant=variant)
+        with forward_ad.dual_level():
+            gradients = torch.autograd.grad(out, args, forward_ad.make_dual(dout, along))
+            return [forward_ad.unpack_dual(gradient).tangent for gradient in gradients]
+
+    same(tangents(None), tangents("naive"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_batched_gradients(op, device, generator):
+    args = leaves(arguments(op, device, generator))
+    shape = op.prepare(*args).plan.shape
+    douts = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(device)
+    found = torch.autograd.grad(op(*args), args, douts, is_grads_batched=True)
+    plain = tuple(arg.detach() for arg in args)
+    for i, dout in enumerate(douts):
+        assert gradient_error_ratio(op, plain, dout, tuple(gradient[i] for gradient in found)) <= 1
+
+
 @pytest.mark.parametrize("name", ["grad", "vmap", "vmap of grad", "jvp", "jacrev"])
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_transforms(op, name, device, generator):
@@ -321,6 +393,20 @@ def test_autocast_rounds_no_operand(op, compiled, device, generator):
         out.sum().backward()
         ones = torch.ones_like(out)
         assert gradient_error_ratio(op, tuple(args), ones, tuple(copy.grad for copy in copies)) <= 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_rounds_nothing_in_double_backward(op, device, generator):
+    args = leaves(arguments(op, device, generator, dtype=torch.float32))
+
+    def second():
+        gradients = torch.autograd.grad(op(*args).sum(), args, create_graph=True)
+        return torch.autograd.grad(sum((gradient**2).sum() for gradient in gradients), args)
+
+    expected = second()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = second()
+    same(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -358,14 +358,17 @@ def check_benchmark() -> None:
 
 
 def check_compiled() -> None:
+    """At several sizes, which later ones leave open."""
     mesh = mesh_of(1)
-    args = sample(SHAPES["even"])
-    leaves = [distributed(arg, mesh, p).requires_grad_() for arg, p in zip(args, LAYOUTS["rows"].args)]
-    result = torch.compile(power_spherical_log_prob, backend="aot_eager", fullgraph=True)(*leaves)
-    gradients = torch.autograd.grad(result.sum(), leaves)
-    assert error_ratio(OP, args, result.full_tensor()) <= 1
-    full = tuple(gradient.full_tensor() for gradient in gradients)
-    assert gradient_error_ratio(OP, args, torch.ones(result.shape), full) <= 1
+    compiled = torch.compile(power_spherical_log_prob, backend="aot_eager", fullgraph=True)
+    for shapes in (SHAPES["even"], tuple(tuple(2 * size if size > 1 else 1 for size in s) for s in SHAPES["even"])):
+        args = sample(shapes)
+        leaves = [distributed(arg, mesh, p).requires_grad_() for arg, p in zip(args, LAYOUTS["rows"].args)]
+        result = compiled(*leaves)
+        gradients = torch.autograd.grad(result.sum(), leaves)
+        assert error_ratio(OP, args, result.full_tensor()) <= 1
+        full = tuple(gradient.full_tensor() for gradient in gradients)
+        assert gradient_error_ratio(OP, args, torch.ones(result.shape), full) <= 1
 
 
 PROCESS_CHECKS = {"bytes sent": check_bytes_sent, "benchmark": check_benchmark, "compiled": check_compiled}
