@@ -100,11 +100,12 @@ class Binding:
     def gradients(self, dout: Tensor, arguments: Sequence[Any], needs: Sequence[bool]) -> Gradients:
         """Gradients of the tensors among `arguments`, which can be differentiated again."""
         tensors = (dout, *arguments[: self.count])
-        if _is_plain(tensors) and not _requires_grad(tensors):
-            with without_autocast(dout.device):
-                return self.backward(dout, *arguments, needs)
+        # `is_grads_batched` gives a batched gradient of a kind for which operators have no rule.
         if _needs_composite() or torch._C._functorch.is_legacy_batchedtensor(dout):
             found = iter(self.composite_gradients(dout, arguments, needs))
+        elif _is_plain(tensors) and not _requires_grad(tensors):
+            with without_autocast(dout.device):
+                return self.backward(dout, *arguments, needs)
         elif torch._C._are_functorch_transforms_active():
             found = iter(_TransformableGradients.apply(dout, *arguments, list(needs), self.name))
         else:
@@ -246,7 +247,6 @@ def _is_plain(tensors: Sequence[Tensor]) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
-        and not any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
     )
 
 
