@@ -1,7 +1,12 @@
 """Memory-efficient operations for PyTorch."""
 
+from effops import distributions
 from effops.op import Explanation, VariantReport, explain, use_variant, variants
-from effops.ops.power_spherical import power_spherical_log_prob
+from effops.ops.broadcast_dot import broadcast_dot
+from effops.ops.normal import normal_log_prob, normal_mixture_log_prob
+from effops.ops.power_spherical import power_spherical_log_prob, power_spherical_mixture_log_prob
+from effops.ops.von_mises_fisher import von_mises_fisher_log_prob, von_mises_fisher_mixture_log_prob
+from effops.patch import patch_power_spherical
 
 __version__ = "0.1.0"
 
@@ -9,8 +14,16 @@ __all__ = [
     "Explanation",
     "VariantReport",
     "__version__",
+    "broadcast_dot",
+    "distributions",
     "explain",
+    "normal_log_prob",
+    "normal_mixture_log_prob",
+    "patch_power_spherical",
     "power_spherical_log_prob",
+    "power_spherical_mixture_log_prob",
     "use_variant",
     "variants",
+    "von_mises_fisher_log_prob",
+    "von_mises_fisher_mixture_log_prob",
 ]

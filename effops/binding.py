@@ -25,17 +25,19 @@ class Binding:
     """An operation on tensors, computed by a pair of functions.
 
     Arguments of the operation are the tensors and then its settings: numbers, dtypes, whatever an operator's schema
-    takes, with annotations in `forward`. Only the tensors are saved for backward.
+    takes, with annotations in `forward`. Only the tensors are saved for backward, and the result if it is wanted there.
 
     Args:
         name: of the operator, `torch.ops.effops.<name>`; that of its backward ends in `_backward`
         forward: `forward(*tensors, *settings)` -> the result
-        backward: `backward(dout, *tensors, *settings, needs)` -> a gradient a tensor, None where `needs` is False
+        backward: `backward(dout, *tensors, *settings, needs)` -> a gradient a tensor, None where `needs` is False; the
+            result comes after the tensors if it is saved
         composite: the same function as `forward`, of differentiable PyTorch operations: for derivatives of `backward`
             and for forward-mode differentiation
         empty: an uninitialised result, laid out as `forward` does
         empty_gradients: uninitialised gradients of all tensors, laid out as `backward` does; takes what `forward` does
         core_dims: for each tensor, how many of its last dimensions are no batch axes: those before broadcast
+        saves_result: whether `backward` takes the result
     """
 
     def __init__(
@@ -48,14 +50,18 @@ class Binding:
         empty: Callable[..., Tensor],
         empty_gradients: Callable[..., Sequence[Tensor]],
         core_dims: Sequence[int],
+        saves_result: bool = False,
     ) -> None:
         BINDINGS[name] = self
         self.name = name
         self.forward, self.backward, self.composite = forward, backward, composite
         self.core_dims = tuple(core_dims)
         self.count = len(self.core_dims)
+        self.saves_result = saves_result
+        self.saved = self.count + saves_result
         schema = torch.library.infer_schema(forward, mutates_args=())
-        inputs = schema[1 : schema.index(")")]
+        inputs = schema[1 : schema.index(")")].split(", ")
+        inputs[self.count : self.count] = ["Tensor result"] * saves_result
 
         def run(*arguments: Any) -> Tensor:
             with without_autocast(arguments[0].device):
@@ -66,7 +72,10 @@ class Binding:
                 return [gradient for gradient in backward(dout, *arguments) if gradient is not None]
 
         def fake_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
-            return [gradient for gradient, need in zip(empty_gradients(*arguments[:-1]), arguments[-1]) if need]
+            *settings, needs = arguments[self.saved :]
+            return [
+                gradient for gradient, need in zip(empty_gradients(*arguments[: self.count], *settings), needs) if need
+            ]
 
         self.operator = torch.library.custom_op(f"effops::{name}", run, mutates_args=(), schema=schema)
         self.operator.register_fake(empty)
@@ -76,7 +85,7 @@ class Binding:
             f"effops::{name}_backward",
             run_backward,
             mutates_args=(),
-            schema=f"(Tensor dout, {inputs}, bool[] needs) -> Tensor[]",
+            schema=f"(Tensor dout, {', '.join(inputs)}, bool[] needs) -> Tensor[]",
         )
         self.backward_operator.register_fake(fake_backward)
         self.backward_operator.register_vmap(self._batched_backward)
@@ -98,8 +107,8 @@ class Binding:
         return result
 
     def gradients(self, dout: Tensor, arguments: Sequence[Any], needs: Sequence[bool]) -> Gradients:
-        """Gradients of the tensors among `arguments`, which can be differentiated again."""
-        tensors = (dout, *arguments[: self.count])
+        """Gradients of the tensors among `arguments`, which can be differentiated again: arguments of `backward`."""
+        tensors = (dout, *arguments[: self.saved])
         # `is_grads_batched` gives a batched gradient of a kind for which operators have no rule.
         if _needs_composite() or torch._C._functorch.is_legacy_batchedtensor(dout):
             found = iter(self.composite_gradients(dout, arguments, needs))
@@ -114,14 +123,14 @@ class Binding:
 
     def composite_gradients(self, dout: Tensor, arguments: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
         """What `backward` computes, of differentiable PyTorch operations; only the gradients that `needs` asks for."""
-        tensors, settings = arguments[: self.count], arguments[self.count :]
+        tensors, settings = arguments[: self.count], arguments[self.saved :]
         with without_autocast(dout.device):
             pull_back = torch.func.vjp(lambda *tensors: self.composite(*tensors, *settings), *tensors)[1]
             return tuple(gradient for gradient, need in zip(pull_back(dout), needs) if need)
 
-    def save(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    def save(self, ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
         ctx.settings = tuple(inputs[self.count :])
-        ctx.save_for_backward(*inputs[: self.count])
+        ctx.save_for_backward(*inputs[: self.count], *(output,) * self.saves_result)
 
     def pull_back(self, ctx: Any, dout: Tensor) -> Any:
         """The backward rule of the operation."""
@@ -131,19 +140,21 @@ class Binding:
 
     def save_for_gradients(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         dout, *arguments, ctx.needs = inputs
-        ctx.settings = tuple(arguments[self.count :])
-        ctx.save_for_backward(dout, *arguments[: self.count])
+        ctx.settings = tuple(arguments[self.saved :])
+        ctx.save_for_backward(dout, *arguments[: self.saved])
 
     def pull_back_gradients(self, ctx: Any, upstream: Sequence[Tensor | None]) -> Any:
-        """The backward rule of the gradients, for second derivatives."""
+        """The backward rule of the gradients, for second derivatives: the result is a function of the tensors there."""
+        dout, *saved = ctx.saved_tensors
+        result = saved[self.count :]
 
         def gradients(dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-            return self.composite_gradients(dout, (*tensors, *ctx.settings), ctx.needs)
+            return self.composite_gradients(dout, (*tensors, *result, *ctx.settings), ctx.needs)
 
-        with without_autocast(ctx.saved_tensors[0].device):
-            found, pull_back = torch.func.vjp(gradients, *ctx.saved_tensors)[:2]
+        with without_autocast(dout.device):
+            found, pull_back = torch.func.vjp(gradients, dout, *saved[: self.count])[:2]
             given = tuple(torch.zeros_like(one) if other is None else other for one, other in zip(found, upstream))
-            return *pull_back(given), *(None,) * len(ctx.settings), None
+            return *pull_back(given), *(None,) * (len(result) + len(ctx.settings)), None
 
     def _batched(self, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
         tensors = self.batch_axes_first(arguments[: self.count], in_dims)
@@ -153,14 +164,15 @@ class Binding:
         self, info: Any, in_dims: tuple[int | None, ...], dout: Tensor, *arguments: Any
     ) -> tuple[list[Tensor], list[int]]:
         # Each example has gradients of its own, of the operands that it shares with others too.
-        dims = in_dims[: 1 + self.count]
+        dims = in_dims[: 1 + self.saved]
         dout, *operands = (
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip((dout, *arguments), dims)
         )
+        operands, result = operands[: self.count], operands[self.count :]
         tensors = self.batch_axes_first(operands, (0,) * self.count)
         needs = arguments[-1]
-        found = self.backward_operator(dout, *tensors, *arguments[self.count :])
+        found = self.backward_operator(dout, *tensors, *result, *arguments[self.saved :])
         wanted = (operand for operand, need in zip(operands, needs) if need)
         return [gradient.reshape(operand.shape) for gradient, operand in zip(found, wanted)], [0] * len(found)
 
@@ -183,8 +195,10 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *inputs, ctx.name = arguments
-        BINDINGS[ctx.name].save(ctx, inputs, None)
-        return BINDINGS[ctx.name].forward(*inputs)
+        binding = BINDINGS[ctx.name]
+        result = binding.forward(*inputs)
+        binding.save(ctx, inputs, result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:

@@ -61,9 +61,28 @@ class Plan:
             strides.append(operand.stride(axis))
         return operand.as_strided(sizes, strides)
 
+    def varies(self, operand: Tensor, axes: Shape, *, trailing: int = 0) -> bool:
+        """Whether `operand` is not constant along one of `axes`."""
+        missing = len(self.shape) - (operand.ndim - trailing)
+        return any(axis >= missing and operand.shape[axis - missing] != 1 for axis in axes)
+
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """An uninitialised result of shape `shape`, laid out contiguously in the order batch, rows, columns."""
         return like.new_empty_strided(self.shape, self._strides, dtype=dtype)
+
+    def empty_planes(self, count: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """`count` such results in one tensor, each contiguous by itself, along a last axis."""
+        strides = (*self._strides, self.numel(self.order))
+        return like.new_empty_strided((*self.shape, count), strides, dtype=dtype)
+
+    def without(self, axis: int) -> Plan:
+        """The plan of a result that is reduced over an axis."""
+
+        def left(axes: Shape) -> Shape:
+            return tuple(other - (other > axis) for other in axes if other != axis)
+
+        shape = self.shape[:axis] + self.shape[axis + 1 :]
+        return Plan(shape, left(self.batch), left(self.rows), left(self.columns))
 
     @functools.cached_property
     def is_permuted(self) -> bool:

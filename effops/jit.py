@@ -67,7 +67,11 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
         if compiled is None:
             # A code object of its own: the limit of recompilations is counted per code object.
             own = types.FunctionType(
-                function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+                function.__code__.replace(),
+                function.__globals__,
+                function.__name__,
+                function.__defaults__,
+                function.__closure__,
             )
             compiled = objects[signature] = torch.compile(own, dynamic=True, fullgraph=True)
         return compiled(*args)

@@ -24,6 +24,9 @@ class Call(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
 
 class Cost(NamedTuple):
     """What a variant is predicted to need for the forward pass of one call, beyond the inputs.
@@ -79,6 +82,8 @@ class Op:
         gradient_bounds: the same for the gradient of each tensor argument, from a call and the upstream gradient
         core_dims: the tensor arguments, by name and in order, and how many of the last dimensions of each are no batch
             axes; an op that does not say so takes no DTensors
+        logsumexp: for an op that is a logsumexp along a batch axis, that axis of a call; its variants return the
+            statistics of `effops.chunked.Reduction`, which are added up in the end
     """
 
     name: str
@@ -91,6 +96,7 @@ class Op:
     bounds: Callable[..., Any]
     gradient_bounds: Callable[..., Any]
     core_dims: Mapping[str, int] = field(default_factory=dict)
+    logsumexp: Callable[[Any], int] | None = None
     function: Callable[..., Tensor] | None = field(default=None, init=False)
     _variants: dict[str, Variant] = field(default_factory=dict, init=False)
 
@@ -131,9 +137,16 @@ class Op:
 
             return sharded_call(self, args, kwargs, variant)
         call = self.prepare(*args, **kwargs)
+        return self.finish(call, self.run(call, variant))
+
+    def run(self, call: Call, variant: str | None) -> Tensor:
+        """What the chosen variant returns, before `finish`."""
         chosen = self.choose(call, variant)
         with without_autocast(call.device):
             return chosen.run(call)
+
+    def finish(self, call: Call, result: Tensor) -> Tensor:
+        return result if self.logsumexp is None else result.sum(-1).to(call.dtype)
 
     def choose(self, call: Call, variant: str | None) -> Variant:
         """The variant named by the argument or by `use_variant`, or the best that supports the call."""

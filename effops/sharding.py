@@ -8,6 +8,9 @@ a tensor argument that
     lacks the axis   (or broadcasts along it) is taken whole, and its gradient is a pending sum: `Partial`
 
 so neither direction communicates. What costs is to redistribute a gradient, which the caller can do once a step.
+
+Where the role is the axis of a logsumexp, each process has the statistics of its own components. They are combined
+across the mesh, by two reductions of the size of the result, which is then replicated there.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -42,16 +47,25 @@ def sharded_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], variant
         raise NotImplementedError(f"{op.name} takes no DTensors; gather them with .full_tensor()")
     tensors = _dtensors(op, args)
     mesh = next(iter(tensors.values())).device_mesh
-    op.prepare(*args, **kwargs)  # what is wrong with the shapes is told of the whole tensors
+    call = op.prepare(*args, **kwargs)  # what is wrong with the shapes is told of the whole tensors
+    reduced = None if op.logsumexp is None else op.logsumexp(call)
     batch_shapes = {name: tensor.shape[: tensor.ndim - op.core_dims[name]] for name, tensor in tensors.items()}
     batch = torch.broadcast_shapes(*batch_shapes.values())
     operands = [Operand(name, tensors[name], _dims(shape, batch)) for name, shape in batch_shapes.items()]
     roles = [_role(op.name, operands, mesh_axis) for mesh_axis in range(mesh.ndim)]
     local = {operand.name: _local(op.name, operand, roles) for operand in operands}
-    result = op(*(local.get(name, arg) for name, arg in zip(op.core_dims, args)), variant=variant, **kwargs)
-    sizes = {role: batch[role] for role in roles if role is not None}
+    local_call = op.prepare(
+        *(local.get(name, arg) for name, arg in zip(op.core_dims, args)), *args[len(op.core_dims) :], **kwargs
+    )
+    result = op.run(local_call, variant)
+    for mesh_axis, role in enumerate(roles):
+        if role is not None and role == reduced:
+            result = _Combined.apply(result, mesh, mesh_axis)
+    result = op.finish(local_call, result)
+    axes = [axis for axis in range(len(batch)) if axis != reduced]
+    sizes = {axes.index(role): batch[role] for role in roles if role in axes}
     shape = torch.Size(sizes.get(axis, size) for axis, size in enumerate(result.shape))
-    placements = [Replicate() if role is None else Shard(role) for role in roles]
+    placements = [Shard(axes.index(role)) if role in axes else Replicate() for role in roles]
     sharded: DTensor = _FromLocal.apply(result, mesh, placements, shape)
     return sharded
 
@@ -123,6 +137,28 @@ def _local(function: str, operand: Operand, roles: Sequence[int | None]) -> Tens
     ]
     local: Tensor = _ToLocal.apply(operand.tensor, wanted, gradient)
     return local
+
+
+class _Combined(torch.autograd.Function):
+    """The statistics of a logsumexp over all shards along an axis of the mesh, from those of each."""
+
+    @staticmethod
+    def forward(ctx: Any, statistics: Tensor, mesh: DeviceMesh, mesh_axis: int) -> Tensor:
+        maximum, log_total = statistics.unbind(-1)
+        highest = all_reduce(maximum, "max", (mesh, mesh_axis))
+        share = torch.exp(maximum - torch.where(highest.isfinite(), highest, 0) + log_total)
+        total = all_reduce(share, "sum", (mesh, mesh_axis))
+        ctx.save_for_backward(torch.where(total == 0, 0, share / total))
+        combined = torch.empty_like(statistics)
+        combined[..., 0] = highest
+        combined[..., 1] = total.log()
+        return combined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (share,) = ctx.saved_tensors
+        return gradient * share.unsqueeze(-1), None, None
 
 
 class _ToLocal(torch.autograd.Function):

@@ -62,3 +62,13 @@ def gradient_error_ratio(op: Op, args: tuple[Any, ...], dout: Tensor, gradients:
     expected = op.gradient_bounds(op.prepare(*args), dout)
     found = [(bounds, gradient) for bounds, gradient in zip(expected, gradients, strict=True) if gradient is not None]
     return max((bounds.error_ratio(gradient) for bounds, gradient in found), default=float("inf"))
+
+
+def exact_dot(loc: Tensor, x: Tensor) -> Tensor:
+    """<loc, x> of every pair: in float64, or for float64 inputs, which that would round, in extended precision."""
+    if torch.float64 not in (loc.dtype, x.dtype):
+        return torch.einsum("...d,...d->...", loc.double(), x.double())
+    import numpy
+
+    dot = numpy.einsum("...d,...d->...", *(t.detach().cpu().numpy().astype(numpy.longdouble) for t in (loc, x)))
+    return torch.tensor(dot.astype(numpy.float64), device=loc.device)

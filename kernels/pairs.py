@@ -17,6 +17,7 @@ Arithmetic is float64 if x, loc or scale is, else float32. Results are rounded o
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class Config:
     BLOCK_K: int  # slice of D
     BLOCK_N: int = 0  # not row-wise
     BLOCK_D: int = 0  # backward, not row-wise: slice of D of the gradient
+    maxnreg: int = 0
 
     def options(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self).items() if value}
@@ -65,7 +67,7 @@ class Launch:
 
 # fmt: off
 @triton.jit
-def _dots(
+def dots(
     x_ptr, stride_xm, stride_xk,
     loc_ptr, stride_ln, stride_lk,
     offs_m, offs_n, M, N, D,
@@ -88,15 +90,15 @@ def _dots(
 
 
 @triton.jit
-def _load_scale(
-    scale_ptr, stride_sm, stride_sn,
-    offs_m, offs_n, M, N,
-    SCALE_M: tl.constexpr, SCALE_N: tl.constexpr,
+def load_tile(
+    ptr, stride_m, stride_n,
+    offs_m, offs_n, M, N, other,
+    ALONG_M: tl.constexpr, ALONG_N: tl.constexpr,
 ):
-    """A tile with size 1 along each axis on which scale is constant, so that W is computed once along it."""
-    rows = offs_m[:, None] if SCALE_M else tl.zeros((1, 1), tl.int64)
-    columns = offs_n[None, :] if SCALE_N else tl.zeros((1, 1), tl.int64)
-    return tl.load(scale_ptr + rows * stride_sm + columns * stride_sn, mask=(rows < M) & (columns < N), other=1.0)
+    """A tile with size 1 along each axis along which the operand is constant, so that W is computed once along it."""
+    rows = offs_m[:, None] if ALONG_M else tl.zeros((1, 1), tl.int64)
+    columns = offs_n[None, :] if ALONG_N else tl.zeros((1, 1), tl.int64)
+    return tl.load(ptr + rows * stride_m + columns * stride_n, mask=(rows < M) & (columns < N), other=other)
 
 
 @triton.jit
@@ -124,9 +126,9 @@ def _forward_kernel(
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    dot = _dots(x_ptr, stride_xm, stride_xk, loc_ptr, stride_ln, stride_lk, offs_m, offs_n, M, N, D,
-                DTYPE, UPCAST, PRECISION, BLOCK_K)
-    scale = _load_scale(scale_ptr, stride_sm, stride_sn, offs_m, offs_n, M, N, SCALE_M, SCALE_N)
+    dot = dots(x_ptr, stride_xm, stride_xk, loc_ptr, stride_ln, stride_lk, offs_m, offs_n, M, N, D,
+               DTYPE, UPCAST, PRECISION, BLOCK_K)
+    scale = load_tile(scale_ptr, stride_sm, stride_sn, offs_m, offs_n, M, N, 1.0, SCALE_M, SCALE_N)
     value, _ = phi(dot, tolerance)
     out = normaliser(scale.to(tl.float64), D).to(DTYPE) + scale.to(DTYPE) * value
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
@@ -170,10 +172,10 @@ def _backward_kernel(
         offs_n = start_n + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
         mask = mask_m[:, None] & mask_n[None, :]
-        dot = _dots(x_ptr, stride_xm, stride_xk, loc_ptr, stride_ln, stride_lk, offs_m, offs_n, M, N, D,
-                    DTYPE, UPCAST, PRECISION, BLOCK_K)
+        dot = dots(x_ptr, stride_xm, stride_xk, loc_ptr, stride_ln, stride_lk, offs_m, offs_n, M, N, D,
+                   DTYPE, UPCAST, PRECISION, BLOCK_K)
         dot = tl.where(mask, dot, 0.0)  # a tail must add nothing even where 0 inf made it NaN
-        scale = _load_scale(scale_ptr, stride_sm, stride_sn, offs_m, offs_n, M, N, SCALE_M, SCALE_N)
+        scale = load_tile(scale_ptr, stride_sm, stride_sn, offs_m, offs_n, M, N, 1.0, SCALE_M, SCALE_N)
         dout_ptrs = dout_ptr + offs_m[:, None] * stride_gm + offs_n[None, :] * stride_gn
         dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(DTYPE)
         value, slope = phi(dot, tolerance)
@@ -324,16 +326,20 @@ def choose_config(kernel: Any, architecture: str, contraction: dict[str, Any], D
         BLOCK_K = 32 if D <= 32 else 128 if D <= 128 else 512
         # 64 bytes of each operand a thread; twice that spills in backward. Fewer than 4 rows spill W in float64
         BLOCK_M = max((1024 if float64 else 2048) // BLOCK_K, 4)
-        return Config(num_warps=4, num_stages=2, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K)
+        # ptxas, unless told that it may take 255 registers, spills a few values of W to fit into 64 or 128
+        hesitant = architecture != "gfx942" and (float64 or (kernel is _backward_rows_kernel and BLOCK_K == 128))
+        maxnreg = 255 if hesitant else 0
+        return Config(num_warps=4, num_stages=2, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, maxnreg=maxnreg)
     if kernel is _forward_kernel:
         if pairwise_w:  # W takes about ten float64 values an element: four elements a thread
             return Config(num_warps=4, num_stages=3, BLOCK_M=32, BLOCK_N=16, BLOCK_K=32)
         return Config(num_warps=4, num_stages=3, BLOCK_M=64, BLOCK_N=32 if float64 else 64, BLOCK_K=32)
+    if float64 and architecture == "sm_100":  # no fast float64 product: its plain one spills with larger operands
+        return Config(num_warps=8, num_stages=2, BLOCK_M=32, BLOCK_N=16, BLOCK_K=16, BLOCK_D=32)
     if pairwise_w:
         return Config(num_warps=8, num_stages=2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, BLOCK_D=32)
-    if float64:  # sm_100 has no fast float64 product: at 64 its plain one spills
-        BLOCK_D = 32 if architecture == "sm_100" else 64
-        return Config(num_warps=8, num_stages=2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, BLOCK_D=BLOCK_D)
+    if float64:
+        return Config(num_warps=8, num_stages=2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, BLOCK_D=64)
     if contraction["PRECISION"] == "tf32x3":  # two registers an operand: with 64 columns it spills
         return Config(num_warps=8, num_stages=2, BLOCK_M=64, BLOCK_N=32, BLOCK_K=16, BLOCK_D=128)
     return Config(num_warps=8, num_stages=2, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, BLOCK_D=128)
@@ -349,7 +355,7 @@ def forward(
     value of `torch.get_float32_matmul_precision()`, `tolerance` is handed to phi.
     """
     with torch.cuda.device_of(x):
-        for launch in _plan_forward(_architecture(x.device), map, x, loc, scale, out, precision, tolerance):
+        for launch in _plan_forward(architecture_of(x.device), map, x, loc, scale, out, precision, tolerance):
             launch()
 
 
@@ -362,7 +368,7 @@ def backward(
     Shapes are those of `forward`; dscale may be (B, 1, N) or (B, M, 1), which sums over the axis of size 1.
     """
     with torch.cuda.device_of(x):
-        for launch in _plan_backward(_architecture(x.device), map, x, loc, scale, dout, dx, dloc, dscale,
+        for launch in _plan_backward(architecture_of(x.device), map, x, loc, scale, dout, dx, dloc, dscale,
                                      precision, tolerance):
             launch()
 # fmt: on
@@ -373,10 +379,18 @@ def shipped(map: Map) -> Iterator[tuple[str, Launch]]:
 
     For compiling and inspecting all of them without a device.
     """
+    return distinct(partial(_representatives, map=map))
+
+
+def distinct(representatives: Callable[[str, torch.dtype, str], Iterator[Launch]]) -> Iterator[tuple[str, Launch]]:
+    """The launches of every architecture, dtype and precision, each once.
+
+    Those of float16 are left out: but for conversions their code is that of bfloat16.
+    """
     seen = set()
-    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    dtypes = torch.float64, torch.float32, torch.bfloat16
     for architecture, dtype, precision in product(ARCHITECTURES, dtypes, ("highest", "medium")):
-        for launch in _representatives(architecture, map, dtype, precision):
+        for launch in representatives(architecture, dtype, precision):
             given = tuple(argument is not None for argument in launch.args)
             key = architecture, dtype, launch.kernel, given, *launch.constants.values()
             if key not in seen:
@@ -384,7 +398,7 @@ def shipped(map: Map) -> Iterator[tuple[str, Launch]]:
                 yield architecture, launch
 
 
-def _representatives(architecture: str, map: Map, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
+def _representatives(architecture: str, dtype: torch.dtype, precision: str, map: Map) -> Iterator[Launch]:
     """All branches of `choose_config`, with every gradient and W where they cost the most registers."""
 
     def launches(x_shape: tuple[int, ...], loc_shape: tuple[int, ...], full_scale: bool) -> Iterator[Launch]:
@@ -403,7 +417,7 @@ def _representatives(architecture: str, map: Map, dtype: torch.dtype, precision:
         yield from launches((M, 1, D), (M, 1, D), True)
 
 
-def _architecture(device: torch.device) -> str:
+def architecture_of(device: torch.device) -> str:
     if device.type != "cuda":
         return "sm_90"  # the interpreter, which runs any
     if torch.version.hip:
@@ -412,8 +426,8 @@ def _architecture(device: torch.device) -> str:
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
-def _contraction(architecture: str, x: Tensor, loc: Tensor, scale: Tensor, precision: str) -> dict[str, Any]:
-    if torch.float64 in (x.dtype, loc.dtype, scale.dtype):
+def contraction_of(architecture: str, precision: str, x: Tensor, loc: Tensor, *others: Tensor) -> dict[str, Any]:
+    if any(operand.dtype == torch.float64 for operand in (x, loc, *others)):
         return {"DTYPE": tl.float64, "UPCAST": True, "PRECISION": "ieee"}
     # 16-bit operands are multiplied as they are, exactly, save in the interpreter, which multiplies bf16 wrongly
     upcast = x.dtype != loc.dtype or x.dtype == torch.float32 or triton.knobs.runtime.interpret
@@ -436,13 +450,13 @@ def _plan_forward(
         x, loc, scale, out = (t.transpose(0, 1) for t in (x, loc, scale, out))
         B, M = M, B
     constants = {"phi": map.phi, "normaliser": map.normaliser}
-    contraction = _contraction(architecture, x, loc, scale, precision)
-    tensors = *_pointer(x), *_pointer(loc)
+    contraction = contraction_of(architecture, precision, x, loc, scale)
+    tensors = *pointer(x), *pointer(loc)
     if N == 1:
         config = choose_config(_forward_rows_kernel, architecture, contraction, D, False)
         yield Launch(
             _forward_rows_kernel, B * triton.cdiv(M, config.BLOCK_M),
-            (*tensors, *_pointer(scale[..., 0]), *_pointer(out[..., 0]), M, D, tolerance),
+            (*tensors, *pointer(scale[..., 0]), *pointer(out[..., 0]), M, D, tolerance),
             {**constants, "DTYPE": contraction["DTYPE"], "LOC_M": loc.shape[1] > 1, **config.options()},
         )
         return
@@ -450,7 +464,7 @@ def _plan_forward(
     config = choose_config(_forward_kernel, architecture, contraction, D, all(scale_axes.values()))
     yield Launch(
         _forward_kernel, B * triton.cdiv(M, config.BLOCK_M) * triton.cdiv(N, config.BLOCK_N),
-        (*tensors, *_pointer(scale), *_pointer(out), M, N, D, tolerance),
+        (*tensors, *pointer(scale), *pointer(out), M, N, D, tolerance),
         {**constants, **contraction, **scale_axes, **config.options()},
     )
 
@@ -492,21 +506,21 @@ def _plan_backward_pairs(
     dx: Tensor | None, dscale: Tensor | None, precision: str, tolerance: float,
 ) -> Iterator[Launch]:
     (B, M, N), D = dout.shape, x.shape[2]
-    contraction = _contraction(architecture, x, loc, scale, precision)
+    contraction = contraction_of(architecture, precision, x, loc, scale)
     scale_axes = {"SCALE_M": scale.stride(1) != 0, "SCALE_N": scale.stride(2) != 0}
     pairwise_w = dscale is not None and all(scale_axes.values())
     config = choose_config(_backward_kernel, architecture, contraction, D, pairwise_w)
     sum_dscale = dscale is not None and dscale.shape[2] == 1
     tiles_d = 1 if dx is None else triton.cdiv(D, config.BLOCK_D)
     programs = B * triton.cdiv(M, config.BLOCK_M) * tiles_d
-    parts, part_n = _split(N, config.BLOCK_N, programs)
+    parts, part_n = split(N, config.BLOCK_N, programs)
     with (
-        _partial_sums(dx, 3, parts, contraction["DTYPE"]) as dx_args,
-        _partial_sums(dscale, 3, parts if sum_dscale else 1, contraction["DTYPE"]) as dscale_args,
+        partial_sums(dx, 3, parts, contraction["DTYPE"]) as dx_args,
+        partial_sums(dscale, 3, parts if sum_dscale else 1, contraction["DTYPE"]) as dscale_args,
     ):
         yield Launch(
             _backward_kernel, programs * parts,
-            (*_pointer(x), *_pointer(loc), *_pointer(scale), *_pointer(dout), *dx_args, *dscale_args,
+            (*pointer(x), *pointer(loc), *pointer(scale), *pointer(dout), *dx_args, *dscale_args,
              B, M, N, D, tiles_d, part_n, tolerance),
             {"phi": map.phi, "normaliser_grad": map.normaliser_grad, **contraction, **scale_axes,
              "SUM_DSCALE": sum_dscale, **config.options()},
@@ -522,7 +536,7 @@ def _plan_backward_rows(
         dx, dloc, dscale = (None if t is None else t.transpose(0, 1) for t in (dx, dloc, dscale))
     scale, dout, dscale = scale[..., 0], dout[..., 0], None if dscale is None else dscale[..., 0]
     (B, M), D = dout.shape, x.shape[2]
-    contraction = _contraction(architecture, x, loc, scale, precision)
+    contraction = contraction_of(architecture, precision, x, loc, scale)
     config = choose_config(_backward_rows_kernel, architecture, contraction, D, False)
     dtype = contraction["DTYPE"]
     loc_m = loc.shape[1] > 1
@@ -530,29 +544,29 @@ def _plan_backward_rows(
     sum_dscale = dscale is not None and dscale.shape[1] == 1
     tiles_k = 1 if dx is None and dloc is None else triton.cdiv(D, config.BLOCK_K)
     if sum_dloc or sum_dscale:
-        parts, part_m = _split(M, config.BLOCK_M, B * tiles_k)
+        parts, part_m = split(M, config.BLOCK_M, B * tiles_k)
     else:
         parts, part_m = triton.cdiv(M, config.BLOCK_M), config.BLOCK_M
     with (
-        _partial_sums(dloc, 3, parts if sum_dloc else 1, dtype) as dloc_args,
-        _partial_sums(dscale, 2, parts if sum_dscale else 1, dtype) as dscale_args,
+        partial_sums(dloc, 3, parts if sum_dloc else 1, dtype) as dloc_args,
+        partial_sums(dscale, 2, parts if sum_dscale else 1, dtype) as dscale_args,
     ):
         yield Launch(
             _backward_rows_kernel, B * tiles_k * parts,
-            (*_pointer(x), *_pointer(loc), *_pointer(scale), *_pointer(dout),
-             *_pointer(dx), *dloc_args, *dscale_args, B, M, D, tiles_k, part_m, tolerance),
+            (*pointer(x), *pointer(loc), *pointer(scale), *pointer(dout),
+             *pointer(dx), *dloc_args, *dscale_args, B, M, D, tiles_k, part_m, tolerance),
             {"phi": map.phi, "normaliser_grad": map.normaliser_grad, "DTYPE": dtype, "LOC_M": loc_m,
              "SUM_DSCALE": sum_dscale, **config.options()},
         )
 # fmt: on
 
 
-def _pointer(tensor: Tensor | None, ndim: int = 3) -> tuple[Any, ...]:
+def pointer(tensor: Tensor | None, ndim: int = 3) -> tuple[Any, ...]:
     """A tensor and its strides, as a kernel takes them."""
     return (None, *(0,) * ndim) if tensor is None else (tensor, *tensor.stride())
 
 
-def _split(size: int, block: int, programs: int) -> tuple[int, int]:
+def split(size: int, block: int, programs: int) -> tuple[int, int]:
     """(parts, elements of a part) of a sum over `size` elements, where each part takes `programs` programs."""
     tiles = triton.cdiv(size, block)
     part = triton.cdiv(tiles, triton.cdiv(BUSY, programs)) * block
@@ -560,13 +574,13 @@ def _split(size: int, block: int, programs: int) -> tuple[int, int]:
 
 
 @contextmanager
-def _partial_sums(total: Tensor | None, ndim: int, parts: int, dtype: tl.dtype) -> Iterator[tuple[Any, ...]]:
+def partial_sums(total: Tensor | None, ndim: int, parts: int, dtype: tl.dtype) -> Iterator[tuple[Any, ...]]:
     """Where to write `total` in parts: itself if there is one, else a workspace that is added up at the end."""
     if total is None or parts == 1:
-        pointer, *strides = _pointer(total, ndim)
-        yield pointer, 0, *strides
+        tensor, *strides = pointer(total, ndim)
+        yield tensor, 0, *strides
     else:
         workspace_dtype = torch.float64 if dtype is tl.float64 else torch.float32
         workspace = total.new_empty((parts, *total.shape), dtype=workspace_dtype)
-        yield _pointer(workspace)
+        yield pointer(workspace)
         total.copy_(workspace.sum(0))

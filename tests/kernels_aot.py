@@ -13,7 +13,7 @@ import tempfile
 
 import torch
 import triton
-from effops.kernels import pairs, power_spherical
+from effops.kernels import mixture, pairs, power_spherical, von_mises_fisher
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -23,13 +23,14 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+COMPILER_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 POINTERS = {torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
 def compile_launch(architecture, launch):
     """Specialise the arguments as a call does: 1 and None become constants, multiples of 16 are known to be."""
     names = launch.kernel.arg_names
-    options = {name: launch.constants[name] for name in ("num_warps", "num_stages")}
+    options = {name: value for name, value in launch.constants.items() if name in COMPILER_OPTIONS}
     constants = {name: value for name, value in launch.constants.items() if name not in options}
     signature, attributes = {}, {}
     for index, (name, value) in enumerate(zip(names, (0, *launch.args), strict=False)):
@@ -77,11 +78,21 @@ def resources(architecture, compiled):
 def describe(launch):
     values = {name: getattr(value, "__name__", str(value)) for name, value in launch.constants.items()}
     inputs = next(value for value in launch.args if isinstance(value, torch.Tensor)).dtype
-    return {"kernel": launch.kernel.__name__.strip("_"), "inputs": str(inputs), **values}
+    name = f"{launch.kernel.__module__}.{launch.kernel.__name__}"
+    return {"kernel": name, "map": launch.constants["phi"].__module__, "inputs": str(inputs), **values}
+
+
+def shipped():
+    """All but the bfloat16 launches of the second map: what it brings is reached after the conversion to float32."""
+    for family in pairs, mixture:
+        yield from family.shipped(power_spherical.MAP)
+        for architecture, launch in family.shipped(von_mises_fisher.MAP):
+            if launch.args[0].dtype != torch.bfloat16:
+                yield architecture, launch
 
 
 def main(index, count):
-    for architecture, launch in list(pairs.shipped(power_spherical.MAP))[index::count]:
+    for architecture, launch in list(shipped())[index::count]:
         compiled = compile_launch(architecture, launch)
         entry = {"architecture": architecture, **describe(launch), **resources(architecture, compiled)}
         print(json.dumps(entry), flush=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import effops.op
-from effops.op import Cost, Op
+from effops.op import Cost, Op, ops
 from effops.testing import Bounds
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
@@ -160,7 +160,7 @@ def test_command(tmp_path: Path) -> None:
 
 def test_bad_options_are_told(run: ModuleType, toy: Op, capsys: pytest.CaptureFixture[str]) -> None:
     for options, complaint in {
-        ("--op", "power_sphericl"): "--op: expected one of power_spherical_log_prob, toy_row_sum; got 'power_sphericl'",
+        ("--op", "power_sphericl"): f"--op: expected one of {', '.join(ops())}; got 'power_sphericl'",
         ("--op", toy.name, "--size", "N=3,L=2"): "--size: expected of K, N; got L",
         ("--op", toy.name, "--size", "N=3,K"): "expected KEY=N,KEY=N with positive integers; got 'N=3,K'",
         ("--op", toy.name, "--size", "N=0"): "expected KEY=N,KEY=N with positive integers; got 'N=0'",

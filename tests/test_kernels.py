@@ -16,7 +16,9 @@ if DEVICE == "cpu" and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from effops.kernels import pairs, power_spherical  # noqa: E402
+from effops.kernels import mixture, pairs, power_spherical, von_mises_fisher  # noqa: E402
+
+from effops.special import bessel_ratio, log_vmf_normaliser  # noqa: E402
 
 f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -396,12 +398,298 @@ def test_normaliser(D, negative):
             assert got_grad == W_grad or (math.isnan(got_grad) and math.isnan(W_grad)), f"W'({s}) = {got_grad}"
 
 
+@pytest.mark.parametrize("D", [2, 3, 7, 64, 129, 130, 768, 4096])
+def test_von_mises_fisher_normaliser(D):
+    values = [1e-30, 1e-3, 1.0, 7.3, 100.0, 1e4, 1e6, 1e30, 0.0, 31.0, 0.3, 44.0, math.inf, math.nan, -1e-3, -1e4]
+    scale = torch.tensor(values, dtype=f64, device=DEVICE)
+    w, w_grad = torch.empty_like(scale), torch.empty_like(scale)
+    constants = {"BLOCK": len(values), "W": von_mises_fisher.normaliser, "W_GRAD": von_mises_fisher.normaliser_grad}
+    _normaliser_kernel[(1,)](scale, w, w_grad, D, **constants)
+    W, W_grad = log_vmf_normaliser(scale, D), bessel_ratio(scale, D)[1]
+    assert W[:-4].isfinite().all()
+    assert W[-4:].isnan().all()
+    torch.testing.assert_close(w, W, rtol=1e-13, atol=1e-13, equal_nan=True)
+    torch.testing.assert_close(w_grad, W_grad, rtol=5e-13, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 @pytest.mark.parametrize("shape", [(1, 70, 67, 40), (1, 128, 128, 256)], ids=str)
 def test_precisions(shape, precision):
     x, loc, s, _ = make(shape)
     out = run_forward(x, loc, s, precision=precision)
     check_forward(out, x, loc, s.expand(out.shape), 1e-6, precision)
+
+
+# --- mixtures ---------------------------------------------------------------------------------------------------------
+
+MAPS = {"power_spherical": power_spherical.MAP, "von_mises_fisher": von_mises_fisher.MAP}
+# (B, C, M, N, D): tails, one component more than a block, sums that are split; single rows and components
+MIXTURES = [(2, 1, 66, 33, 7), (1, 2, 5, 70, 18), (2, 1, 1, 33, 131), (1, 2, 70, 1, 5), (1, 1, 1, 1, 2)]
+
+
+class Mixture:
+    """Operands, which of their axes vary, and exact results with what rounding may add to each."""
+
+    def __init__(self, name, shape, dtypes=(f32,) * 4, x="bm", scale="bcn", weights="bcn", layout="padded"):
+        D = shape[-1]
+        self.shape = shape
+        self.name, self.layout = name, layout
+        generator = torch.Generator().manual_seed(0)
+
+        def random(axes, *trailing):
+            sizes = [n if axis in axes else 1 for axis, n in zip("bcmn", shape)]
+            return torch.randn(*sizes, *trailing, generator=generator, dtype=f64)
+
+        x, loc = (torch.nn.functional.normalize(random(axes, D), dim=-1) for axes in (x, "bcn"))
+        scale, weights = (0.5 * (4 * random(scale)).round()).exp(), random(weights)
+        place = LAYOUTS[layout]
+        operands = x.squeeze(3), loc.squeeze(2), scale, weights
+        self.operands = [place(t.to(dtype).to(DEVICE)) for t, dtype in zip(operands, dtypes)]
+        result = torch.promote_types(torch.promote_types(*dtypes[:2]), torch.promote_types(*dtypes[2:]))
+        self.arithmetic = torch.promote_types(result, f32)
+        self.dout = padded(random("bcm").squeeze(3).to(result).to(DEVICE))
+
+    @property
+    def expanded(self):
+        B, C, M, N, D = self.shape
+        x, loc, scale, weights = self.operands
+        return x.expand(B, C, M, D), loc.expand(B, C, N, D), scale.expand(B, C, M, N), weights.expand(B, C, M, N)
+
+    def forward(self):
+        self.statistics = LAYOUTS[self.layout](
+            torch.full((*self.shape[:3], 2), math.nan, dtype=self.arithmetic, device=DEVICE)
+        )
+        mixture.forward(MAPS[self.name], *self.expanded, self.statistics, precision="highest", tolerance=2e-2)
+        assert_padding_untouched(self.statistics)
+        return self.statistics.sum(-1)
+
+    def backward(self, wanted=(True,) * 4):
+        """dx, dloc, dscale and dlog_weights. The last two are kept over n if they do not vary along m."""
+        B, C, M, N, D = self.shape
+        x, _, scale, weights = self.operands
+        pairs = [[B, C, t.shape[2], N if t.shape[2] == 1 else t.shape[3]] for t in (scale, weights)]
+        grads = [
+            LAYOUTS[self.layout](torch.full(size, math.nan, dtype=t.dtype, device=DEVICE)) if want else None
+            for want, size, t in zip(wanted, ([B, x.shape[1], M, D], [B, C, N, D], *pairs), self.operands)
+        ]
+        dx, dloc, dscale, dweights = grads
+        operands = *self.expanded, self.statistics, self.dout, dweights, dx, dloc, dscale
+        mixture.backward(MAPS[self.name], *operands, precision="highest", tolerance=2e-2)
+        for grad in grads:
+            if grad is not None:
+                assert_padding_untouched(grad)
+        return grads
+
+    def exact(self):
+        """(value, error) of the result and of the gradients of every pair, which are still to be summed."""
+        x, loc, s, weights = (t.double() for t in self.expanded)
+        D = x.shape[-1]
+        u = torch.finfo(self.arithmetic).eps / 2
+        c = contraction_units(D) * u
+        dot = x @ loc.mT
+        if self.name == "power_spherical":
+            W, W_grad = oracle_w(s, D)
+            value, slope, slope_error = log_half(1 + dot, u), 1 / (1 + dot), c / (1 + dot).abs()
+        else:
+            W, W_grad = log_vmf_normaliser(s, D), bessel_ratio(s, D)[1]
+            value, slope, slope_error = dot - 1, torch.ones_like(dot), torch.zeros_like(dot)
+        score = weights + W + s * value
+        score_error = (s * slope).abs() * c + 3 * u * (weights.abs() + W.abs() + (s * value).abs())
+        score_error += 1e-11 * W.abs().clamp(min=1) if u < 1e-10 else 0
+        score_error = torch.where(score == -math.inf, 0.0, score_error)
+        out = score.logsumexp(-1)
+        r = (score - out[..., None]).exp()
+        mean_error = (r * score_error).sum(-1)
+        terms = [math.sqrt(n) for n in self.shape[2:4]]
+        r_error = score_error + mean_error[..., None] + (8 + terms[1]) * u
+        G = self.dout.double()[..., None] * r
+        G_error = G.abs() * r_error + self.dout.double().abs()[..., None] * torch.finfo(self.arithmetic).tiny
+        G_dot, G_dot_error = G * s * slope, (G_error + G.abs() * (slope_error + 12 * u)) * (s * slope).abs()
+        size = W_grad.abs() + value.abs()
+        dscale_error = G_error * (W_grad + value).abs() + G.abs() * (slope * c + (8 + terms[0] + terms[1]) * u * size)
+        dscale_error += G.abs() * 1e-11 if u < 1e-10 else 0
+        dx_error = (G_dot_error + terms[1] * u * G_dot.abs()) @ loc.abs()
+        dloc_error = (G_dot_error + terms[0] * u * G_dot.abs()).mT @ x.abs()
+        G_error = G_error + (4 + terms[0] + terms[1]) * u * G.abs()
+        result = out, mean_error + (8 + terms[1]) * u + 2 * u * out.abs()
+        return result, [
+            (G_dot @ loc, dx_error),
+            (G_dot.mT @ x, dloc_error),
+            (G * (W_grad + value), dscale_error),
+            (G, G_error),
+        ]
+
+    def check(self, wanted=(True,) * 4):
+        (out, out_error), gradients = self.exact()
+        check_within("out", self.forward(), out, out_error)
+        for name, got, (exact, error) in zip(("dx", "dloc", "dscale", "dweights"), self.backward(wanted), gradients):
+            if got is not None:
+                check_within(name, got, exact.sum_to_size(got.shape), error.sum_to_size(got.shape))
+
+
+@pytest.fixture
+def whole_sums(monkeypatch):
+    """Each sum in one program, which goes through all of its tiles: sums of tests are short and would be split."""
+    monkeypatch.setattr(pairs, "BUSY", 1)
+
+
+@pytest.mark.usefixtures("whole_sums")
+@pytest.mark.parametrize("shape", MIXTURES, ids=str)
+@pytest.mark.parametrize("name", MAPS)
+def test_mixture(name, shape):
+    Mixture(name, shape).check()
+
+
+@pytest.mark.usefixtures("whole_sums")
+@pytest.mark.parametrize(
+    ("x", "scale", "weights"),
+    [("bm", "bcmn", "bcmn"), ("bcm", "bcm", "m"), ("m", "cm", "bmn"), ("bcm", "bmn", "n"), ("bm", "", "c")],
+)
+@pytest.mark.parametrize("name", MAPS)
+def test_mixture_operands_vary_along_some_axes(name, x, scale, weights):
+    Mixture(name, (2, 2, 3, 5, 9), x=x, scale=scale, weights=weights).check()
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [(f64,) * 4, (bf16,) * 4, (f16,) * 4, (f32, f32, f32, f64), (bf16, bf16, f32, f32), (f16, f32, bf16, f32)],
+    ids=lambda dtypes: "-".join(str(dtype)[6:] for dtype in dtypes),
+)
+@pytest.mark.parametrize("name", MAPS)
+def test_mixture_dtypes(name, dtypes):
+    Mixture(name, (1, 1, 5, 35, 40), dtypes).check()
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"batch last"}))
+def test_mixture_strides(layout):
+    operands = Mixture("power_spherical", (2, 2, 5, 9, 7), x="bcm", scale="bcmn", weights="bcmn", layout=layout)
+    operands.dout = operands.dout[:1, :, :1].expand_as(operands.dout)
+    operands.check()
+
+
+@pytest.mark.parametrize("along", ["bcn", "bcm", "bcmn"])
+def test_mixture_wanted_gradients(along):
+    operands = Mixture("power_spherical", (1, 1, 3, 4, 5), scale=along, weights=along)
+    for wanted in 0, 1, 2, 4, 8, 6, 9:
+        operands.check([bool(wanted >> bit & 1) for bit in range(4)])
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 3, 4, 5), (1, 0, 3, 4, 5), (1, 2, 0, 4, 5), (1, 2, 3, 0, 5)], ids=str)
+@pytest.mark.parametrize("along", ["bcn", "bcm", "bcmn"])
+def test_mixture_size_0(shape, along):
+    operands = Mixture("power_spherical", shape, scale=along, weights=along)
+    assert (operands.forward() == -math.inf).all()
+    for grad in operands.backward():
+        assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_mixture_grid_limit_and_parts(name, monkeypatch):
+    """A repeated call has the same bits, however it is launched; parts without weight add nothing."""
+    operands = Mixture(name, (1, 1, 66, 67, 18))
+    operands.operands[3][..., :32] = -math.inf
+    out, grads = operands.forward(), operands.backward()
+    monkeypatch.setattr(pairs, "MAX_GRID", 2)
+    assert torch.equal(operands.forward(), out)
+    for got, expected in zip(operands.backward(), grads):
+        assert torch.equal(got, expected)
+    monkeypatch.setattr(pairs, "BUSY", 5)
+    operands.check()
+
+
+@pytest.mark.usefixtures("whole_sums")
+@pytest.mark.parametrize("where", [[0], [34], list(range(34))], ids=["first", "last", "all but one"])
+def test_mixture_components_of_weight_0(where):
+    """They are left out, whatever they hold: as if they were not there."""
+    operands = Mixture("power_spherical", (1, 1, 3, 35, 9))
+    _, loc, scale, weights = operands.operands
+    rest = [n for n in range(35) if n not in where]
+    weights[..., where] = -math.inf
+    expected, expected_gradients = operands.forward(), operands.backward()
+    dx, *others = expected_gradients
+    (exact, error), _ = operands.exact()
+    check_within("out", expected, exact, error)
+    for bad in math.nan, math.inf:
+        loc[:, :, where[0], 3] = bad
+        scale[..., where[-1]] = bad
+        assert torch.equal(operands.forward(), expected)
+        got_dx, *got_others = operands.backward()
+        assert torch.equal(got_dx, dx)
+        for got, expected_grad, axis in zip(got_others, others, (2, 3, 3)):
+            index = torch.tensor(where, device=DEVICE)
+            assert (got.index_select(axis, index) == 0).all()
+            index = torch.tensor(rest, device=DEVICE)
+            assert torch.equal(got.index_select(axis, index), expected_grad.index_select(axis, index))
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_mixture_without_weight(name):
+    """A row whose weights are all 0 is -inf and passes no gradient, not even 0 times its infinity or into a tail."""
+    operands = Mixture(name, (1, 1, 3, 33, 9), weights="bcmn")
+    x, _, _, weights = operands.operands
+    weights[:, :, 1] = -math.inf
+    out, grads = operands.forward(), operands.backward()
+    assert (out[:, :, 1] == -math.inf).all()
+    assert out[:, :, ::2].isfinite().all()
+    assert (grads[0][:, :, 1] == 0).all()
+    assert (grads[3][:, :, 1] == 0).all()
+    x[:, :, 1, 5] = math.inf
+    for got, expected in zip([operands.forward(), *operands.backward()], [out, *grads]):
+        assert torch.equal(got, expected)
+    weights.fill_(-math.inf)
+    assert (operands.forward() == -math.inf).all()
+    for grad in operands.backward():
+        assert (grad == 0).all()
+
+
+@pytest.mark.usefixtures("whole_sums")
+@pytest.mark.parametrize("n", [0, 33])
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+def test_mixture_bad_component_stays_in_its_row(bad, n):
+    operands = Mixture("power_spherical", (1, 2, 3, 34, 9), x="bcm", weights="bcmn")
+    expected, (expected_dx, expected_dloc, *_) = operands.forward(), operands.backward()
+    _, _, _, weights = operands.operands
+    weights[0, 1, 2, n] = bad
+    out, (dx, dloc, *_) = operands.forward(), operands.backward()
+    clean = torch.ones_like(out, dtype=torch.bool)
+    clean[0, 1, 2] = False
+    assert torch.equal(out[clean], expected[clean])
+    assert out[0, 1, 2] == bad or (math.isnan(bad) and out[0, 1, 2].isnan())
+    assert torch.equal(dx[clean], expected_dx[clean])
+    assert dx[0, 1, 2].isnan().all()
+    assert torch.equal(dloc[:, 0], expected_dloc[:, 0])
+
+
+@pytest.mark.usefixtures("whole_sums")
+@pytest.mark.parametrize("order", [1, -1])
+def test_mixture_spread(order):
+    """The running maximum moves by 300 from one end to the other."""
+    operands = Mixture("power_spherical", (1, 1, 2, 70, 9))
+    operands.operands[3][:] = order * torch.linspace(-300, 0, 70, device=DEVICE)
+    operands.check()
+
+
+@pytest.mark.parametrize("weight", [-7e4, 7e4])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("power_spherical", 1.0), ("power_spherical", 1e5), ("von_mises_fisher", 1e5)]
+)
+def test_mixture_responsibilities_sum_to_1(name, scale, weight):
+    """In every sum over m and n, though the rounding of the result, or of a score, is a hundredth and more."""
+    M = 3
+    for along in "n", "mn":
+        operands = Mixture(name, (1, 1, M, 35, 40), scale="n", weights=along)
+        x, loc, s, weights = operands.operands
+        x += loc[:, :, :1]
+        x /= x.norm(dim=-1, keepdim=True)
+        loc[:] = loc[:, :, :1] + 1e-4 * loc
+        s.fill_(scale)
+        weights += weight
+        operands.dout = torch.ones_like(operands.dout)
+        operands.forward()
+        _, _, _, dweights = operands.backward((False, False, False, True))
+        assert dweights.isfinite().all()
+        sums = dweights.sum(-1) if along == "mn" else dweights.sum(-1) / M
+        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=3e-6, atol=0)
 
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}

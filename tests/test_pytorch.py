@@ -214,7 +214,7 @@ def test_what_was_traced_can_be_trained(op, how, device, generator):
         operator, operands = operators.calls[0]
 
         def traced(*tensors):
-            return operator(*tensors, *operands[len(tensors) :])
+            return op.finish(op.prepare(*args), operator(*tensors, *operands[len(tensors) :]))
     else:
         traced = torch.export.export(Module(op), args, strict=how == "strict export").module()
     copies = leaves(args)
@@ -310,7 +310,7 @@ def test_transforms_keep_the_memory(op, device, generator):
 def test_forward_mode_through_a_backward_pass(op, device, generator):
     """The tangents of gradients of an earlier result, which were once dropped."""
     args = leaves(arguments(op, device, generator))
-    shape = op.prepare(*args).plan.shape
+    shape = op.prepare(*args).shape
     dout, along = (torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for _ in range(2))
 
     def tangents(variant):
@@ -325,7 +325,7 @@ def test_forward_mode_through_a_backward_pass(op, device, generator):
 @pytest.mark.parametrize("op", OPS)
 def test_batched_gradients(op, device, generator):
     args = leaves(arguments(op, device, generator))
-    shape = op.prepare(*args).plan.shape
+    shape = op.prepare(*args).shape
     douts = torch.randn(3, *shape, generator=generator, dtype=torch.float64).to(device)
     found = torch.autograd.grad(op(*args), args, douts, is_grads_batched=True)
     plain = tuple(arg.detach() for arg in args)
@@ -509,7 +509,7 @@ def test_cuda_graph(op, device, generator):
     if device != "cuda":
         pytest.skip("needs a CUDA device")
     args = leaves(arguments(op, device, generator, dtype=torch.float32))
-    dout = torch.randn(op.prepare(*args).plan.shape, generator=generator).to(device)
+    dout = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.autograd.grad(op(*args), args, dout)

@@ -24,6 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import effops
 from effops import power_spherical_log_prob
+from effops.measure import Pass, memory
 from effops.op import find_op
 from effops.testing import error_ratio, gradient_error_ratio
 
@@ -32,6 +33,7 @@ sys.path.append(str(BENCH))
 sharded = importlib.import_module("sharded")
 
 OP = find_op("power_spherical_log_prob")
+MIXTURE = find_op("power_spherical_mixture_log_prob")
 P, R, S = Partial(), Replicate(), Shard
 Placements = tuple[Placement, ...]
 
@@ -143,6 +145,38 @@ def check_layout(name: str, shapes: str, variant: str | None = None) -> None:
     assert gradient_error_ratio(OP, args, dout, tuple(gradient.full_tensor() for gradient in gradients)) <= 1
     if shapes == "even" and variant is None:
         assert result.stride() == plain.stride()
+
+
+# log_weights (M,), loc (M, 6), scale (M,), x (9, 1, 6) -> (9,)
+MIXTURE_LAYOUTS = {
+    "components": Layout((S(0), S(0), S(0), R), R, (S(0), S(0), S(0), P)),
+    "points": Layout((R, R, R, S(0)), S(0), (P, P, P, S(0))),
+    "components, weights sliced": Layout((R, S(0), S(0), R), R, (S(0), S(0), S(0), P)),
+}
+
+
+def check_mixture() -> None:
+    """Along the components the statistics are combined, by two reductions forward; backward sends nothing."""
+    mesh = mesh_of(1)
+    for count in (8, 5, 1, 0):
+        args = MIXTURE.sample((count,), (count, 6), (count,), (9, 1, 6), generator=torch.Generator().manual_seed(0))
+        for variant in ("chunked", "einsum"):
+            for layout in MIXTURE_LAYOUTS.values():
+                if count == 1 and layout.args[1] == S(0):
+                    continue  # an axis of size 1 broadcasts, and cannot be sharded
+                placed = [distributed(arg, mesh, (p,)).requires_grad_() for arg, p in zip(args, layout.args)]
+                with CommDebugMode() as collectives:
+                    result = MIXTURE(*placed, variant=variant)
+                assert collectives.get_total_counts() == (2 if layout.result == R else 0)
+                dout = torch.randn(9, generator=torch.Generator().manual_seed(1))
+                with CommDebugMode() as collectives:
+                    gradients = torch.autograd.grad(result, placed, distributed(dout, mesh, (layout.result,)))
+                assert collectives.get_total_counts() == 0
+                assert result.placements == (layout.result,)
+                assert tuple(gradient.placements[0] for gradient in gradients) == layout.gradients
+                assert error_ratio(MIXTURE, args, result.full_tensor()) <= 1
+                full = tuple(gradient.full_tensor() for gradient in gradients)
+                assert gradient_error_ratio(MIXTURE, args, dout, full) <= 1
 
 
 def check_variants() -> None:
@@ -316,6 +350,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{f"refuses {name}": partial(check_refused, name) for name in REFUSED},
     "refuses a mixture": check_mixed,
     "variants": check_variants,
+    "mixtures": check_mixture,
     "scales without axes": check_scales_without_axes,
     "axes of size one": check_axes_of_size_one,
     "an argument still on its way": check_argument_still_on_its_way,
@@ -371,7 +406,27 @@ def check_compiled() -> None:
         assert gradient_error_ratio(OP, args, torch.ones(result.shape), full) <= 1
 
 
-PROCESS_CHECKS = {"bytes sent": check_bytes_sent, "benchmark": check_benchmark, "compiled": check_compiled}
+def check_mixture_memory() -> None:
+    """Components sharded: each process needs its shard and 8 MiB, and sends at most four times the output's bytes."""
+    mesh, count = mesh_of(1), dist.get_world_size()
+    args = MIXTURE.workload(M=128, T=128, D=64, generator=torch.Generator().manual_seed(0))
+    shards = [distributed(arg, mesh, (placement,)) for arg, placement in zip(args, (S(0), S(1), S(1), R))]
+    work = Pass(lambda *local: MIXTURE(*shards).to_local(), tuple(shard.to_local() for shard in shards))
+    measured = memory(work)
+    assert measured.peak_bytes <= measured.input_bytes + measured.output_bytes + 8 * 2**20
+    start = sharded.sent_bytes()
+    result = MIXTURE(*shards)
+    sent = sharded.sent_bytes() - start
+    assert 0 < sent <= 4 * result.to_local().nbytes
+    assert sent <= 1.1 * 2 * 2 * (count - 1) / count * result.to_local().nbytes  # two sums by a ring
+
+
+PROCESS_CHECKS = {
+    "bytes sent": check_bytes_sent,
+    "benchmark": check_benchmark,
+    "compiled": check_compiled,
+    "mixture memory": check_mixture_memory,
+}
 
 
 def in_process() -> dict[str, str]:

@@ -1,0 +1,313 @@
+"""Scores of the form normaliser(scale) + scale * phi(<x, loc>), block by block, for `effops.chunked`.
+
+The dot products of a block are one batched matrix product, computed where the scores will stand; `phi` and the
+normaliser are applied while the block is in the cache. Operands that need another dtype or layout for the product are
+copied block by block too. A call whose products alone fit one buffer is computed at once, by a product and a sum:
+cutting it would cost more than computing it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from effops.broadcast import Plan, Shape
+from effops.chunked import BLOCK_BYTES, Block, Slices, cut, fit, merge, part, tiles, whole
+from effops.precision import arithmetic_dtype
+
+SLAB = 65536  # values of the scale whose normaliser is kept for the blocks that share it
+PIECE = 3072  # values of the scale whose normaliser is computed at once, in float64
+
+Function = Callable[[Tensor], Tensor]
+
+
+class DotMap(Protocol):
+    """The small functions that make a score of this form."""
+
+    def value_(self, dot: Tensor) -> None:
+        """Overwrite the dot products of a block with phi."""
+
+    def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
+        """Overwrite `dot` with factor * phi'(dot); write phi(dot) to `value` if it is wanted."""
+
+    def normaliser(self, scale: Tensor) -> Tensor:
+        """The normaliser of a float64 scale."""
+
+    def normaliser_derivative(self, scale: Tensor) -> Tensor:
+        """Its derivative by the scale."""
+
+
+class _Operand:
+    """x or loc, given block by block as the three-dimensional factor of a batched matrix product."""
+
+    def __init__(self, view: Tensor, batch_axes: int, arithmetic: torch.dtype) -> None:
+        self.view = view
+        self.batch_axes = batch_axes
+        self.arithmetic = arithmetic
+        self.copied = view.dtype != arithmetic or not self._is_matrix_operand()
+        self.buffer: Tensor | None = None
+
+    def _is_matrix_operand(self) -> bool:
+        """Whether blocks are views that BLAS takes: both roles collapse to one axis, and the matrices have one unit
+        stride and do not overlap."""
+        batch = _collapse(self.view, range(self.batch_axes))
+        own = _collapse(self.view, range(self.batch_axes, self.view.ndim - 1))
+        if batch is None or own is None:
+            return False
+        (rows, row_stride), depth, depth_stride = own, self.view.shape[-1], self.view.stride(-1)
+        by_rows = depth_stride == 1 and (rows == 1 or row_stride >= depth)
+        by_depth = row_stride == 1 and (depth == 1 or depth_stride >= rows)
+        return by_rows or by_depth
+
+    def make_buffer(self, extents: Shape) -> None:
+        """For blocks of at most these extents; along an axis of size 1 there is one entry however long the block."""
+        if self.copied:
+            numel = math.prod(map(min, self.view.shape, extents))
+            self.buffer = self.view.new_empty(numel, dtype=self.arithmetic)
+
+    def block(self, axes: Slices) -> Tensor:
+        block = part(self.view, axes)
+        if self.buffer is not None:
+            block = self.buffer[: block.numel()].view(block.shape).copy_(block)
+        return self.merge(block)
+
+    def merge(self, block: Tensor) -> Tensor:
+        return merge(block, self.batch_axes, block.ndim - 1 - self.batch_axes)
+
+
+def _collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
+    """Size and stride of some axes of a view as one axis, if they are one."""
+    size = stride = 1
+    for axis in reversed(axes):
+        if view.shape[axis] != 1:
+            if size == 1:
+                stride = view.stride(axis)
+            elif view.stride(axis) != size * stride:
+                return None
+            size *= view.shape[axis]
+    return size, stride
+
+
+class DotScores:
+    """The scores of one call, as `effops.chunked.Scores`.
+
+    Args:
+        scored: whether the scores are wanted, besides gradients
+        needs: which gradients of loc, scale and x are wanted: with G = weight * scale * phi'(<x, loc>),
+            dx = sum_columns G loc,    dloc = sum_rows G x,    dscale = sum weight * (normaliser'(scale) + phi)
+    """
+
+    def __init__(
+        self,
+        dot_map: DotMap,
+        plan: Plan,
+        loc: Tensor,
+        scale: Tensor,
+        x: Tensor,
+        arithmetic: torch.dtype,
+        *,
+        scored: bool = True,
+        needs: Sequence[bool] = (False, False, False),
+    ) -> None:
+        self.map = dot_map
+        self.plan = plan
+        self.arithmetic = arithmetic
+        self.tensors = (loc, scale, x)
+        self.dimension = x.shape[-1]
+        batch_axes = len(plan.batch)
+        self.left = _Operand(plan.view(x, plan.batch + plan.rows, trailing=1), batch_axes, arithmetic)
+        # Along columns where only the scale varies loc keeps size 1: their dot products are computed once.
+        right = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
+        self.right = _Operand(right, batch_axes, arithmetic)
+        self.scale = plan.view(scale, plan.order, expand=False)
+        self.inner = batch_axes + len(plan.rows)
+        self.scale_by_rows = any(size != 1 for size in self.scale.shape[batch_axes : self.inner])
+        self.extents = cut(plan, self.dimension, arithmetic.itemsize, copies=self.left.copied or self.right.copied)
+        self.repeated = self._distinct(self.extents.pairs) != self.extents.pairs
+        batch = math.prod(self.extents.batch)
+        self.left.make_buffer((*self.extents.batch, *self.extents.rows, self.extents.depth))
+        self.right.make_buffer((*self.extents.batch, *self.extents.columns, self.extents.depth))
+        # Many small blocks share one computation of their scales' constants.
+        columns = math.prod(self.extents.columns) if math.prod(self.scale.shape[self.inner :]) > 1 else 1
+        shared = max(batch, SLAB // max(1, columns))
+        self.slab = self.extents.batch if batch == 1 or self.scale_by_rows else fit(plan.sizes(plan.batch), shared)
+        # The dot products of all parts of the depth but the first.
+        self.partial = self._dot_buffer() if self.extents.depth < self.dimension else None
+
+        self.scored, self.need_scale, self.differentiated = scored, needs[1], any(needs)
+        pairs = math.prod(self.extents.pairs)
+        if self.differentiated or self.repeated:  # else they are computed where the scores will stand
+            self.dot = self._dot_buffer()
+        wants_phi = self.differentiated and (scored or self.need_scale)
+        self.phi = scale.new_empty(pairs, dtype=arithmetic) if wants_phi else None
+        self.slope: Tensor  # factor * phi' of the block evaluated last
+        self.constants: _Constants  # of the block that `walk` gave last
+        views = (self.right.view, self.scale, self.left.view)
+        self.dloc, self.dscale, self.dx = (
+            view.new_zeros(view.shape, dtype=arithmetic) if need else None for view, need in zip(views, needs)
+        )
+
+    def walk(self) -> Iterator[Block]:
+        plan, extents = self.plan, self.extents
+        all_batch, all_rows, all_columns = (whole(plan.sizes(axes)) for axes in (plan.batch, plan.rows, plan.columns))
+        nothing = _Constants(None, None, self.scale)
+        for slab in tiles(all_batch, self.slab):
+            for columns in tiles(all_columns, extents.columns):
+                self.constants = shared = nothing  # those before are freed
+                if not self.scale_by_rows:
+                    shared = self._constants_of((*slab, *all_rows, *columns))
+                for batch in tiles(slab, extents.batch):
+                    inside = tuple(slice(i.start - j.start, i.stop - j.start) for i, j in zip(batch, slab))
+                    for rows in tiles(all_rows, extents.rows):
+                        self.constants = nothing
+                        block = Block(batch, rows, columns)
+                        self.constants = self._constants_of(block.pairs) if self.scale_by_rows else shared.part(inside)
+                        yield block
+
+    def _constants_of(self, block: Slices) -> _Constants:
+        """Functions of a block's scale, computed in float64 a piece at a time and rounded once; and the scale."""
+        scale = part(self.scale, block)
+        factor = scale.to(self.arithmetic, memory_format=torch.contiguous_format).contiguous()
+        return _Constants(
+            _in_pieces(self.map.normaliser, scale, factor) if self.scored else None,
+            _in_pieces(self.map.normaliser_derivative, scale, factor) if self.need_scale else None,
+            factor,
+        )
+
+    def evaluate(self, block: Block, out: Tensor | None) -> None:
+        normaliser, _, factor = self.constants
+        shape = tuple(piece.stop - piece.start for piece in block.pairs)
+        if self.differentiated:
+            dot = self._dots_apart(block, shape)
+            if self.repeated:
+                dot = dot.expand(shape).clone(memory_format=torch.contiguous_format)
+            phi = None if self.phi is None else self.phi[: dot.numel()].view(shape)
+            self.map.derivative_(dot, factor, phi)
+            self.slope = dot
+        elif out is not None:
+            phi = self._dots_apart(block, shape) if self.repeated else self._dot_(out, block)
+            self.map.value_(phi)
+        if out is not None and phi is not None and normaliser is not None:
+            torch.addcmul(normaliser, factor, phi.expand(shape), out=out)
+
+    def pull_back(self, block: Block, weight: Tensor) -> None:
+        if not self.differentiated:
+            return
+        slope, normaliser_derivative = self.slope, self.constants.normaliser_derivative
+        if self.dscale is not None and self.phi is not None and normaliser_derivative is not None:
+            total = part(self.dscale, block.pairs)
+            phi = self.phi[: slope.numel()].view(slope.shape)
+            total += phi.add_(normaliser_derivative).mul_(weight).sum_to_size(total.shape)
+        if self.dx is None and self.dloc is None:
+            return
+        weights = self._merge(slope.mul_(weight).sum_to_size(self._distinct(slope.shape)))
+        for depth in self._depths():
+            if self.dx is not None:
+                target = self.left.merge(part(self.dx, (*block.batch, *block.rows, depth)))
+                target.baddbmm_(weights, self.right.block((*block.batch, *block.columns, depth)))
+            if self.dloc is not None:
+                target = self.right.merge(part(self.dloc, (*block.batch, *block.columns, depth)))
+                target.baddbmm_(weights.mT, self.left.block((*block.batch, *block.rows, depth)))
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        plan, (loc, scale, x) = self.plan, self.tensors
+        return (
+            None if self.dloc is None else plan.gradient(self.dloc, loc, plan.batch + plan.columns),
+            None if self.dscale is None else plan.gradient(self.dscale, scale, plan.order),
+            None if self.dx is None else plan.gradient(self.dx, x, plan.batch + plan.rows),
+        )
+
+    def _depths(self) -> Iterator[slice]:
+        return (slice(i, i + self.extents.depth) for i in range(0, self.dimension, self.extents.depth))
+
+    def _dot_buffer(self) -> Tensor:
+        return self.scale.new_empty(math.prod(self._distinct(self.extents.pairs)), dtype=self.arithmetic)
+
+    def _merge(self, block: Tensor) -> Tensor:
+        return merge(block, len(self.plan.batch), len(self.plan.rows))
+
+    def _distinct(self, shape: Sequence[int]) -> Shape:
+        """Shape of the distinct dot products of a block of that shape."""
+        varying = self.right.view.shape[len(self.plan.batch) : -1]
+        extents = (1 if size == 1 else extent for size, extent in zip(varying, shape[self.inner :]))
+        return (*shape[: self.inner], *extents)
+
+    def _dots_apart(self, block: Block, shape: Sequence[int]) -> Tensor:
+        """The distinct dot products of a block, in the buffer for them."""
+        distinct = self._distinct(shape)
+        return self._dot_(self.dot[: math.prod(distinct)].view(distinct), block)
+
+    def _dot_(self, out: Tensor, block: Block) -> Tensor:
+        """Overwrite a block with <x, loc>."""
+        matrices = self._merge(out)
+        for depth in self._depths():
+            left = self.left.block((*block.batch, *block.rows, depth))
+            right = self.right.block((*block.batch, *block.columns, depth))
+            if self.partial is None or depth.start == 0:
+                matrices.baddbmm_(left, right.mT, beta=0)
+            else:
+                matrices += torch.bmm(left, right.mT, out=self.partial[: out.numel()].view(matrices.shape))
+        return out
+
+
+class _Constants(NamedTuple):
+    """Functions of the scale of one or several blocks, where they are wanted, and the scale."""
+
+    normaliser: Tensor | None
+    normaliser_derivative: Tensor | None
+    factor: Tensor
+
+    def part(self, block: Slices) -> _Constants:
+        normaliser, derivative, factor = self
+        return _Constants(
+            None if normaliser is None else part(normaliser, block),
+            None if derivative is None else part(derivative, block),
+            part(factor, block),
+        )
+
+
+def _in_pieces(function: Function, scale: Tensor, factor: Tensor) -> Tensor:
+    """`function` of a scale in float64, in pieces, rounded to the dtype of `factor`, which is the scale as well."""
+    if scale.numel() <= PIECE:
+        return function(scale.double()).to(factor.dtype)
+    flat = factor.view(-1)
+    values = torch.empty_like(flat)
+    for i in range(0, flat.numel(), PIECE):
+        values[i : i + PIECE] = function(flat[i : i + PIECE].double())
+    return values.view(scale.shape)
+
+
+def fit_one_block(plan: Plan, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the products of a call with a result in `dtype` fit one buffer."""
+    products = plan.numel(plan.order) * x.shape[-1]
+    return 0 < products * arithmetic_dtype(dtype).itemsize <= BLOCK_BYTES
+
+
+def at_once(
+    dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, rehearsed: bool = False
+) -> Tensor:
+    """The scores of a call that fits one block; allocated, but not computed, if `rehearsed`."""
+    arithmetic = arithmetic_dtype(dtype)
+    factor = scale.to(arithmetic, memory_format=torch.contiguous_format).contiguous()
+    constants = _in_pieces(dot_map.normaliser, scale, factor)
+    dot = (loc.to(arithmetic) * x.to(arithmetic)).sum(-1)
+    if not rehearsed:  # fake tensors have no values to look at
+        dot_map.value_(dot)
+    out = plan.empty(x, dtype)
+    if dtype == arithmetic:
+        return torch.addcmul(constants, factor, dot, out=out)
+    return out.copy_(torch.addcmul(constants, factor, dot))
+
+
+def contract(loc: Tensor, x: Tensor, arithmetic: torch.dtype) -> Tensor:
+    """<x, loc> of every pair by `torch.einsum`; scriptable."""
+    # In parts of 256: summed one after the other, many terms of one sign lose more digits than the budget allows.
+    dot = torch.einsum("...d,...d->...", [loc[..., :256].to(arithmetic), x[..., :256].to(arithmetic)])
+    for i in range(256, x.shape[-1], 256):
+        part = [loc[..., i : i + 256].to(arithmetic), x[..., i : i + 256].to(arithmetic)]
+        dot = dot + torch.einsum("...d,...d->...", part)
+    return dot

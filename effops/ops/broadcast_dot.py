@@ -1,0 +1,363 @@
+"""Dot product of every broadcast pair of rows: `(a * b).sum(-1)`, without the products.
+
+It is a score of the form that `effops.dots` computes, with phi(dot) = dot, a scale of 1 and no normaliser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from effops import chunked, dots, fused
+from effops.binding import Binding, Gradients
+from effops.broadcast import Plan, Shape, broadcast_plan
+from effops.density import add_forms, predict
+from effops.dots import contract
+from effops.jit import needs_triton
+from effops.op import Cost, Op
+from effops.precision import INPUT_SLACK, arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
+from effops.testing import Bounds, exact_dot
+
+NAME = "broadcast_dot"
+CORE_DIMS = {"a": 1, "b": 1}
+
+
+class Call(NamedTuple):
+    """A validated call: its tensors, the plan of their pairs, and the dtype of the result."""
+
+    a: Tensor
+    b: Tensor
+    plan: Plan
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.a.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.a, self.b
+
+    @property
+    def shape(self) -> Shape:
+        return self.plan.shape
+
+    @property
+    def dimension(self) -> int:
+        return max(self.a.shape[-1], self.b.shape[-1]) if min(self.a.shape[-1], self.b.shape[-1]) else 0
+
+
+def prepare(a: Tensor, b: Tensor) -> Call:
+    """Validate shapes, dtypes and devices (never values)."""
+    for argument, tensor in (("a", a), ("b", b)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{NAME}: `{argument}` must be a tensor; got {type(tensor).__name__}; use torch.as_tensor")
+        if tensor.dtype not in INPUT_SLACK:
+            names = ", ".join(str(dtype)[len("torch.") :] for dtype in INPUT_SLACK)
+            raise TypeError(
+                f"{NAME}: `{argument}` must be real floating point; got {tensor.dtype}; convert it to one of {names}"
+            )
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{NAME}: `{argument}` must be dense; got {tensor.layout}; use .to_dense()")
+        if tensor.ndim == 0:
+            raise ValueError(f"{NAME}: `{argument}` must have a last dimension; got a 0-d tensor; unsqueeze it")
+    if a.device != b.device:
+        raise ValueError(f"{NAME}: tensors must be on one device; got a on {a.device}, b on {b.device}; move one")
+    try:
+        plan = broadcast_plan(a.shape[:-1], b.shape[:-1])
+        torch.broadcast_shapes(a.shape[-1:], b.shape[-1:])
+    except RuntimeError as error:
+        raise ValueError(
+            f"{NAME}: shapes must broadcast; got a {tuple(a.shape)}, b {tuple(b.shape)}; "
+            "unsqueeze the axes that should pair up"
+        ) from error
+    dtype = wider(a.dtype, b.dtype)
+    if dtype.itemsize < 4 and autocast_enabled(a.device):
+        dtype = torch.float32
+    return Call(a, b, plan, dtype)
+
+
+def _with_one_dimension(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """a and b with the same last dimension, for a result in `dtype`."""
+    dimension = max(a.shape[-1], b.shape[-1]) if min(a.shape[-1], b.shape[-1]) else 0
+
+    def expanded(operand: Tensor) -> Tensor:
+        if operand.shape[-1] == dimension:
+            return operand
+        if operand.requires_grad:  # its gradient is summed before it is rounded
+            operand = operand.to(arithmetic_dtype(dtype))
+        return operand.expand(*operand.shape[:-1], dimension)
+
+    return expanded(a), expanded(b)
+
+
+def naive(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
+    return (a.to(arithmetic) * b.to(arithmetic)).sum(-1)
+
+
+def einsum(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
+    return contract(b, a, arithmetic)
+
+
+class Identity:
+    """phi(dot) = dot, for `effops.dots`."""
+
+    def value_(self, dot: Tensor) -> None:
+        pass
+
+    def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
+        if value is not None:
+            value.copy_(dot)
+        dot.copy_(factor.expand(dot.shape))
+
+    def normaliser(self, scale: Tensor) -> Tensor:
+        return torch.zeros_like(scale)
+
+    def normaliser_derivative(self, scale: Tensor) -> Tensor:
+        return torch.zeros_like(scale)
+
+
+def _plan(a: Tensor, b: Tensor) -> Plan:
+    return broadcast_plan(a.shape[:-1], b.shape[:-1])
+
+
+def _one(a: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_ones((), dtype=arithmetic_dtype(dtype))
+
+
+def _forward(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    plan, arithmetic = _plan(a, b), arithmetic_dtype(dtype)
+    if dots.fit_one_block(plan, a, dtype):
+        return dots.at_once(Identity(), plan, b, _one(a, dtype), a, dtype)
+    return chunked.forward(dots.DotScores(Identity(), plan, b, _one(a, dtype), a, arithmetic), plan.empty(a, dtype))
+
+
+def _rehearse(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    plan, arithmetic = _plan(a, b), arithmetic_dtype(dtype)
+    if a.shape[-1] == 0:
+        return plan.empty(a, dtype)
+    if dots.fit_one_block(plan, a, dtype):
+        return dots.at_once(Identity(), plan, b, _one(a, dtype), a, dtype, rehearsed=True)
+    return chunked.rehearse(dots.DotScores(Identity(), plan, b, _one(a, dtype), a, arithmetic), plan.empty(a, dtype))
+
+
+def _backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
+    need_a, need_b = needs
+    scores = dots.DotScores(
+        Identity(),
+        _plan(a, b),
+        b,
+        _one(a, dtype),
+        a,
+        arithmetic_dtype(dtype),
+        scored=False,
+        needs=(need_b, False, need_a),
+    )
+    db, _, da = chunked.backward(scores, dout)
+    return da, db
+
+
+def _triton_forward(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    from effops.kernels.broadcast_dot import MAP
+
+    return fused.forward(MAP, _plan(a, b), b, _one(a, dtype), a, dtype, 0.0)
+
+
+def _triton_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
+    from effops.kernels.broadcast_dot import MAP
+
+    need_a, need_b = needs
+    db, _, da = fused.backward(MAP, _plan(a, b), b, _one(a, dtype), a, dout, dtype, 0.0, (need_b, False, need_a))
+    return da, db
+
+
+def _composed(form: Any) -> Any:
+    def dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        result: Tensor = form(*_with_one_dimension(a, b, dtype), arithmetic_dtype(dtype)).to(dtype)
+        return result
+
+    return dot
+
+
+def _empty(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return _plan(a, b).empty(a, dtype)
+
+
+def _empty_gradients(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    plan = _plan(a, b)
+    return (
+        plan.empty_gradient(a, plan.batch + plan.rows, trailing=1),
+        plan.empty_gradient(b, plan.batch + plan.columns, trailing=1),
+    )
+
+
+def sample(
+    a: Shape,
+    b: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normal a and b of given shapes."""
+    return (
+        torch.randn(a, dtype=torch.float64, generator=generator).to(device, dtype),
+        torch.randn(b, dtype=torch.float64, generator=generator).to(device, dtype),
+    )
+
+
+def workload(*, M: int, T: int, D: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """All pairs of M rows and M others, at T positions: a (M, 1, T, D), b (M, T, D)."""
+    return sample((M, 1, T, D), (M, T, D), **options)
+
+
+def _radius(call: Call) -> Tensor:
+    arithmetic = arithmetic_dtype(call.dtype)
+    error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())
+    a, b = _with_one_dimension(call.a.double(), call.b.double(), call.dtype)
+    length: Tensor = a.norm(dim=-1) * b.norm(dim=-1)
+    return length * (error * unit_roundoff(arithmetic))
+
+
+def bounds(call: Call) -> Bounds:
+    """Where a correct dot product lies: off by what `contraction_error` allows, in proportion to the lengths."""
+    radius = _radius(call)
+    return Bounds(exact_dot(*_with_one_dimension(call.a, call.b, call.dtype)), radius, radius, dtype=call.dtype)
+
+
+def gradient_bounds(call: Call, dout: Tensor) -> tuple[Bounds, Bounds]:
+    """Where correct gradients of a and b lie: a sum of n terms is off by (4 + n) u of the sum of their sizes."""
+    g, tensors = dout.double(), (call.a.double(), call.b.double())
+
+    def pulled_back(weight: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        a, b = (tensor.clone().requires_grad_() for tensor in tensors)
+        return torch.autograd.grad((a * b).sum(-1), (a, b), weight)
+
+    values, sizes = pulled_back(g, *tensors), pulled_back(g.abs(), *(tensor.abs() for tensor in tensors))
+    u = unit_roundoff(arithmetic_dtype(call.dtype))
+
+    def of(value: Tensor, size: Tensor, operand: Tensor) -> Bounds:
+        terms = g.numel() * call.dimension // max(1, operand.numel())
+        radius = (4 + terms) * u * size
+        return Bounds(value, radius, radius)
+
+    return of(values[0], sizes[0], call.a), of(values[1], sizes[1], call.b)
+
+
+def _chunked_cost(call: Call) -> Cost:
+    def rehearse(a: Tensor, b: Tensor) -> Tensor:
+        return _rehearse(*_with_one_dimension(a, b, call.dtype), call.dtype)
+
+    return predict(call, torch.no_grad()(rehearse))
+
+
+def _triton_cost(call: Call) -> Cost:
+    def rehearse(a: Tensor, b: Tensor) -> Tensor:
+        a, b = _with_one_dimension(a, b, call.dtype)
+        return fused.rehearse(call.plan, b, _one(a, call.dtype), a, call.dtype)
+
+    return predict(call, torch.no_grad()(rehearse))
+
+
+def _compiled_cost(call: Call) -> Cost:
+    """What TorchInductor allocates, as measured: copies in the dtype of the arithmetic, and the product in it."""
+    plan, size = call.plan, arithmetic_dtype(call.dtype).itemsize
+    pairs = plan.numel(plan.order)
+    output, operations = call.dtype.itemsize * pairs, 2 * pairs * call.dimension
+    is_product = plan.numel(plan.rows) > 1 and plan.numel(plan.columns) > 1
+    cast = size * pairs if call.dtype.itemsize != size else 0
+    copies = is_product * size * sum(tensor.numel() for tensor in call.tensors if tensor.dtype.itemsize != size)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors):
+        return Cost(output, copies, cast, operations)
+    return Cost(output, 0, size * pairs + copies - output, operations)
+
+
+op = Op(
+    NAME,
+    prepare=prepare,
+    preference=("triton", "chunked", "compile", "einsum", "torchscript", "naive"),
+    cases={
+        # a, b
+        "founding": ((5, 1, 6, 7), (5, 6, 7)),
+        "one against many": ((33, 7), (7,)),
+        "row by row": ((29, 8), (29, 8)),
+        "single": ((2,), (2,)),
+        "one coordinate": ((3, 1, 1), (4, 1)),
+        "last dimension broadcasts": ((3, 1, 1), (4, 9)),
+        "mixed roles": ((3, 4, 1, 2, 6), (3, 1, 5, 1, 6)),
+        "wide": ((2, 1, 768), (3, 768)),
+        "empty rows": ((0, 1, 6), (4, 6)),
+        "empty columns": ((3, 1, 6), (0, 6)),
+        "empty dimension": ((3, 1, 0), (4, 0)),
+        "several blocks": ((520, 1, 9), (260, 9)),
+    },
+    sample=sample,
+    workload=workload,
+    sizes={"M": 128, "T": 512, "D": 128},
+    bounds=bounds,
+    gradient_bounds=gradient_bounds,
+    core_dims=CORE_DIMS,
+)
+
+add_forms(op, {"naive": naive, "einsum": einsum}, _composed, lambda call: (call.dtype,), _compiled_cost)
+
+
+def _bind(variant: str, forward: Any, backward: Any) -> Any:
+    """The variant made of a pair of functions, for a dimension of at least 1."""
+
+    def forward_or_zero(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        result: Tensor = forward(a, b, dtype) if a.shape[-1] else _empty(a, b, dtype).zero_()
+        return result
+
+    def backward_or_nothing(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
+        if a.shape[-1]:
+            gradients: Gradients = backward(dout, a, b, dtype, needs)
+            return gradients
+        return [gradient if need else None for gradient, need in zip(_empty_gradients(a, b, dtype), needs)]
+
+    binding = Binding(
+        f"{NAME}_{variant}",
+        forward=forward_or_zero,
+        backward=backward_or_nothing,
+        composite=_composed(einsum),
+        empty=_empty,
+        empty_gradients=_empty_gradients,
+        core_dims=tuple(CORE_DIMS.values()),
+    )
+    return lambda call: binding(*_with_one_dimension(call.a, call.b, call.dtype), call.dtype)
+
+
+op.variant("chunked", cost=_chunked_cost)(_bind("chunked", _forward, _backward))
+op.variant("triton", cost=_triton_cost, needs=[needs_triton], automatic_on=("cuda",))(
+    _bind("triton", _triton_forward, _triton_backward)
+)
+
+
+@op.public
+def broadcast_dot(a: Tensor, b: Tensor, *, variant: str | None = None) -> Tensor:
+    """Dot product of every broadcast pair of rows: `(a * b).sum(-1)`, without its intermediate.
+
+    Args:
+        a: `(*A, D)`
+        b: `(*B, D)`; the last dimension of one of them may be 1
+        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+
+    Returns:
+        The dot products, of the shape to which `A` and `B` broadcast; it may be a permuted view. The dtype is the
+        promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
+
+    Variants chunked and triton save the two inputs for backward, no more.
+
+    Raises:
+        TypeError: an argument is no tensor, or not of a floating-point dtype
+        ValueError: shapes do not broadcast, devices differ, no such variant
+        NotImplementedError: the named variant cannot run this call
+
+    Example:
+        >>> effops.broadcast_dot(torch.randn(1000, 1, 3), torch.randn(4, 3)).shape
+        torch.Size([1000, 4])
+    """
+    return op(a, b, variant=variant)

@@ -1,0 +1,549 @@
+"""The distributions against quadrature, their own draws, and each other."""
+
+import copy
+import doctest
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal, kl_divergence
+
+import effops
+from effops import distributions
+from effops.distributions import HypersphericalUniform, Mixture, PowerSpherical, VonMisesFisher, unit_vector
+from effops.measure import Pass, memory
+from effops.ops import power_spherical, von_mises_fisher
+
+OPS = {PowerSpherical: power_spherical.op, VonMisesFisher: von_mises_fisher.op}
+DIRECTIONAL = pytest.mark.parametrize("family", [PowerSpherical, VonMisesFisher])
+DIMENSIONS = [2, 3, 8, 128]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _validation(monkeypatch):
+    """As torch has it at first: whoever has compiled a distribution has switched it off."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
+def directions(*shape, dtype=torch.float64, device="cpu"):
+    return torch.nn.functional.normalize(torch.randn(shape, dtype=torch.float64), dim=-1).to(device, dtype)
+
+
+def assert_mean(draws, expected, rounding=0.0):
+    """The mean of independent draws, along the first axis, is within 5 standard errors of `expected`."""
+    standard_error = draws.std(0) / math.sqrt(len(draws))
+    assert ((draws.mean(0) - expected).abs() <= 5 * standard_error + rounding).all()
+
+
+class Exact:
+    """The density of the angle to loc, sin(angle)^(D-2) f(angle), from f alone: by tanh-sinh quadrature."""
+
+    def __init__(self, family, concentration, dimension):
+        x = torch.linspace(-4.5, 4.5, 5001, dtype=torch.float64)
+        angle, rest = (math.pi * torch.sigmoid(y) for y in (math.pi * x.sinh(), -math.pi * x.sinh()))
+        sine = torch.minimum(angle, rest).sin()
+        self.gap = 2 * (angle / 2).sin() ** 2  # 1 - cosine
+        self.log_f = {
+            PowerSpherical: 2 * concentration * (rest / 2).sin().log(),
+            VonMisesFisher: -concentration * self.gap,
+            HypersphericalUniform: torch.zeros_like(x),
+        }[family]
+        log_density = (dimension - 2) * sine.log() + self.log_f + (x.cosh() * angle * rest).log()
+        self.probability = log_density.softmax(0)
+        log_area = math.log(2) + (dimension - 1) / 2 * math.log(math.pi) - math.lgamma((dimension - 1) / 2)
+        self.log_z = log_area + log_density.logsumexp(0) + math.log((x[1] - x[0]).item())
+        self.across = self.mean(sine**2) / (dimension - 1)
+
+    def mean(self, values):
+        return (self.probability * values).sum()
+
+    def entropy(self):
+        return self.log_z - self.mean(self.log_f)
+
+
+@DIRECTIONAL
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_moments_and_entropy_against_quadrature(family, dimension, device):
+    concentrations = [0.01, 0.7, 5.0, 100.0, 1e4]
+    loc = directions(dimension, device=device)
+    p = family(loc, torch.tensor(concentrations, dtype=torch.float64, device=device))
+    assert torch.equal(p.stddev, p.variance.sqrt())
+    for i, concentration in enumerate(concentrations):
+        exact = Exact(family, concentration, dimension)
+        gap = exact.mean(exact.gap)
+        along, across = exact.mean((exact.gap - gap) ** 2).item(), exact.across.item()
+        assert p.entropy()[i].item() == pytest.approx(exact.entropy().item(), rel=1e-11)
+        torch.testing.assert_close(p.mean[i], (1 - gap.item()) * loc, rtol=1e-11, atol=0)
+        torch.testing.assert_close(p.variance[i], along * loc**2 + across * (1 - loc**2), rtol=1e-9, atol=0)
+
+
+@DIRECTIONAL
+def test_variance_along_a_coordinate_keeps_its_digits(family, device):
+    """At loc = e_1, var x_1 is about (D - 1) / (2 s^2), which 1 - E[t]^2 - ... loses in float32."""
+    s = torch.tensor([1e4, 1e6], device=device)
+    first = family(torch.eye(8, device=device)[0], s).variance[:, 0]
+    expected = 7 / (2 * s**2) * {PowerSpherical: 4, VonMisesFisher: 1}[family]
+    torch.testing.assert_close(first, expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@DIRECTIONAL
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_moments_of_draws(family, dimension, dtype, device):
+    eye = torch.eye(dimension, dtype=dtype, device=device)
+    loc = torch.stack([eye[0], -eye[0], eye[1], directions(dimension, dtype=dtype, device=device)])
+    p = family(loc, torch.tensor([0.5, 30.0, 1e6], dtype=dtype, device=device).unsqueeze(-1))
+    draws = p.sample((2000,))
+    assert draws.dtype == dtype
+    assert draws.shape == (2000, 3, 4, dimension)
+    assert not draws.requires_grad
+    assert unit_vector.check(draws).all()
+    x, loc = draws.double(), torch.nn.functional.normalize(loc.double(), dim=-1)
+    exact = family(loc, p._parameters[1].double())
+    roundoff = torch.finfo(dtype).eps
+    assert_mean(x, exact.mean, roundoff)
+    gap = 0.5 * (x - loc).square().sum(-1)  # 1 - <loc, x>, without cancellation
+    expected_gap = exact._mean_cosine()[1].expand(3, 4)
+    assert_mean(gap, expected_gap, 4 * roundoff * expected_gap.sqrt())
+    deviation = (x - exact.mean).square()
+    assert_mean(deviation, exact.variance, 4 * roundoff * exact.variance.sqrt() + roundoff**2)
+    pairs = x[..., 0] * x[..., 1]  # directions about loc are uniform: the covariance that is left has no other term
+    along, across = (variance.expand(3, 4) for variance in exact._variances())
+    expected = (along - across + exact._mean_cosine()[0] ** 2) * loc[:, 0] * loc[:, 1]
+    assert_mean(pairs, expected, roundoff)
+
+
+@DIRECTIONAL
+@pytest.mark.parametrize("concentration", [0.3, 20.0])
+def test_law_of_the_angle(family, concentration, device):
+    """Kolmogorov's distance of so many draws is above 2.5 / sqrt(count) once in 10^5 times."""
+    count, loc = 200_000, directions(3, device=device)
+    gap = 0.5 * (family(loc, concentration).sample((count,)) - loc).square().sum(-1).sort().values.cpu()
+    exact = Exact(family, concentration, 3)
+    below = torch.searchsorted(gap, exact.gap, side="right") / count
+    assert (below - exact.probability.cumsum(0)).abs().max() <= 2.5 / math.sqrt(count)
+
+
+@DIRECTIONAL
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_entropy_is_that_of_draws(family, dimension, device):
+    p = family(directions(3, dimension, device=device), torch.tensor([0.5, 20.0, 1e5], device=device).double())
+    assert_mean(-p.log_prob(p.sample((4000,))), p.entropy())
+
+
+def test_zero_noise_gives_a_direction(monkeypatch):
+    """In float32 `torch.randn` returns 0 about once in 2^24 draws; on the circle that was a NaN."""
+    monkeypatch.setattr(torch, "randn", lambda shape, **options: torch.zeros(shape, dtype=options["dtype"]))
+    draws = PowerSpherical(torch.eye(2), 1.0).sample((5,))
+    assert unit_vector.check(draws).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float64, 0.3), (torch.float64, 40.0), (torch.float32, 1e6)], ids=str
+)
+@pytest.mark.parametrize("dimension", [2, 3, 8])
+def test_rsample_gradients_are_those_of_the_expectations(dimension, dtype, scale, device):
+    """E x_i and E x_i^2, by scale and, within the tangent space, by loc: at e_1, -e_1, where loc_1 = 0, elsewhere."""
+    eye, count = torch.eye(dimension, dtype=dtype, device=device), 8000
+    loc = torch.stack([eye[0], -eye[0], eye[1], directions(dimension, dtype=dtype, device=device)])
+    exact_loc = torch.nn.functional.normalize(loc.double(), dim=-1).requires_grad_()
+    exact_scale = torch.full((4,), scale, dtype=torch.float64, device=device, requires_grad=True)
+    exact = PowerSpherical(exact_loc, exact_scale)
+    many_loc = loc.expand(count, -1, -1).clone().requires_grad_()
+    many_scale = torch.full((count, 4), scale, dtype=dtype, device=device, requires_grad=True)
+    x = PowerSpherical(many_loc, many_scale).rsample()
+    assert x.requires_grad
+    roundoff = torch.finfo(dtype).eps
+    for value, expected in ((x, exact.mean), (x**2, exact.variance + exact.mean**2)):
+        for i in (0, 1):
+            dloc, dscale = torch.autograd.grad(value[..., i].sum(), (many_loc, many_scale), retain_graph=True)
+            total = expected[:, i].sum()
+            exact_dloc, exact_dscale = torch.autograd.grad(total, (exact_loc, exact_scale), retain_graph=True)
+            exact_dloc -= (exact_dloc * exact_loc).sum(-1, keepdim=True) * exact_loc.detach()
+            assert_mean(dloc.double(), exact_dloc, 8 * roundoff)
+            assert_mean(dscale.double(), exact_dscale, 8 * roundoff * dscale.double().abs().mean(0))
+
+
+@pytest.mark.parametrize("first", [1.0, 1e-3, -1e-3, -1.0])
+def test_rsample_has_the_gradient_of_its_path(first):
+    """The same noise at a loc nearby, on one side of loc_1 = 0: beyond, the reflection is another."""
+    raw = torch.tensor([first, 0, math.sqrt(1 - first**2)], dtype=torch.float64, requires_grad=True)
+
+    def draw(raw):
+        torch.manual_seed(1)
+        return PowerSpherical(torch.nn.functional.normalize(raw, dim=-1), 3.0).rsample((4,))
+
+    assert torch.autograd.gradcheck(draw, raw)
+
+
+def test_rsample_gradient_of_loc_is_finite_and_tangential(device):
+    for dtype in (torch.bfloat16, torch.float32):
+        loc = directions(64, 3, dtype=dtype, device=device).requires_grad_()
+        scale = torch.logspace(-3, 4, 64, device=device).to(dtype).requires_grad_()
+        x = PowerSpherical(loc, scale).rsample((100,))
+        assert x.dtype == dtype
+        x.square().mean(0)[..., 0].sum().backward()
+        assert loc.grad.isfinite().all()
+        assert scale.grad.isfinite().all()
+        radial = (loc.grad * loc).sum(-1).abs()
+        assert (radial <= 4 * torch.finfo(dtype).eps * loc.grad.norm(dim=-1) + torch.finfo(dtype).eps).all()
+
+
+def test_von_mises_fisher_draws_have_no_gradient():
+    p = VonMisesFisher(directions(3).requires_grad_(), 2.0)
+    assert not p.has_rsample
+    assert not p.sample().requires_grad
+    with pytest.raises(NotImplementedError):
+        p.rsample()
+
+
+PAIRS = [
+    (PowerSpherical, HypersphericalUniform),
+    (VonMisesFisher, HypersphericalUniform),
+    (HypersphericalUniform, HypersphericalUniform),
+    (PowerSpherical, VonMisesFisher),
+    (VonMisesFisher, VonMisesFisher),
+    (HypersphericalUniform, VonMisesFisher),
+    (HypersphericalUniform, PowerSpherical),
+]
+
+
+def make(family, loc, concentration):
+    if family is HypersphericalUniform:
+        return HypersphericalUniform(loc.shape[-1], dtype=loc.dtype, device=loc.device)
+    return family(loc, concentration)
+
+
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda family: family.__name__)
+def test_kl_divergence_against_quadrature_and_draws(first, second, dimension, device):
+    """About one loc by quadrature. Of two locs by draws, and because E x is along the first."""
+    loc, other = directions(2, dimension, device=device)
+    for concentration, other_concentration in ((0.3, 4.0), (50.0, 7.0)):
+        p, q = make(first, loc, concentration), make(second, loc, other_concentration)
+        exact_p, exact_q = Exact(first, concentration, dimension), Exact(second, other_concentration, dimension)
+        expected = (exact_q.log_z - exact_p.mean(exact_q.log_f) - exact_p.entropy()).item()
+        assert kl_divergence(p, q).item() == pytest.approx(expected, rel=1e-9, abs=1e-11)
+        away = make(second, other, other_concentration)
+        x = p.sample((4000,))
+        assert_mean(p.log_prob(x) - away.log_prob(x), kl_divergence(p, away), 1e-12)
+
+
+@pytest.mark.parametrize("concentration", [0.0, 1.0, 1e6])
+def test_kl_divergence_from_itself_is_zero(concentration, device):
+    p = VonMisesFisher(directions(5, 17, dtype=torch.float32, device=device), concentration)
+    assert kl_divergence(p, p).abs().max() <= 1e-8  # 1e6 * 2^-53, some times
+    assert (kl_divergence(p, p.expand([3, 5])).shape) == (3, 5)
+
+
+def test_kl_divergence_broadcasts_and_has_gradients(device):
+    loc, other = directions(4, 1, 3, device=device).requires_grad_(), directions(5, 3, device=device)
+    k = torch.tensor(2.0, dtype=torch.float64, device=device, requires_grad=True)
+    assert kl_divergence(VonMisesFisher(loc, k), VonMisesFisher(other, k)).shape == (4, 5)
+
+    def kl(loc, k):
+        p = VonMisesFisher(torch.nn.functional.normalize(loc, dim=-1), k, validate_args=False)
+        return kl_divergence(p, VonMisesFisher(other, 3 * k, validate_args=False))
+
+    assert torch.autograd.gradcheck(kl, (loc, k))
+    uniform = HypersphericalUniform(3, dtype=torch.float64, device=device)
+    assert torch.autograd.gradcheck(lambda s: kl_divergence(uniform, PowerSpherical(other, s)), k)
+    assert torch.autograd.gradcheck(lambda s: kl_divergence(PowerSpherical(other, s), uniform), k)
+
+
+def test_kl_divergence_that_is_not_closed_or_makes_no_sense(device):
+    p = PowerSpherical(directions(3, device=device), 2.0)
+    for q in (p, PowerSpherical(directions(3, device=device), 2.0)):
+        with pytest.raises(NotImplementedError):
+            kl_divergence(p, q)
+    with pytest.raises(NotImplementedError):
+        kl_divergence(VonMisesFisher(p.loc, 1.0), p)
+    with pytest.raises(ValueError, match="one event shape"):
+        kl_divergence(p, HypersphericalUniform(4))
+
+
+@DIRECTIONAL
+def test_moments_have_gradients(family):
+    k = torch.tensor([0.2, 40.0], dtype=torch.float64, requires_grad=True)
+    loc = directions(2, 3).requires_grad_()
+    for statistic in ("mean", "variance", "entropy"):
+
+        def value(loc, k, statistic=statistic):
+            result = getattr(family(loc, k, validate_args=False), statistic)
+            return result() if callable(result) else result
+
+        assert torch.autograd.gradcheck(value, (loc, k))
+
+
+def test_von_mises_fisher_at_zero_is_uniform(device):
+    k = torch.tensor([0.0, 1e-30, 1e-12], dtype=torch.float64, device=device, requires_grad=True)
+    p, uniform = VonMisesFisher(directions(5, device=device), k), HypersphericalUniform(5, dtype=torch.float64)
+    x = directions(7, 1, 5, device=device)
+    torch.testing.assert_close(p.log_prob(x), uniform.log_prob(x[:, 0].cpu()).to(device).unsqueeze(-1).expand(7, 3))
+    torch.testing.assert_close(p.variance, torch.full_like(p.variance, 0.2))
+    (slope,) = torch.autograd.grad(p.variance.sum(), k)
+    assert slope.abs().max() < 1e-10  # its quotient A / k once had a slope of 1e14
+    assert_mean(p.sample((4000,)), 0.0)
+
+
+@DIRECTIONAL
+def test_log_prob_is_the_op(family, device):
+    loc, scale = directions(4, 3, dtype=torch.float32, device=device), torch.tensor(5.0, device=device)
+    p, x = family(loc, scale), directions(9, 1, 3, dtype=torch.float32, device=device)
+    assert torch.equal(p.log_prob(x), OPS[family](loc, scale, x))
+    assert p.log_prob(x[0, 0]).shape == (4,)
+    with effops.use_variant("einsum"):
+        assert torch.equal(p.log_prob(x), OPS[family](loc, scale, x, variant="einsum"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@DIRECTIONAL
+def test_log_prob_at_huge_concentration(family, dtype, device):
+    """Judged in float64 from the same, rounded, parameters."""
+    p = family(directions(6, 128, dtype=dtype, device=device), 1e6)
+    x = p.sample((50,))
+    assert p.log_prob(x).dtype == dtype
+    op = OPS[family]
+    assert op.bounds(op.prepare(p.loc, p._parameters[1], x)).error_ratio(p.log_prob(x)) <= 1
+    assert p.entropy().dtype == p.mean.dtype == p.variance.dtype == dtype
+    wide = family(p.loc.double(), p._parameters[1].double(), validate_args=False)
+    torch.testing.assert_close(p.entropy().double(), wide.entropy(), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@DIRECTIONAL
+def test_memory(family):
+    """Pairs of draws and components; draws that are many or large; all without what broadcasting would take."""
+    p = family(directions(100, 64, dtype=torch.float32), torch.rand(100) + 1)
+    x = directions(1000, 1, 64, dtype=torch.float32)
+    assert memory(Pass(p.log_prob, (x,))).temporary_bytes <= 4 * 2**20  # of pairs: 24 MiB
+    for dimension, count in ((3, 20000), (128, 2000)):
+        p = family(torch.eye(dimension)[0], 10.0)
+        measured = memory(Pass(lambda p=p, count=count: p.sample((count,)), ()))
+        assert measured.temporary_bytes <= 4.5 * measured.output_bytes
+
+
+@DIRECTIONAL
+def test_shapes_and_expand(family):
+    p = family(directions(4, 1, 3, dtype=torch.float32), torch.rand(5) + 1)
+    assert (p.batch_shape, p.event_shape, p.loc.shape) == ((4, 5), (3,), (4, 5, 3))
+    assert p.sample((2,)).shape == (2, 4, 5, 3)
+    assert p.sample().shape == p.mean.shape == p.variance.shape == p.mode.shape == p.stddev.shape == (4, 5, 3)
+    assert p.entropy().shape == (4, 5)
+    wide = p.expand([6, 4, 5])
+    assert type(wide) is family
+    assert wide.batch_shape == (6, 4, 5)
+    assert wide.loc.shape == (6, 4, 5, 3)
+    assert getattr(wide, family._concentration_name).shape == (6, 4, 5)
+    x = wide.sample()
+    assert x.shape == (6, 4, 5, 3)
+    assert torch.equal(wide.log_prob(x), p.log_prob(x))
+    assert wide.log_prob(x[0, 0, 0]).shape == wide.entropy().shape == (6, 4, 5)
+    assert wide.mean.shape == (6, 4, 5, 3)
+    with pytest.raises(RuntimeError):
+        p.expand([4, 6])
+    with pytest.raises(RuntimeError):
+        family(p.loc[0, 0], 1.0).expand([4]).expand([5])
+    assert Independent(p, 1).log_prob(p.sample()).shape == (4,)
+    assert family(directions(0, 3), 1.0).sample((2,)).shape == (2, 0, 3)
+
+
+@DIRECTIONAL
+def test_arguments_are_validated(family):
+    loc, name = directions(4, 3, dtype=torch.float32), family._concentration_name
+    for bad in (-1.0, float("nan"), torch.tensor([1.0, 1.0, -1e-6, 1.0])):
+        with pytest.raises(ValueError, match=name):
+            family(loc, bad)
+    for bad in (1.01 * loc, torch.full_like(loc, float("nan")), torch.zeros_like(loc)):
+        with pytest.raises(ValueError, match="loc"):
+            family(bad, 1.0)
+    assert family(1.01 * loc, -1.0, validate_args=False).log_prob(loc).shape == (4,)
+    p = family(loc, 1.0)
+    for bad in (0.99 * loc, torch.zeros_like(loc)):
+        with pytest.raises(ValueError, match="support"):
+            p.log_prob(bad)
+    with pytest.raises(ValueError, match="event_shape"):
+        p.log_prob(loc[:, :2])
+    assert p.expand([2, 4])._validate_args
+    assert not family(loc, 1.0, validate_args=False).expand([4])._validate_args
+    family(loc, 0.0 if family is VonMisesFisher else 1e-30)
+    with pytest.raises(ValueError, match=f"{family.__name__}: batch shapes must broadcast; got loc .4,. .*{name} .3,."):
+        family(loc, torch.ones(3))
+    with pytest.raises(ValueError, match="at least 2"):
+        family(loc[:, :1], 1.0)
+    for bad in ([1.0, 0.0], torch.tensor([1, 0])):
+        with pytest.raises(TypeError, match=f"{family.__name__}: `loc`"):
+            family(bad, 1.0)
+    assert getattr(family(loc, torch.tensor([2])), name).dtype == torch.float32
+
+
+def test_rejection_ends_without_validation():
+    p = VonMisesFisher(directions(2, 3), torch.tensor([float("nan"), 1.0]).double(), validate_args=False)
+    x = p.sample((10,))
+    assert x[:, 0].isnan().all()
+    assert x[:, 1].isfinite().all()
+    assert p.entropy().isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dimension", [2, 3, 128, 768])
+def test_unit_vector_is_what_normalising_gives(dtype, dimension, device):
+    v = torch.randn(10000, dimension, device=device).to(dtype)
+    v = torch.nn.functional.normalize(v, dim=-1)
+    assert unit_vector.check(v).all()
+    assert unit_vector.event_dim == 1
+    off = 1 + 8 * torch.finfo(dtype).eps * math.sqrt(1 + dimension / 8)
+    assert not unit_vector.check((v.double() * off).to(torch.float64)).any()
+    assert not unit_vector.check(torch.full((1, dimension), float("nan"), dtype=dtype)).any()
+
+
+def test_hyperspherical_uniform(device):
+    for dimension in (2, 3, 8):
+        p = HypersphericalUniform(dimension, dtype=torch.float64, device=device)
+        x = p.sample((4000,))
+        assert x.dtype == torch.float64
+        assert x.shape == (4000, dimension)
+        assert unit_vector.check(x).all()
+        assert p.entropy().item() == pytest.approx(Exact(HypersphericalUniform, 1, dimension).log_z.item(), rel=1e-13)
+        assert torch.equal(p.log_prob(x), -p.entropy().expand(4000))
+        assert_mean(x, p.mean)
+        assert_mean(x**2, p.variance)
+    wide = HypersphericalUniform(3).expand([2, 1]).expand([2, 4])
+    assert wide.batch_shape == (2, 4)
+    assert wide.rsample((5,)).shape == (5, 2, 4, 3)
+    assert wide.log_prob(directions(3)).shape == wide.entropy().shape == kl_divergence(wide, wide).shape == (2, 4)
+    assert wide.mean.shape == wide.variance.shape == (2, 4, 3)
+    assert HypersphericalUniform(3, dtype=torch.bfloat16).sample().dtype == torch.bfloat16
+    with pytest.raises(RuntimeError):
+        wide.expand([3])
+    with pytest.raises(ValueError, match="support"):
+        wide.log_prob(torch.ones(3))
+    with pytest.raises(ValueError, match="at least 2"):
+        HypersphericalUniform(1)
+
+
+@pytest.mark.parametrize("family", [PowerSpherical, VonMisesFisher, HypersphericalUniform])
+def test_copies_are_equal(family):
+    p = make(family, directions(4, 3, dtype=torch.float32), torch.rand(4) + 1).expand([2, 4])
+    x = p.sample()
+    for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+        assert repr(other) == repr(p)
+        assert torch.equal(other.log_prob(x), p.log_prob(x))
+    saved = io.BytesIO()
+    torch.save(p, saved)
+    saved.seek(0)
+    assert torch.equal(torch.load(saved, weights_only=False).log_prob(x), p.log_prob(x))
+
+
+def components_of(kind, *batch, dimension=3):
+    loc = directions(*batch, dimension, dtype=torch.float32)
+    if kind == "normal":
+        return Independent(Normal(loc, torch.rand(*batch, dimension) + 0.5), 1)
+    return {"power_spherical": PowerSpherical, "von_mises_fisher": VonMisesFisher}[kind](loc, torch.rand(batch) + 1)
+
+
+KINDS = pytest.mark.parametrize("kind", ["power_spherical", "von_mises_fisher", "normal"])
+
+
+@KINDS
+@pytest.mark.parametrize(("weights", "batch"), [((4,), (4,)), ((2, 4), (2, 4)), ((4,), (3, 2, 4)), ((2, 4), (3, 2, 4))])
+def test_mixture_is_that_of_torch(kind, weights, batch):
+    categorical, components = Categorical(logits=torch.randn(weights)), components_of(kind, *batch)
+    mixture = Mixture(categorical, components)
+    plain = MixtureSameFamily(categorical.expand(batch[:-1]), components)
+    assert mixture.batch_shape == batch[:-1]
+    assert mixture.event_shape == (3,)
+    assert not mixture.has_rsample
+    x = mixture.sample((7,))
+    assert x.shape == plain.sample((7,)).shape
+    torch.testing.assert_close(mixture.log_prob(x), plain.log_prob(x))
+    torch.testing.assert_close(mixture.mean, plain.mean)
+    torch.testing.assert_close(mixture.variance, plain.variance)
+    wide = mixture.expand([5, *batch[:-1]])
+    assert type(wide) is Mixture
+    assert wide.sample().shape == (5, *batch[:-1], 3)
+    assert wide.log_prob(x[0]).shape == wide.batch_shape == (5, *batch[:-1])
+    torch.testing.assert_close(wide.log_prob(x[0]), plain.log_prob(x[0]).expand(wide.batch_shape))
+    assert "Mixture(" in repr(mixture)
+    assert "MixtureSameFamily" not in repr(mixture)
+    copied = pickle.loads(pickle.dumps(mixture))
+    assert torch.equal(copied.log_prob(x), mixture.log_prob(x))
+
+
+@KINDS
+def test_draws_of_a_mixture(kind):
+    mixture = Mixture(Categorical(torch.tensor([0.1, 0.3, 0.6])), components_of(kind, 3))
+    x = mixture.sample((10000,))
+    assert_mean(x, mixture.mean)
+    assert_mean((x - mixture.mean) ** 2, mixture.variance)
+    entropy = -MixtureSameFamily.log_prob(mixture, x)
+    assert_mean(-mixture.log_prob(x), entropy.mean(), 1e-5)
+
+
+def test_mixture_draws_chosen_components_only():
+    mixture = Mixture(Categorical(torch.ones(100)), components_of("power_spherical", 100, dimension=32))
+    measured = memory(Pass(lambda: mixture.sample((3000,)), ()))
+    assert measured.temporary_bytes <= 4 * measured.output_bytes  # of all components: 100
+
+
+def test_a_mixture_takes_the_parameters_as_they_were_given(monkeypatch):
+    """One loc of many scales reaches the op as one."""
+    seen = {}
+
+    def op(log_weights, loc, scale, x, dim):
+        seen.update(weights=log_weights.shape, loc=loc.shape, scale=scale.shape, x=x.shape, dim=dim)
+        return torch.zeros(x.shape[:-2])
+
+    monkeypatch.setitem(distributions._MIXTURE_OPS, PowerSpherical, op)
+    loc = directions(3, dtype=torch.float32)
+    mixture = Mixture(Categorical(torch.ones(4)), PowerSpherical(loc, torch.ones(4)))
+    mixture.log_prob(mixture.sample((7,)))
+    assert seen == {"weights": (4,), "loc": (3,), "scale": (4,), "x": (7, 1, 3), "dim": -1}
+
+
+def test_mixture_has_gradients():
+    logits, loc = torch.randn(4, requires_grad=True), directions(4, 3, dtype=torch.float32).requires_grad_()
+    mixture = Mixture(Categorical(logits=logits), PowerSpherical(loc, 5.0))
+    mixture.log_prob(directions(6, 3, dtype=torch.float32)).sum().backward()
+    assert logits.grad.abs().sum() > 0
+    assert loc.grad.abs().sum() > 0
+
+
+def test_mixture_says_what_it_takes():
+    loc = directions(4, 3, dtype=torch.float32)
+    for components in (
+        Normal(loc, 1.0),
+        Independent(Normal(loc, 1.0), 2),
+        Independent(PowerSpherical(loc, 1.0), 1),
+        HypersphericalUniform(3).expand([4]),
+    ):
+        with pytest.raises(TypeError, match=r"use torch\.distributions\.MixtureSameFamily"):
+            Mixture(Categorical(torch.ones(4)), components)
+    with pytest.raises(TypeError, match="Categorical"):
+        Mixture(Normal(0.0, 1.0), PowerSpherical(loc, 1.0))
+    with pytest.raises(ValueError, match="component"):
+        Mixture(Categorical(torch.ones(3)), PowerSpherical(loc, 1.0))
+    mixture = Mixture(Categorical(torch.ones(4)), PowerSpherical(loc, 1.0))
+    with pytest.raises(ValueError, match="support"):
+        mixture.log_prob(torch.ones(3))
+
+
+def test_examples_of_the_docstrings():
+    found = doctest.testmod(distributions, extraglobs={"torch": torch, "effops": effops})
+    assert found.attempted >= 10
+    assert found.failed == 0
+
+
+def test_leaves_can_be_copied():
+    """A distribution of parameters that require gradients, as torch's can."""
+    loc = directions(4, 3, dtype=torch.float32).requires_grad_()
+    component = PowerSpherical(loc, torch.ones(4, requires_grad=True))
+    for distribution in (component, Mixture(Categorical(torch.ones(4)), component)):
+        x = distribution.sample((2,))
+        assert torch.equal(copy.deepcopy(distribution).log_prob(x), distribution.log_prob(x))
