@@ -75,3 +75,16 @@ def test_no_density_no_number(variant, device):
     (gradient,) = torch.autograd.grad(out.sum(), k)
     assert out.isnan().all()
     assert gradient.isnan().all()
+
+
+def test_layout_of_the_normaliser(device):
+    """Compiled code relies on it: of a gradient it was that of the gradient from above, once."""
+    k = torch.ones(4, 3, dtype=torch.float64, device=device)
+    dout = torch.ones(4, 3, dtype=torch.float64, device=device)
+    for operand in (k, k.T.contiguous().T, k[:1].expand(4, 3), k[::2, ::2]):
+        fake = torch.empty_like(operand)
+        found = torch.ops.effops.von_mises_fisher_normaliser(operand, 5)
+        (gradient,) = torch.ops.effops.von_mises_fisher_normaliser_backward(
+            dout[: len(operand), : operand.shape[1]], operand, 5, [True]
+        )
+        assert found.stride() == gradient.stride() == fake.stride()

@@ -24,18 +24,19 @@ def _phi(dot: Tensor, tolerance: float) -> Tensor:
     return dot - 1
 
 
+def _like(concentration: Tensor, dimension: int) -> Tensor:
+    return torch.empty_like(concentration)
+
+
 def _normaliser_forward(concentration: Tensor, dimension: int) -> Tensor:
-    return log_vmf_normaliser(concentration, dimension)
+    return _like(concentration, dimension).copy_(log_vmf_normaliser(concentration, dimension))
 
 
 def _normaliser_backward(
     dout: Tensor, concentration: Tensor, dimension: int, needs: Sequence[bool]
 ) -> tuple[Tensor | None]:
-    return (dout * bessel_ratio(concentration, dimension)[1] if needs[0] else None,)
-
-
-def _like(concentration: Tensor, dimension: int) -> Tensor:
-    return torch.empty_like(concentration)
+    slope = bessel_ratio(concentration, dimension)[1]
+    return (torch.mul(dout, slope, out=_like(concentration, dimension)) if needs[0] else None,)
 
 
 # One operator, since its recurrence is long: compilers take a minute over it, and autograd keeps every step.
