@@ -275,13 +275,19 @@ def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, d
 
 @pytest.mark.parametrize("op", OPS)
 def test_chunked_stays_within_its_memory(op, device, generator):
-    """At most 4 MiB of temporaries forward, nothing saved; backward at most 40 MiB beyond what it returns."""
+    """At most 4 MiB of temporaries forward, no pairs saved; backward at most 40 MiB beyond what it returns."""
     for case, dtype in itertools.product(op.cases, DTYPES):
         args = op.sample(*op.cases[case], dtype=dtype, device=device, generator=generator)
         args = tuple(arg.requires_grad_() for arg in args)
         measured = memory(Pass(lambda *args: op(*args, variant="chunked"), args))
         assert measured.temporary_bytes <= 4 * 2**20, (case, dtype)
-        assert measured.saved_bytes == 0, (case, dtype)
+        # A logsumexp saves two numbers a result; an operand of one coordinate is widened before it is expanded.
+        statistics = 0 if op.logsumexp is None else 2 * arithmetic_dtype(dtype).itemsize * measured.output_bytes
+        widened = [arg for arg in args if op.name == "broadcast_dot" and arg.shape[-1] == 1 and dtype.itemsize < 4]
+        assert measured.saved_bytes <= statistics // dtype.itemsize + sum(2 * arg.nbytes for arg in widened), (
+            case,
+            dtype,
+        )
         if arithmetic_dtype(dtype) == dtype:
             backward = memory(Pass(lambda *args: op(*args, variant="chunked"), args, backward=True))
             assert backward.temporary_bytes <= 40 * 2**20, (case, dtype)
