@@ -215,15 +215,15 @@ def backward_logsumexp(
     dright = right.new_empty(right.shape, dtype=arithmetic) if need_right else None
 
     def summed(operand: Tensor, need: bool) -> Tensor | None:
-        """For the gradient of scale or log_weights, summed by the kernel over an axis along which they are constant."""
+        """For the gradient of scale or log_weights, summed by the kernel over a group along which it does not vary."""
         if not need:
             return None
-        by_rows, by_columns = (operand.stride(i) != 0 and operand.shape[i] > 1 for i in (2, 3))
-        first, second, rows, columns = operand.shape
+        by_rows, by_columns = (groups.plan.varies(operand, groups.axes[i]) for i in (2, 3))
+        first, second, rows, columns = factor.shape
         shape = (first, second, rows if by_rows else 1, columns if by_columns or not by_rows else 1)
         return operand.new_empty(shape, dtype=arithmetic)
 
-    dfactor, dweights = summed(factor, need_scale), summed(weights, need_weights)
+    dfactor, dweights = summed(scale, need_scale), summed(log_weights, need_weights)
     mixture.backward(
         pair_map,
         left,
