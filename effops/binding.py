@@ -94,8 +94,8 @@ class Binding:
     def __call__(self, *arguments: Any) -> Tensor:
         tensors = arguments[: self.count]
         result: Tensor
-        if _is_plain(tensors):
-            if not _requires_grad(tensors):
+        if is_plain(tensors):
+            if not requires_grad(tensors):
                 return self.forward(*arguments)
             result = _Differentiable.apply(*arguments, self.name)
         elif _needs_composite():
@@ -112,7 +112,7 @@ class Binding:
         # `is_grads_batched` gives a batched gradient of a kind for which operators have no rule.
         if _needs_composite() or torch._C._functorch.is_legacy_batchedtensor(dout):
             found = iter(self.composite_gradients(dout, arguments, needs))
-        elif _is_plain(tensors) and not _requires_grad(tensors):
+        elif is_plain(tensors) and not requires_grad(tensors):
             with without_autocast(dout.device):
                 return self.backward(dout, *arguments, needs)
         elif torch._C._are_functorch_transforms_active():
@@ -252,7 +252,7 @@ class _TransformableGradients(torch.autograd.Function):
         return *BINDINGS[ctx.name].pull_back_gradients(ctx, upstream), None
 
 
-def _is_plain(tensors: Sequence[Tensor]) -> bool:
+def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether a call is on tensors in memory, and neither traced nor transformed nor seen by a mode."""
     return (
         not torch.compiler.is_compiling()
@@ -264,7 +264,7 @@ def _is_plain(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _requires_grad(tensors: Sequence[Tensor]) -> bool:
+def requires_grad(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

@@ -16,12 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from effops.broadcast import Plan, Shape
+from effops.broadcast import Plan, Shape, Slices
 
 BLOCK_BYTES = 512 * 1024  # half of the L2 cache that a core of common server CPUs has, or all of it
 DEPTH = 256  # terms of a dot product summed at once: a longer sum of like signs loses digits
-
-Slices = tuple[slice, ...]
 
 
 class Block(NamedTuple):
@@ -63,6 +61,9 @@ class Scores(Protocol):
     def evaluate(self, block: Block, out: Tensor | None) -> None:
         """Write the scores of the block that `walk` gave last to `out`; keep what `pull_back` needs of it."""
 
+    def rehearse(self, block: Block, out: Tensor) -> None:
+        """Allocate what `evaluate` does, on fake tensors, which have no values to look at."""
+
     def pull_back(self, block: Block, weight: Tensor) -> None:
         """Add what gradients `weight` of the scores of the block evaluated last contribute to those of the operands."""
 
@@ -70,12 +71,17 @@ class Scores(Protocol):
         """The gradients of the operands, in their shapes and dtypes, None where they are not wanted."""
 
 
-def cut(plan: Plan, dimension: int, itemsize: int, *, copies: bool) -> Extents:
-    """Blocks of at most `BLOCK_BYTES` of pairs and, where operands are copied, of each operand."""
-    limit = BLOCK_BYTES // itemsize
-    longest = max(1, limit // min(dimension, 128)) if copies else limit
+def cut(
+    plan: Plan, dimension: int, itemsize: int, *, copies: bool, pair_bytes: int = BLOCK_BYTES, width: int = 512
+) -> Extents:
+    """Blocks of at most `pair_bytes` of pairs and, where operands are copied, `BLOCK_BYTES` of each operand.
+
+    They have `width` columns where there are as many, and more where there are few rows.
+    """
+    limit, copied = pair_bytes // itemsize, BLOCK_BYTES // itemsize
+    longest = max(1, copied // min(dimension, 128)) if copies else limit
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
-    columns = min(all_columns, longest, max(512, limit // max(1, all_rows)))
+    columns = min(all_columns, longest, max(width, limit // max(1, all_rows)))
     rows = min(all_rows, longest, limit // max(1, columns))
     whole = rows == all_rows and columns == all_columns
     batch = max(1, min(limit // max(1, rows * columns), longest // max(1, rows, columns))) if whole else 1
@@ -83,7 +89,7 @@ def cut(plan: Plan, dimension: int, itemsize: int, *, copies: bool) -> Extents:
     row_extents = fit(plan.sizes(plan.rows), rows)
     column_extents = fit(plan.sizes(plan.columns), columns)
     widest = math.prod(batch_extents) * max(math.prod(row_extents), math.prod(column_extents))
-    depth = min(dimension, DEPTH, max(1, limit // widest) if copies else DEPTH)
+    depth = min(dimension, DEPTH, max(1, copied // widest) if copies else DEPTH)
     return Extents(batch_extents, row_extents, column_extents, depth)
 
 
@@ -130,17 +136,18 @@ def forward(scores: Scores, out: Tensor) -> Tensor:
         if buffer is None:
             scores.evaluate(block, target)
         else:
-            value = buffer[: target.numel()].view(target.shape)
+            value = _inside(buffer, block)
             scores.evaluate(block, value)
             target.copy_(value)
     return out
 
 
 def rehearse(scores: Scores, out: Tensor) -> Tensor:
-    """Allocate what `forward` allocates at its largest, and compute no pairs: for predictions on fake tensors."""
+    """Allocate what `forward` does, for two blocks: the second finds what the first leaves. For fake tensors."""
+    ordered = scores.plan.view(out, scores.plan.order)
     buffer = None if out.dtype == scores.arithmetic else _pair_buffer(scores, out)
-    next(scores.walk(), None)
-    del buffer
+    for block in itertools.islice(scores.walk(), 2):
+        scores.rehearse(block, ordered[block.pairs] if buffer is None else _inside(buffer, block))
     return out
 
 
@@ -187,22 +194,31 @@ def forward_logsumexp(scores: Scores, log_weights: Tensor, reduction: Reduction,
     weights = scores.plan.view(log_weights, scores.plan.order, expand=False)
     buffer = _pair_buffer(scores, statistics)
     for block in scores.walk():
-        value = _weighted(scores, block, weights, buffer)
-        running, sums = part(maximum, block.pairs), part(total, block.pairs)
-        highest = torch.maximum(running, value.amax(reduction.position, keepdim=True))
-        shift = _finite(highest)
-        sums *= running.sub_(shift).exp_()
-        sums += value.sub_(shift).exp_().sum(reduction.position, keepdim=True)
-        running.copy_(highest)
+        value = _inside(buffer, block)
+        _weigh(scores, block, weights, value)
+        _absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
     total.log_()
     return statistics
 
 
-def rehearse_logsumexp(scores: Scores, statistics: Tensor) -> None:
-    """Allocate what `forward_logsumexp` allocates at its largest."""
+def rehearse_logsumexp(scores: Scores, reduction: Reduction, statistics: Tensor) -> Tensor:
+    """As `rehearse`, of `forward_logsumexp`."""
+    maximum, total = (reduction.ordered(statistics[..., i]) for i in range(2))
     buffer = _pair_buffer(scores, statistics)
-    next(scores.walk(), None)
-    del buffer
+    for block in itertools.islice(scores.walk(), 2):
+        value = _inside(buffer, block)
+        scores.rehearse(block, value)
+        _absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
+    return statistics
+
+
+def _absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> None:
+    """Take the weighted scores of a block, which are overwritten, into the statistics: the logarithm is yet to come."""
+    highest = torch.maximum(maximum, value.amax(axis, keepdim=True))
+    shift = _finite(highest)
+    total *= maximum.sub_(shift).exp_()
+    total += value.sub_(shift).exp_().sum(axis, keepdim=True)
+    maximum.copy_(highest)
 
 
 def backward_logsumexp(
@@ -215,7 +231,8 @@ def backward_logsumexp(
     total = weights.new_zeros(weights.shape, dtype=scores.arithmetic) if need_weights else None
     buffer = _pair_buffer(scores, statistics)
     for block in scores.walk():
-        share = _weighted(scores, block, weights, buffer)
+        share = _inside(buffer, block)
+        _weigh(scores, block, weights, share)
         share -= _finite(part(maximum, block.pairs))
         remainder = part(log_total, block.pairs)
         share -= remainder.masked_fill(remainder == -math.inf, math.inf)  # of nothing every share is 0
@@ -227,13 +244,16 @@ def backward_logsumexp(
     return None if total is None else plan.gradient(total, log_weights, plan.order), *scores.gradients()
 
 
-def _weighted(scores: Scores, block: Block, weights: Tensor, buffer: Tensor) -> Tensor:
-    """The scores of a block plus their log weights, in a buffer."""
+def _inside(buffer: Tensor, block: Block) -> Tensor:
+    """Room for the scores of a block in a buffer."""
     shape = [piece.stop - piece.start for piece in block.pairs]
-    value = buffer[: math.prod(shape)].view(shape)
-    scores.evaluate(block, value)
-    value += part(weights, block.pairs)
-    return value
+    return buffer[: math.prod(shape)].view(shape)
+
+
+def _weigh(scores: Scores, block: Block, weights: Tensor, out: Tensor) -> None:
+    """Write the scores of a block plus their log weights."""
+    scores.evaluate(block, out)
+    out += part(weights, block.pairs)
 
 
 def _finite(maximum: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from effops import chunked, fused
-from effops.binding import Binding, Gradients
+from effops.binding import Binding, Gradients, requires_grad
 from effops.broadcast import Plan, Shape, broadcast_plan
 from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
 from effops.op import Cost, Need, Op
-from effops.precision import INPUT_SLACK, arithmetic_dtype, autocast_enabled, promote, wider
+from effops.operands import check_devices, check_operand
+from effops.precision import arithmetic_dtype, autocast_enabled, promote, wider
 from effops.predict import predict_bytes
 from effops.testing import Bounds
 
@@ -144,20 +145,8 @@ class Density(Protocol):
 
 def prepare(density: Density, function: str, loc: Tensor, scale: Tensor | float, x: Tensor) -> Call:
     """Validate shapes, dtypes and devices (never values)."""
-    for argument, tensor in (("loc", loc), ("x", x)):
-        if not isinstance(tensor, Tensor):
-            got = type(tensor).__name__
-            raise TypeError(f"{function}: `{argument}` must be a tensor; got {got}; use torch.as_tensor")
-        if tensor.dtype not in INPUT_SLACK:
-            names = ", ".join(str(dtype)[len("torch.") :] for dtype in INPUT_SLACK)
-            raise TypeError(
-                f"{function}: `{argument}` must be real floating point; got {tensor.dtype}; "
-                f"convert it to one of {names}"
-            )
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{function}: `{argument}` must be dense; got {tensor.layout}; use .to_dense()")
-        if tensor.ndim == 0:
-            raise ValueError(f"{function}: `{argument}` must have a last dimension; got a 0-d tensor; unsqueeze it")
+    check_operand(function, "loc", loc, dims=1)
+    check_operand(function, "x", x, dims=1)
     if loc.shape[-1] != x.shape[-1]:
         raise ValueError(
             f"{function}: last dimension of `x` must equal that of `loc`; got x {tuple(x.shape)}, loc "
@@ -168,10 +157,7 @@ def prepare(density: Density, function: str, loc: Tensor, scale: Tensor | float,
             f"{function}: the last dimension must be at least {density.smallest}; got x {tuple(x.shape)}; "
             "put the coordinates of a point into the last dimension"
         )
-    if loc.device != x.device:
-        raise ValueError(
-            f"{function}: tensors must be on one device; got loc on {loc.device}, x on {x.device}; move one"
-        )
+    check_devices(function, loc=loc, x=x)
     common = wider(loc.dtype, x.dtype)
     number, given = not isinstance(scale, Tensor), getattr(scale, "ndim", 0)
     scale = _prepare_scale(density, function, scale, common, x)
@@ -193,21 +179,19 @@ def prepare(density: Density, function: str, loc: Tensor, scale: Tensor | float,
 
 
 def _prepare_scale(density: Density, function: str, scale: Tensor | float, common: torch.dtype, x: Tensor) -> Tensor:
-    name, dims, device = density.scale_name, density.scale_dims, x.device
+    name, dims = density.scale_name, density.scale_dims
     if not isinstance(scale, Tensor):
         if not isinstance(scale, Real):
             raise TypeError(f"{function}: `{name}` must be a tensor or a number; got {type(scale).__name__}")
-        return torch.full((1,) * dims, float(scale), dtype=arithmetic_dtype(common), device=device)
+        return torch.full((1,) * dims, float(scale), dtype=arithmetic_dtype(common), device=x.device)
     if scale.layout != torch.strided:
         raise TypeError(f"{function}: `{name}` must be dense; got {scale.layout}; use .to_dense()")
     if scale.is_complex() or scale.dtype == torch.bool:
         raise TypeError(f"{function}: `{name}` must be real; got {scale.dtype}; convert it first")
-    if scale.device != device:
+    if scale.device != x.device:
         if scale.ndim:
-            raise ValueError(
-                f"{function}: tensors must be on one device; got {name} on {scale.device}, x on {device}; move one"
-            )
-        scale = scale.to(device)
+            check_devices(function, **{name: scale, "x": x})
+        scale = scale.to(x.device)
     if scale.ndim < dims:
         scale = scale.unsqueeze(-1)
     if dims and scale.shape[-1] not in (1, x.shape[-1]):
@@ -282,14 +266,14 @@ def add_forms(
 
     for name, form in forms.items():
         add(name, composed(form))
-    best = list(forms.values())[-1]
+    best = best_form(forms)
     add("torchscript", composed(script(best)), [needs_torchscript])
     add("compile", compile_by_signature(composed(best)), [needs_inductor], compiled_cost)
 
 
-def best_form(density: Density) -> Form:
+def best_form(forms: Mapping[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:
     """Of PyTorch operations, the form with the least memory."""
-    return list(density.forms.values())[-1]
+    return list(forms.values())[-1]
 
 
 def log_prob_op(density: Density) -> Op:
@@ -319,7 +303,7 @@ def log_prob_op(density: Density) -> Op:
 
     add_forms(op, density.forms, composed, settings, functools.partial(compiled_cost, density))
     plan_of_call = functools.partial(plan_of, density)
-    by_best_form = composed(best_form(density))
+    by_best_form = composed(best_form(density.forms))
 
     def composite(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
         return by_best_form(loc, scale, x, dtype, density.tolerance(loc, x, dtype))
@@ -405,7 +389,7 @@ def compiled_cost(density: Density, call: Any, results: int | None = None) -> Co
     copied = [tensor for tensor in (call.loc, call.x) if by_product and tensor.dtype != call.arithmetic]
     copies = size * sum(tensor.numel() for tensor in copied)
     statistics = 3 * size * (results or 0)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors):
+    if requires_grad(call.tensors):
         saved, temporary = density.compiled_training(call, pairs, is_product, reduced=results is not None)
         keeps_copies = is_product or call.loc.numel() != call.x.numel()
         return Cost(output, saved + copies * keeps_copies + statistics, temporary, operations)

@@ -34,6 +34,7 @@ rows and columns of a product do not mix, so that no row spoils another.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -42,11 +43,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from effops.broadcast import Plan, Shape
-from effops.chunked import BLOCK_BYTES, Block, Extents, Slices, cut, fit, merge, part, tiles, whole
+from effops.broadcast import Plan, Shape, Slices
+from effops.chunked import BLOCK_BYTES, Block, Extents, cut, fit, merge, part, tiles, whole
 from effops.precision import contraction_error, unit_roundoff
 
 TOLERANCE = 2.0**-22  # relative, of a squared distance: what the direct form in float32 leaves
+PRODUCT_BYTES = 3 * 2**19  # of pairs in a block of the product form: many, as a block costs two dozen calls
+PRODUCT_WIDTH = 1024  # its columns, for a fast matrix product
 NARROW = 8  # with fewer rows or columns the factors cost more than their product saves
 DENSE = 16  # where one pair in so many is a near-duplicate, the whole block is computed directly
 SAMPLE = 8  # columns whose median is the centre of a block
@@ -68,7 +71,7 @@ class Distances:
         self.plan = plan
         self.arithmetic = arithmetic
         self.loc, self.scale, self.x = (
-            _Operand(plan, tensor, axes, arithmetic, wanted)
+            _Operand(plan, tensor, axes, arithmetic, wanted, any(needs))
             for tensor, axes, wanted in zip(
                 (loc, scale, x), (plan.batch + plan.columns, plan.order, plan.batch + plan.rows), needs
             )
@@ -81,8 +84,11 @@ class Distances:
             and plan.numel(plan.order) * dimension * arithmetic.itemsize > BLOCK_BYTES
             and not (by_rows and by_columns)
         )
-        itemsize = torch.float64.itemsize if as_product else arithmetic.itemsize
-        self.extents = cut(plan, max(1, dimension), itemsize, copies=as_product)
+        if as_product:
+            itemsize = torch.float64.itemsize
+            self.extents = cut(plan, dimension, itemsize, copies=True, pair_bytes=PRODUCT_BYTES, width=PRODUCT_WIDTH)
+        else:
+            self.extents = cut(plan, max(1, dimension), arithmetic.itemsize, copies=False)
         self.direct = _Direct(self.extents, self.loc, self.scale, self.x, arithmetic)
         self.product = _Product(plan, self.extents, self.direct, by_rows) if as_product else None
 
@@ -103,6 +109,13 @@ class Distances:
         if out is not None and (self.product is None or not self.product.evaluate(block, out)):
             self.direct.evaluate(block, out)
 
+    def rehearse(self, block: Block, out: Tensor) -> None:
+        """Allocate what `evaluate` does where the product form, if it is taken, leaves nothing to the direct one."""
+        if self.product is None:
+            self.direct.evaluate(block, out)
+        else:
+            self.product.multiply(block)
+
     def pull_back(self, block: Block, weight: Tensor) -> None:
         """Add to the gradients what the derivatives `weight` by the scores of a block contribute."""
         if self.product is not None:
@@ -119,14 +132,17 @@ class Distances:
 class _Operand:
     """loc, scale or x: with all axes of the plan in its order, of size 1 where it does not vary, and its last axis.
 
-    It varies along `axes` at most.
+    It varies along `axes` at most. `wanted` is its gradient; `differentiated` is the call if that of any operand is.
     """
 
-    def __init__(self, plan: Plan, tensor: Tensor, axes: Shape, arithmetic: torch.dtype, wanted: bool) -> None:
+    def __init__(
+        self, plan: Plan, tensor: Tensor, axes: Shape, arithmetic: torch.dtype, wanted: bool, differentiated: bool
+    ) -> None:
         self.plan = plan
         self.tensor = tensor
         self.axes = axes
         self.view = plan.view(tensor, plan.order, trailing=1, expand=False)
+        self.differentiated = differentiated
         self.total: Tensor | None = None
         if wanted:  # many blocks add to each value of a small gradient, whose sum costs little in float64
             small = self.view.numel() * torch.float64.itemsize <= BLOCK_BYTES
@@ -173,7 +189,11 @@ class _Direct:
         scales = max(1, BLOCK_BYTES // torch.float64.itemsize // max(1, scale.view.shape[-1]))
         pieces = iter(fit(tuple(itertools.compress(extents.pairs, varying)), scales))
         self.constant_extents = tuple(next(pieces) if axis else whole for axis, whole in zip(varying, extents.pairs))
-        self.buffers = x.view.new_empty((2, self.piece), dtype=arithmetic)
+
+    @functools.cached_property
+    def buffers(self) -> Tensor:
+        """For the pairs of a piece: two, if there are gradients."""
+        return self.x.view.new_empty((1 + self.x.differentiated, self.piece), dtype=self.arithmetic)
 
     def depths(self) -> Iterator[slice]:
         return _depths(self.dimension, self.piece)
@@ -182,7 +202,7 @@ class _Direct:
         out.zero_()
         for depth in self.depths():
             for pairs, inside in _pieces(block, self.constant_extents):
-                out[inside] += _constant(self.scale.part(pairs, depth).double(), depth)
+                out[inside] += _constant(self.scale.part(pairs, depth).double(), depth).to(out.dtype)
             for pairs, inside in _pieces(block, self.extents):
                 out[inside].sub_(self.standardised(pairs, depth).square_().sum(-1), alpha=0.5)
 
@@ -248,17 +268,7 @@ class _Product:
 
     def evaluate(self, block: Block, out: Tensor) -> bool:
         """Write the scores, or return False where too many are not certain."""
-        scores = self.pairs[: out.numel()].view(out.shape)
-        matrices = merge(scores, len(block.batch), len(block.rows))
-        for depth in _depths(self.dimension, self.depth):
-            self.load(block, depth)
-            terms = torch.addcmul(self.scaled.distance, self.plain.most.sum(-1, keepdim=True), self.scaled.most_weight)
-            if depth.start == 0:
-                matrices.baddbmm_(self.rows.features, self.columns.features.mT, beta=0)
-                constant, squares = self.scaled.constant, terms
-            else:
-                matrices.baddbmm_(self.rows.features, self.columns.features.mT)
-                constant, squares = constant + self.scaled.constant, squares + terms
+        matrices, constant, squares = self.multiply(block)
         rate = _roundoff(self.dimension) / TOLERANCE
         certain = constant.abs() >= squares.mul_(2 * rate)
         near: tuple[Tensor, ...] = ()
@@ -268,10 +278,25 @@ class _Product:
             if int(doubtful.count_nonzero()) * DENSE > doubtful.numel():
                 return False
             near = doubtful.view(out.shape).nonzero(as_tuple=True)
-        out.copy_(scores)
+        out.copy_(matrices.view(out.shape))
         if near and near[0].numel():
             self.direct.evaluate_pairs(block, near, out)
         return True
+
+    def multiply(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """The scores as matrices, and of each column (or row) its constant and the squares that bound the error."""
+        shape = _sizes(block.pairs)
+        matrices = merge(self.pairs[: math.prod(shape)].view(shape), len(block.batch), len(block.rows))
+        for depth in _depths(self.dimension, self.depth):
+            self.load(block, depth)
+            terms = torch.addcmul(self.scaled.distance, self.plain.most.sum(-1, keepdim=True), self.scaled.most_weight)
+            if depth.start == 0:
+                matrices.baddbmm_(self.rows.features, self.columns.features.mT, beta=0)
+                constant, squares = self.scaled.constant, terms
+            else:
+                matrices.baddbmm_(self.rows.features, self.columns.features.mT)
+                constant, squares = constant + self.scaled.constant, squares + terms
+        return matrices, constant, squares
 
     def pull_back(self, block: Block, weight: Tensor) -> None:
         """Add to the gradients."""
@@ -312,6 +337,7 @@ class _Factor(ABC):
         self.buffer = operand.view.new_empty(numel, dtype=torch.float64)
         self.sums_buffer = torch.empty_like(self.buffer) if self.is_wanted() else None
         self.is_pending = False
+        self.strays: Tensor  # which coordinates lose digits in gradients
         self.shape: Shape = ()
 
     def load(self, block: Block, depth: slice, centre: Tensor | None) -> None:
@@ -332,7 +358,8 @@ class _Factor(ABC):
             sample = self.values[:, :: max(1, self.values.shape[1] // SAMPLE)]
             centre = sample.nanmedian(1, keepdim=True).values.nan_to_num_(0, 0, 0)
             centre.masked_fill_(_strays(self.values, centre), 0)
-        self.strays = _strays(self.values, centre)
+        if self.operand.differentiated:
+            self.strays = _strays(self.values, centre)
         self.centre = centre
         self.values -= centre
         self.complete()

@@ -20,7 +20,7 @@ from torch.types import _size
 
 from effops.ops import normal, power_spherical, von_mises_fisher
 from effops.precision import INPUT_SLACK, arithmetic_dtype, sphere_tolerance
-from effops.special import bessel_ratio, digamma_ratio, log_gamma_ratio, log_vmf_normaliser
+from effops.special import bessel_ratio, digamma_ratio
 from effops.sphere import random_directions
 
 __all__ = ["HypersphericalUniform", "Mixture", "PowerSpherical", "VonMisesFisher", "unit_vector"]
@@ -195,7 +195,7 @@ class PowerSpherical(_Directional):
         return 0.5 * (self._dimension - 1)
 
     def _log_normaliser(self) -> Tensor:
-        return log_gamma_ratio(self._wide, self._b) - self._b * math.log(4 * math.pi)
+        return power_spherical.density.normaliser(self._wide, self._dimension)
 
     def _mean_cosine(self) -> tuple[Tensor, Tensor]:
         s, b = self._wide, self._b
@@ -256,7 +256,7 @@ class VonMisesFisher(_Directional):
         return self._sample(sample_shape)
 
     def _log_normaliser(self) -> Tensor:
-        return log_vmf_normaliser(self._wide, self._dimension)
+        return von_mises_fisher.density.normaliser(self._wide, self._dimension)
 
     def _mean_cosine(self) -> tuple[Tensor, Tensor]:
         return bessel_ratio(self._wide, self._dimension)

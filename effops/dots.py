@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from effops.broadcast import Plan, Shape
-from effops.chunked import BLOCK_BYTES, Block, Slices, cut, fit, merge, part, tiles, whole
+from effops.broadcast import Plan, Shape, Slices
+from effops.chunked import BLOCK_BYTES, Block, cut, fit, merge, part, tiles, whole
 from effops.precision import arithmetic_dtype
 
 SLAB = 65536  # values of the scale whose normaliser is kept for the blocks that share it
@@ -193,6 +193,9 @@ class DotScores:
             self.map.value_(phi)
         if out is not None and phi is not None and normaliser is not None:
             torch.addcmul(normaliser, factor, phi.expand(shape), out=out)
+
+    def rehearse(self, block: Block, out: Tensor) -> None:
+        """`walk` and the buffers made at the start are all: phi works in place."""
 
     def pull_back(self, block: Block, weight: Tensor) -> None:
         if not self.differentiated:

@@ -10,8 +10,9 @@ would leave shares of the components that do not add up to 1.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from effops import chunked, fused
-from effops.binding import Binding, Gradients
-from effops.broadcast import Plan, Shape
+from effops.binding import Binding, Gradients, is_plain, requires_grad
+from effops.broadcast import Plan, Shape, Slices
 from effops.density import (
     Density,
     Form,
@@ -38,8 +39,12 @@ from effops.density import (
 )
 from effops.jit import needs_triton
 from effops.op import Cost, Op
+from effops.operands import check_devices, check_operand
 from effops.precision import arithmetic_dtype, autocast_enabled, promote
 from effops.testing import Bounds
+
+SLAB = 65536  # results whose statistics are held at once, unless backward needs those of all
+Statistics = Callable[..., Tensor]  # of log_weights, loc, scale, x, dim and dtype of the result
 
 
 class Call(NamedTuple):
@@ -96,22 +101,9 @@ def prepare_mixture(
     density: Density, function: str, log_weights: Tensor, loc: Tensor, scale: Tensor | float, x: Tensor, dim: int = -1
 ) -> Call:
     """Validate shapes, dtypes and devices (never values)."""
-    if not isinstance(log_weights, Tensor):
-        got = type(log_weights).__name__
-        raise TypeError(f"{function}: `log_weights` must be a tensor; got {got}; use torch.as_tensor")
-    if not log_weights.is_floating_point() or log_weights.dtype.itemsize < 2:
-        raise TypeError(
-            f"{function}: `log_weights` must be real floating point; got {log_weights.dtype}; they are logarithms: "
-            "give weights.log()"
-        )
-    if log_weights.layout != torch.strided:
-        raise TypeError(f"{function}: `log_weights` must be dense; got {log_weights.layout}; use .to_dense()")
+    check_operand(function, "log_weights", log_weights)
     inner = prepare(density, function, loc, scale, x)
-    if log_weights.device != inner.device:
-        raise ValueError(
-            f"{function}: tensors must be on one device; got log_weights on {log_weights.device}, x on {inner.device}; "
-            "move one"
-        )
+    check_devices(function, log_weights=log_weights, x=x)
     try:
         plan = plan_of(density, *inner.tensors, log_weights)
     except RuntimeError as error:
@@ -174,7 +166,7 @@ def mixture_op(density: Density) -> Op:
 
     def composite(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         tolerance = density.tolerance(loc, x, dtype)
-        return statistics(weighted(best_form(density), log_weights, loc, scale, x, dtype, tolerance), dim)
+        return statistics(weighted(best_form(density.forms), log_weights, loc, scale, x, dtype, tolerance), dim)
 
     def reduction_of(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int) -> chunked.Reduction:
         plan = plan_of(density, loc, scale, x, log_weights)
@@ -189,7 +181,28 @@ def mixture_op(density: Density) -> Op:
         plan = plan_of(density, loc, scale, x, log_weights)
         return plan.empty_gradient(log_weights, plan.order), *empty_gradients(density, plan, loc, scale, x)
 
-    def bound(variant: str, forward: Callable[..., Tensor], backward: Callable[..., Gradients]) -> Any:
+    def keeps_statistics(call: Call) -> bool:
+        """Whether those of all results are held at once."""
+        return requires_grad(call.tensors) or math.prod(call.shape) <= SLAB
+
+    def slabs(call: Call, tensors: Sequence[Tensor]) -> Iterator[tuple[Slices, list[Tensor]]]:
+        """Blocks of results, none larger than the first, and what each depends on."""
+        axis = len(call.plan.shape) + call.dim
+        for block in chunked.tiles(chunked.whole(call.shape), chunked.fit(call.shape, SLAB)):
+            pairs = (*block[:axis], slice(None), *block[axis:])
+            yield block, [call.plan.part(t, pairs, trailing=dims) for t, dims in zip(tensors, op.core_dims.values())]
+
+    def by_slabs(call: Call, tensors: Sequence[Tensor], statistics_of: Statistics, count: int | None = None) -> Tensor:
+        """The result; only the statistics of a slab are held at a time. `count` slabs, or all."""
+        out = call.plan.without(len(call.plan.shape) + call.dim).empty(tensors[-1], call.dtype)
+        for block, parts in itertools.islice(slabs(call, tensors), count):
+            out[block] = statistics_of(*parts, call.dim, call.dtype).sum(-1)
+        return out
+
+    def add(
+        variant: str, forward: Statistics, backward: Callable[..., Gradients], rehearse: Statistics, **options: Any
+    ) -> None:
+        """The variant made of a pair of functions; `rehearse` allocates what `forward` does."""
         binding = Binding(
             f"{name}_{variant}",
             forward=forward,
@@ -201,10 +214,27 @@ def mixture_op(density: Density) -> Op:
             saves_result=True,
         )
 
+        def whole(call: Call) -> Tensor:
+            if keeps_statistics(call) or not is_plain(call.tensors):
+                return op.finish(call, run(call))
+            return by_slabs(call, call.tensors, forward)
+
         def run(call: Call) -> Tensor:
             return binding(*call.tensors, call.dim, call.dtype)
 
-        return run
+        def cost(call: Call) -> Cost:
+            saved: list[Tensor] = []
+
+            def rehearsal(*tensors: Tensor) -> Tensor:
+                if not keeps_statistics(call):
+                    return by_slabs(call, tensors, rehearse, 1)
+                statistics = rehearse(*tensors, call.dim, call.dtype)
+                saved.extend([statistics] * requires_grad(call.tensors))
+                return op.finish(call, statistics)
+
+            return predict(call, torch.no_grad()(rehearsal))
+
+        op.variant(variant, cost=cost, whole=whole, **options)(run)
 
     def forward(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         reduction = reduction_of(log_weights, loc, scale, x, dim)
@@ -226,20 +256,12 @@ def mixture_op(density: Density) -> Op:
         blocks = density.blocks(reduction.plan, loc, scale, x, dtype, needs=needs[1:])
         return chunked.backward_logsumexp(blocks, log_weights, reduction, result, dout[..., 1], needs[0])
 
-    def rehearsal(call: Call) -> Cost:
-        saved: list[Tensor] = []
-        trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
+    def rehearse(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        reduction = reduction_of(log_weights, loc, scale, x, dim)
+        blocks = density.blocks(reduction.plan, loc, scale, x, dtype)
+        return chunked.rehearse_logsumexp(blocks, reduction, reduction.empty(x, arithmetic_dtype(dtype)))
 
-        def rehearse(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
-            reduction = reduction_of(log_weights, loc, scale, x, call.dim)
-            out = reduction.empty(x, call.arithmetic)
-            saved.extend([out] * trained)
-            chunked.rehearse_logsumexp(density.blocks(reduction.plan, loc, scale, x, call.dtype), out)
-            return op.finish(call, out)
-
-        return predict(call, torch.no_grad()(rehearse))
-
-    op.variant("chunked", cost=rehearsal)(bound("chunked", forward, backward))
+    add("chunked", forward, backward, rehearse)
 
     def triton_forward(
         log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype
@@ -273,15 +295,9 @@ def mixture_op(density: Density) -> Op:
             needs,
         )
 
-    def triton_cost(call: Call) -> Cost:
-        cost = rehearsal(call)
-        statistics_bytes = 2 * call.arithmetic.itemsize * math.prod(call.shape)
-        return cost._replace(temporary_bytes=0 if cost.saved_bytes else statistics_bytes)
-
     if density.kernel:
-        op.variant("triton", cost=triton_cost, needs=[needs_triton, _needs_one_side], automatic_on=("cuda",))(
-            bound("triton", triton_forward, triton_backward)
-        )
+        needs = [needs_triton, _needs_one_side]
+        add("triton", triton_forward, triton_backward, empty, needs=needs, automatic_on=("cuda",))
     return op
 
 
@@ -333,48 +349,55 @@ def _workload(density: Density, **options: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _values(density: Density, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """log_weights + log densities in float64, and by how much they may be below and above."""
-    inner = prepare(density, "", call.loc, call.scale, call.x)._replace(dtype=call.arithmetic, plan=call.plan)
-    bounds = density.bounds(inner)
-    values = bounds.value + call.log_weights.double()
-    rounding = 2 * torch.finfo(call.arithmetic).eps * (values.abs() + call.log_weights.double().abs())
-    rounding = rounding.nan_to_num(posinf=0.0)
-    return values, bounds.below + rounding, bounds.above + rounding
+class _Exact(NamedTuple):
+    """Of a call in float64: its pairs as a call of the density, log_weights + log densities with by how much a correct
+    one may be below and above, their logsumexp, and by how much that may be."""
+
+    pairs: Any
+    values: Tensor
+    below: Tensor
+    above: Tensor
+    out: Tensor
+    out_below: Tensor
+    out_above: Tensor
+
+
+def _exact(density: Density, call: Call) -> _Exact:
+    """A correct result lies between those of the lowest and the highest log densities."""
+    pairs = prepare(density, "", call.loc, call.scale, call.x)._replace(dtype=call.arithmetic, plan=call.plan)
+    bounds, weights = density.bounds(pairs), call.log_weights.double()
+    values = bounds.value + weights
+    eps = torch.finfo(call.arithmetic).eps
+    rounding = (2 * eps * (values.abs() + weights.abs())).nan_to_num(posinf=0.0)
+    below, above = bounds.below + rounding, bounds.above + rounding
+    out, low, high = (logsumexp(end, call.dim) for end in (values, values - below, values + above))
+    rounding = eps * (8 + values.shape[call.dim] + out.abs())
+    out_below, out_above = (torch.where(out.isfinite(), gap + rounding, 0.0) for gap in (out - low, high - out))
+    return _Exact(pairs, values, below, above, out, out_below, out_above)
 
 
 def _bounds(density: Density, call: Call) -> Bounds:
-    """Where a correct result lies: between those of the lowest and the highest log densities."""
-    values, below, above = _values(density, call)
-    out, low, high = (logsumexp(end, call.dim) for end in (values, values - below, values + above))
-    rounding = torch.finfo(call.arithmetic).eps * (8 + values.shape[call.dim] + out.abs())
-    finite = out.isfinite()
-    return Bounds(
-        out,
-        torch.where(finite, out - low + rounding, 0.0),
-        torch.where(finite, high - out + rounding, 0.0),
-        dtype=call.dtype,
-    )
+    """Where a correct result lies."""
+    exact = _exact(density, call)
+    return Bounds(exact.out, exact.out_below, exact.out_above, dtype=call.dtype)
 
 
 def _gradient_bounds(density: Density, call: Call, dout: Tensor) -> tuple[Bounds, ...]:
     """Where correct gradients lie: those of the log densities, for an upstream gradient that is off as its share is."""
-    values, below, above = _values(density, call)
-    out = logsumexp(values, call.dim).unsqueeze(call.dim)
-    of_result = _bounds(density, call)
+    exact = _exact(density, call)
+    out = exact.out.unsqueeze(call.dim)
     u = torch.finfo(call.arithmetic).eps / 2
-    length = values.shape[call.dim]
-    error = torch.maximum(below, above) + torch.maximum(of_result.below, of_result.above).unsqueeze(call.dim)
-    share = torch.where(out == -torch.inf, 0.0, torch.exp(values - out))
-    share_error = share * torch.expm1(error + (8 + length) * u)
+    error = torch.maximum(exact.below, exact.above)
+    error = error + torch.maximum(exact.out_below, exact.out_above).unsqueeze(call.dim)
+    share = torch.where(out == -torch.inf, 0.0, torch.exp(exact.values - out))
+    share_error = share * torch.expm1(error + (8 + exact.values.shape[call.dim]) * u)
     g = dout.double().unsqueeze(call.dim)
     upstream, upstream_error = g * share, g.abs() * share_error
     shape = call.log_weights.shape
     size = upstream.abs().sum_to_size(shape)
     terms = upstream.numel() // max(1, call.log_weights.numel())
     radius = upstream_error.sum_to_size(shape) + (4 + terms) * u * size
-    inner = prepare(density, "", call.loc, call.scale, call.x)._replace(dtype=call.arithmetic, plan=call.plan)
     return (
         Bounds(upstream.sum_to_size(shape), radius, radius),
-        *density.gradient_bounds(inner, upstream, upstream_error),
+        *density.gradient_bounds(exact.pairs, upstream, upstream_error),
     )

@@ -49,7 +49,8 @@ class Variant:
     """One implementation of an op.
 
     Each of `needs` takes a call and returns why the variant cannot run it, or an empty string. `automatic_on` names
-    the device types on which the automatic choice may take the variant; None means all.
+    the device types on which the automatic choice may take the variant; None means all. `whole`, of an op that is a
+    logsumexp, computes the finished result; None where `run` and `Op.finish` do.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Variant:
     cost: Callable[[Any], Cost]
     needs: Sequence[Need] = ()
     automatic_on: tuple[str, ...] | None = None
+    whole: Callable[[Any], Tensor] | None = None
 
     def obstacle(self, call: Call) -> str:
         """Why this variant cannot run `call`; empty if it can."""
@@ -115,13 +117,14 @@ class Op:
         cost: Callable[[Any], Cost],
         needs: Sequence[Need] = (),
         automatic_on: tuple[str, ...] | None = None,
+        whole: Callable[[Any], Tensor] | None = None,
     ) -> Callable[[Callable[[Any], Tensor]], Callable[[Any], Tensor]]:
         """Register the decorated function of a call as the variant `name`."""
         if name not in self.preference:
             raise ValueError(f"{self.name}: variant {name!r} has no place in the order of preference {self.preference}")
 
         def register(run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-            self._variants[name] = Variant(name, run, cost, needs, automatic_on)
+            self._variants[name] = Variant(name, run, cost, needs, automatic_on, whole)
             return run
 
         return register
@@ -136,11 +139,16 @@ class Op:
             from effops.sharding import sharded_call
 
             return sharded_call(self, args, kwargs, variant)
-        call = self.prepare(*args, **kwargs)
-        return self.finish(call, self.run(call, variant))
+        return self.compute(self.prepare(*args, **kwargs), variant)
 
-    def run(self, call: Call, variant: str | None) -> Tensor:
-        """What the chosen variant returns, before `finish`."""
+    def compute(self, call: Call, variant: str | None) -> Tensor:
+        """The result by the chosen variant."""
+        chosen = self.choose(call, variant)
+        with without_autocast(call.device):
+            return self.finish(call, chosen.run(call)) if chosen.whole is None else chosen.whole(call)
+
+    def statistics(self, call: Call, variant: str | None) -> Tensor:
+        """Of an op that is a logsumexp, what `finish` makes its result of."""
         chosen = self.choose(call, variant)
         with without_autocast(call.device):
             return chosen.run(call)

@@ -57,11 +57,14 @@ def sharded_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], variant
     local_call = op.prepare(
         *(local.get(name, arg) for name, arg in zip(op.core_dims, args)), *args[len(op.core_dims) :], **kwargs
     )
-    result = op.run(local_call, variant)
-    for mesh_axis, role in enumerate(roles):
-        if role is not None and role == reduced:
-            result = _Combined.apply(result, mesh, mesh_axis)
-    result = op.finish(local_call, result)
+    if reduced is not None and reduced in roles:
+        statistics = op.statistics(local_call, variant)
+        for mesh_axis, role in enumerate(roles):
+            if role == reduced:
+                statistics = _Combined.apply(statistics, mesh, mesh_axis)
+        result = op.finish(local_call, statistics)
+    else:
+        result = op.compute(local_call, variant)
     axes = [axis for axis in range(len(batch)) if axis != reduced]
     sizes = {axes.index(role): batch[role] for role in roles if role in axes}
     shape = torch.Size(sizes.get(axis, size) for axis, size in enumerate(result.shape))

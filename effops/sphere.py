@@ -6,6 +6,7 @@ and in float64, and phi as a scriptable function of PyTorch operations.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class Directional:
     cases = CASES
     sizes = MappingProxyType({"M": 128, "T": 512, "D": 128})
 
-    @property
+    @functools.cached_property
     def forms(self) -> Mapping[str, Form]:
         phi = self.phi
 

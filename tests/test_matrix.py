@@ -34,6 +34,12 @@ def supported(op, variant, args):
         pytest.skip(f"{variant} {obstacle}")
 
 
+def affordable(op, variant, device):
+    """The cases; in Triton's interpreter without the largest one, whose tiles the tests of the kernels cover."""
+    cases = list(op.cases)
+    return [case for case in cases if case != "several blocks"] if variant == "triton" and device == "cpu" else cases
+
+
 def leaves(args):
     return tuple(arg.detach().clone().requires_grad_() for arg in args)
 
@@ -46,6 +52,8 @@ def run_with_gradients(op, variant, args, dout):
 
 @pytest.mark.parametrize(("op", "variant", "case", "dtype"), EVERYTHING)
 def test_result_and_gradients(op, variant, case, dtype, device, generator):
+    if case not in affordable(op, variant, device) and dtype != torch.float32:
+        pytest.skip("half a minute in the interpreter: float32 stands for it")
     args = op.sample(*op.cases[case], dtype=dtype, device=device, generator=generator)
     supported(op, variant, args)
     shape = op.prepare(*args).shape
@@ -84,7 +92,7 @@ def strided(tensor, how):
 def test_any_strides(op, variant, how, device, generator):
     if variant == "compile" and how != "transposed":
         pytest.skip("compilation takes seconds for each layout")
-    for case in list(op.cases)[: 1 if variant == "compile" else None]:
+    for case in affordable(op, variant, device)[: 1 if variant == "compile" else None]:
         args = op.sample(*op.cases[case], dtype=torch.float32, device=device, generator=generator)
         supported(op, variant, args)
         args = tuple(strided(arg, how) for arg in args)
@@ -104,8 +112,8 @@ def test_every_element_is_written_and_runs_repeat(op, variant, device, generator
         pytest.skip("Inductor allocates by itself")
     torch.use_deterministic_algorithms(True)
     try:
-        for case, shapes in op.cases.items():
-            args = op.sample(*shapes, dtype=torch.float32, device=device, generator=generator)
+        for case in affordable(op, variant, device):
+            args = op.sample(*op.cases[case], dtype=torch.float32, device=device, generator=generator)
             supported(op, variant, args)
             dout = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
             out, gradients = run_with_gradients(op, variant, args, dout)
@@ -142,10 +150,11 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
     """Whatever was called before: just-in-time compilers specialise on what they have seen."""
     if variant == "compile":
         pytest.skip("each need of gradients has a compiled object of its own; the test above calls several")
-    for case in list(op.cases)[:4]:
+    interpreted = variant == "triton" and device == "cpu"
+    for case in list(op.cases)[: 1 if interpreted else 4]:
         args = op.sample(*op.cases[case], dtype=torch.float32, device=device, generator=generator)
         supported(op, variant, args)
-        for _ in range(3):
+        for _ in range(1 if interpreted else 3):
             for needs in itertools.product((True, False), repeat=len(args)):
                 out = op(*(arg.clone().requires_grad_(need) for arg, need in zip(args, needs)), variant=variant)
                 assert out.requires_grad == any(needs), case
@@ -155,8 +164,11 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
 def test_derivatives_against_finite_differences(op, variant, device, generator):
     if variant == "compile":
         pytest.skip("compiled functions have no double backward")
-    slow = variant == "triton" and device == "cpu"  # interpreted
-    for case in list(op.cases)[: 3 if slow else 9]:
+    cases = list(op.cases)[:9]
+    if variant == "triton" and device == "cpu":  # interpreted: the smallest one
+        cases = [case for case in ("single", "one point") if case in cases]
+        assert cases
+    for case in cases:
         args = op.sample(*op.cases[case], dtype=torch.float64, device=device, generator=generator)
         supported(op, variant, args)
         args = tuple(arg.requires_grad_() for arg in args)
@@ -260,8 +272,8 @@ def test_compiled_functions_refuse_transforms(op, device, generator):
 def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, device, generator):
     if variant == "triton" and device == "cpu":
         pytest.skip("the interpreter copies tensors")
-    if variant == "compile" and dtype == torch.float64:
-        pytest.skip("compilation takes seconds: float32 stands for it")
+    if variant == "compile" and dtype != (torch.bfloat16 if needs_grad else torch.float32):
+        pytest.skip("compilation takes seconds: one dtype each")
     sizes = {name: min(size, 96) for name, size in op.sizes.items()}
     args = op.workload(**sizes, dtype=dtype, device=device, generator=generator)
     supported(op, variant, args)
@@ -281,13 +293,9 @@ def test_chunked_stays_within_its_memory(op, device, generator):
         args = tuple(arg.requires_grad_() for arg in args)
         measured = memory(Pass(lambda *args: op(*args, variant="chunked"), args))
         assert measured.temporary_bytes <= 4 * 2**20, (case, dtype)
-        # A logsumexp saves two numbers a result; an operand of one coordinate is widened before it is expanded.
-        statistics = 0 if op.logsumexp is None else 2 * arithmetic_dtype(dtype).itemsize * measured.output_bytes
-        widened = [arg for arg in args if op.name == "broadcast_dot" and arg.shape[-1] == 1 and dtype.itemsize < 4]
-        assert measured.saved_bytes <= statistics // dtype.itemsize + sum(2 * arg.nbytes for arg in widened), (
-            case,
-            dtype,
-        )
+        # A logsumexp saves two numbers a result.
+        statistics = 0 if op.logsumexp is None else 2 * arithmetic_dtype(dtype).itemsize
+        assert measured.saved_bytes == statistics * measured.output_bytes // dtype.itemsize, (case, dtype)
         if arithmetic_dtype(dtype) == dtype:
             backward = memory(Pass(lambda *args: op(*args, variant="chunked"), args, backward=True))
             assert backward.temporary_bytes <= 40 * 2**20, (case, dtype)

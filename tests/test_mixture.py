@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import effops
 from effops.measure import Pass, memory
 from effops.op import ops
 from effops.testing import error_ratio, gradient_error_ratio
@@ -122,6 +123,26 @@ def test_memory_of_many_points(device, generator):
     measured = memory(Pass(op, args))
     assert measured.output_bytes == 65536 * 4
     assert measured.temporary_bytes <= 4 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_memory_of_many_results(op, dtype, device, generator):
+    """Without gradients the statistics of a part of the results are held at a time, whatever varies along what axis."""
+    d = (64,) * op.core_dims[list(op.core_dims)[2]]
+    args = op.sample(
+        (5, 1), (1085, 1, 5, 1, 64), (700, 5, 1, *d), (700, 1, 3, 64), dtype=dtype, device=device, generator=generator
+    )
+    work = Pass(lambda *args: op(*args, -2, variant="chunked"), args)
+    measured, predicted = memory(work), effops.explain(op.name, *args, -2).variants["chunked"]
+    assert measured.output_bytes == predicted.output_bytes == 1085 * 700 * 3 * dtype.itemsize
+    assert measured.saved_bytes == predicted.saved_bytes == 0
+    assert measured.temporary_bytes <= 4 * 2**20
+    assert abs(predicted.temporary_bytes - measured.temporary_bytes) <= 0.1 * measured.temporary_bytes
+    leaves = tuple(arg.requires_grad_() for arg in args)
+    out = op(*args, -2, variant="chunked")
+    with torch.no_grad():
+        torch.testing.assert_close(op(*leaves, -2, variant="chunked"), out.detach(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -18,7 +18,8 @@ from effops.density import add_forms, predict
 from effops.dots import contract
 from effops.jit import needs_triton
 from effops.op import Cost, Op
-from effops.precision import INPUT_SLACK, arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
+from effops.operands import check_devices, check_operand
+from effops.precision import arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
 from effops.testing import Bounds, exact_dot
 
 NAME = "broadcast_dot"
@@ -46,26 +47,19 @@ class Call(NamedTuple):
         return self.plan.shape
 
     @property
+    def arithmetic(self) -> torch.dtype:
+        return arithmetic_dtype(self.dtype)
+
+    @property
     def dimension(self) -> int:
         return max(self.a.shape[-1], self.b.shape[-1]) if min(self.a.shape[-1], self.b.shape[-1]) else 0
 
 
 def prepare(a: Tensor, b: Tensor) -> Call:
     """Validate shapes, dtypes and devices (never values)."""
-    for argument, tensor in (("a", a), ("b", b)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{NAME}: `{argument}` must be a tensor; got {type(tensor).__name__}; use torch.as_tensor")
-        if tensor.dtype not in INPUT_SLACK:
-            names = ", ".join(str(dtype)[len("torch.") :] for dtype in INPUT_SLACK)
-            raise TypeError(
-                f"{NAME}: `{argument}` must be real floating point; got {tensor.dtype}; convert it to one of {names}"
-            )
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{NAME}: `{argument}` must be dense; got {tensor.layout}; use .to_dense()")
-        if tensor.ndim == 0:
-            raise ValueError(f"{NAME}: `{argument}` must have a last dimension; got a 0-d tensor; unsqueeze it")
-    if a.device != b.device:
-        raise ValueError(f"{NAME}: tensors must be on one device; got a on {a.device}, b on {b.device}; move one")
+    check_operand(NAME, "a", a, dims=1)
+    check_operand(NAME, "b", b, dims=1)
+    check_devices(NAME, a=a, b=b)
     try:
         plan = broadcast_plan(a.shape[:-1], b.shape[:-1])
         torch.broadcast_shapes(a.shape[-1:], b.shape[-1:])
@@ -80,18 +74,15 @@ def prepare(a: Tensor, b: Tensor) -> Call:
     return Call(a, b, plan, dtype)
 
 
-def _with_one_dimension(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """a and b with the same last dimension, for a result in `dtype`."""
-    dimension = max(a.shape[-1], b.shape[-1]) if min(a.shape[-1], b.shape[-1]) else 0
+def _of_one_dimension(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Operands with the same dot products: a single coordinate meets the sum of the other operand's; scriptable."""
+    if a.shape[-1] == b.shape[-1] and a.shape[-1] != 0:
+        return a, b
+    return _sum(a, arithmetic), _sum(b, arithmetic)
 
-    def expanded(operand: Tensor) -> Tensor:
-        if operand.shape[-1] == dimension:
-            return operand
-        if operand.requires_grad:  # its gradient is summed before it is rounded
-            operand = operand.to(arithmetic_dtype(dtype))
-        return operand.expand(*operand.shape[:-1], dimension)
 
-    return expanded(a), expanded(b)
+def _sum(operand: Tensor, arithmetic: torch.dtype) -> Tensor:
+    return operand if operand.shape[-1] == 1 else operand.sum(-1, keepdim=True, dtype=arithmetic)
 
 
 def naive(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
@@ -99,6 +90,7 @@ def naive(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
 
 
 def einsum(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
+    a, b = _of_one_dimension(a, b, arithmetic)
     return contract(b, a, arithmetic)
 
 
@@ -124,43 +116,28 @@ def _plan(a: Tensor, b: Tensor) -> Plan:
     return broadcast_plan(a.shape[:-1], b.shape[:-1])
 
 
+def _scores(a: Tensor, b: Tensor, dtype: torch.dtype, **options: Any) -> dots.DotScores:
+    return dots.DotScores(Identity(), _plan(a, b), b, _one(a, dtype), a, arithmetic_dtype(dtype), **options)
+
+
 def _one(a: Tensor, dtype: torch.dtype) -> Tensor:
     return a.new_ones((), dtype=arithmetic_dtype(dtype))
 
 
-def _forward(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    plan, arithmetic = _plan(a, b), arithmetic_dtype(dtype)
+def _chunked(a: Tensor, b: Tensor, dtype: torch.dtype, *, rehearsed: bool = False) -> Tensor:
+    plan = _plan(a, b)
     if dots.fit_one_block(plan, a, dtype):
-        return dots.at_once(Identity(), plan, b, _one(a, dtype), a, dtype)
-    return chunked.forward(dots.DotScores(Identity(), plan, b, _one(a, dtype), a, arithmetic), plan.empty(a, dtype))
+        return dots.at_once(Identity(), plan, b, _one(a, dtype), a, dtype, rehearsed=rehearsed)
+    return (chunked.rehearse if rehearsed else chunked.forward)(_scores(a, b, dtype), plan.empty(a, dtype))
 
 
-def _rehearse(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    plan, arithmetic = _plan(a, b), arithmetic_dtype(dtype)
-    if a.shape[-1] == 0:
-        return plan.empty(a, dtype)
-    if dots.fit_one_block(plan, a, dtype):
-        return dots.at_once(Identity(), plan, b, _one(a, dtype), a, dtype, rehearsed=True)
-    return chunked.rehearse(dots.DotScores(Identity(), plan, b, _one(a, dtype), a, arithmetic), plan.empty(a, dtype))
+def _chunked_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
+    return chunked.backward(_scores(a, b, dtype, scored=False, needs=needs), dout)
 
 
-def _backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
-    need_a, need_b = needs
-    scores = dots.DotScores(
-        Identity(),
-        _plan(a, b),
-        b,
-        _one(a, dtype),
-        a,
-        arithmetic_dtype(dtype),
-        scored=False,
-        needs=(need_b, False, need_a),
-    )
-    db, _, da = chunked.backward(scores, dout)
-    return da, db
-
-
-def _triton_forward(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _triton(a: Tensor, b: Tensor, dtype: torch.dtype, *, rehearsed: bool = False) -> Tensor:
+    if rehearsed:
+        return fused.rehearse(_plan(a, b), b, _one(a, dtype), a, dtype)
     from effops.kernels.broadcast_dot import MAP
 
     return fused.forward(MAP, _plan(a, b), b, _one(a, dtype), a, dtype, 0.0)
@@ -169,14 +146,12 @@ def _triton_forward(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def _triton_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
     from effops.kernels.broadcast_dot import MAP
 
-    need_a, need_b = needs
-    db, _, da = fused.backward(MAP, _plan(a, b), b, _one(a, dtype), a, dout, dtype, 0.0, (need_b, False, need_a))
-    return da, db
+    return fused.backward(MAP, _plan(a, b), b, _one(a, dtype), a, dout, dtype, 0.0, needs)
 
 
 def _composed(form: Any) -> Any:
     def dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        result: Tensor = form(*_with_one_dimension(a, b, dtype), arithmetic_dtype(dtype)).to(dtype)
+        result: Tensor = form(a, b, arithmetic_dtype(dtype)).to(dtype)
         return result
 
     return dot
@@ -187,11 +162,16 @@ def _empty(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _empty_gradients(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    plan = _plan(a, b)
+    plan, (own_a, own_b) = _plan(a, b), _of_one_dimension(a, b, arithmetic_dtype(dtype))
     return (
-        plan.empty_gradient(a, plan.batch + plan.rows, trailing=1),
-        plan.empty_gradient(b, plan.batch + plan.columns, trailing=1),
+        _as(a, plan.empty_gradient(own_a, plan.batch + plan.rows, trailing=1)),
+        _as(b, plan.empty_gradient(own_b, plan.batch + plan.columns, trailing=1)),
     )
+
+
+def _as(operand: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of an operand, from that of its sum over the coordinates where it was summed."""
+    return gradient.to(operand.dtype).expand(operand.shape)
 
 
 def sample(
@@ -214,18 +194,13 @@ def workload(*, M: int, T: int, D: int, **options: Any) -> tuple[Tensor, Tensor]
     return sample((M, 1, T, D), (M, T, D), **options)
 
 
-def _radius(call: Call) -> Tensor:
-    arithmetic = arithmetic_dtype(call.dtype)
-    error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())
-    a, b = _with_one_dimension(call.a.double(), call.b.double(), call.dtype)
-    length: Tensor = a.norm(dim=-1) * b.norm(dim=-1)
-    return length * (error * unit_roundoff(arithmetic))
-
-
 def bounds(call: Call) -> Bounds:
     """Where a correct dot product lies: off by what `contraction_error` allows, in proportion to the lengths."""
-    radius = _radius(call)
-    return Bounds(exact_dot(*_with_one_dimension(call.a, call.b, call.dtype)), radius, radius, dtype=call.dtype)
+    arithmetic = arithmetic_dtype(call.dtype)
+    error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())
+    a, b = (operand.expand(*operand.shape[:-1], call.dimension) for operand in call.tensors)
+    radius = a.double().norm(dim=-1) * b.double().norm(dim=-1) * (error * unit_roundoff(arithmetic))
+    return Bounds(exact_dot(a, b), radius, radius, dtype=call.dtype)
 
 
 def gradient_bounds(call: Call, dout: Tensor) -> tuple[Bounds, Bounds]:
@@ -245,21 +220,6 @@ def gradient_bounds(call: Call, dout: Tensor) -> tuple[Bounds, Bounds]:
         return Bounds(value, radius, radius)
 
     return of(values[0], sizes[0], call.a), of(values[1], sizes[1], call.b)
-
-
-def _chunked_cost(call: Call) -> Cost:
-    def rehearse(a: Tensor, b: Tensor) -> Tensor:
-        return _rehearse(*_with_one_dimension(a, b, call.dtype), call.dtype)
-
-    return predict(call, torch.no_grad()(rehearse))
-
-
-def _triton_cost(call: Call) -> Cost:
-    def rehearse(a: Tensor, b: Tensor) -> Tensor:
-        a, b = _with_one_dimension(a, b, call.dtype)
-        return fused.rehearse(call.plan, b, _one(a, call.dtype), a, call.dtype)
-
-    return predict(call, torch.no_grad()(rehearse))
 
 
 def _compiled_cost(call: Call) -> Cost:
@@ -287,6 +247,7 @@ op = Op(
         "single": ((2,), (2,)),
         "one coordinate": ((3, 1, 1), (4, 1)),
         "last dimension broadcasts": ((3, 1, 1), (4, 9)),
+        "wide dimension broadcasts": ((5, 1, 300), (4, 1)),
         "mixed roles": ((3, 4, 1, 2, 6), (3, 1, 5, 1, 6)),
         "wide": ((2, 1, 768), (3, 768)),
         "empty rows": ((0, 1, 6), (4, 6)),
@@ -305,35 +266,41 @@ op = Op(
 add_forms(op, {"naive": naive, "einsum": einsum}, _composed, lambda call: (call.dtype,), _compiled_cost)
 
 
-def _bind(variant: str, forward: Any, backward: Any) -> Any:
-    """The variant made of a pair of functions, for a dimension of at least 1."""
+def _add(variant: str, compute: Any, compute_backward: Any, **options: Any) -> None:
+    """The variant made of a pair of functions of operands with one last dimension, which is not 0."""
 
-    def forward_or_zero(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        result: Tensor = forward(a, b, dtype) if a.shape[-1] else _empty(a, b, dtype).zero_()
+    def forward(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        result: Tensor = compute(*_of_one_dimension(a, b, arithmetic_dtype(dtype)), dtype)
         return result
 
-    def backward_or_nothing(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
-        if a.shape[-1]:
-            gradients: Gradients = backward(dout, a, b, dtype, needs)
-            return gradients
-        return [gradient if need else None for gradient, need in zip(_empty_gradients(a, b, dtype), needs)]
+    def backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
+        need_a, need_b = needs
+        operands = _of_one_dimension(a, b, arithmetic_dtype(dtype))
+        db, _, da = compute_backward(dout, *operands, dtype, (need_b, False, need_a))
+        return [None if gradient is None else _as(own, gradient) for own, gradient in ((a, da), (b, db))]
 
     binding = Binding(
         f"{NAME}_{variant}",
-        forward=forward_or_zero,
-        backward=backward_or_nothing,
+        forward=forward,
+        backward=backward,
         composite=_composed(einsum),
         empty=_empty,
         empty_gradients=_empty_gradients,
         core_dims=tuple(CORE_DIMS.values()),
     )
-    return lambda call: binding(*_with_one_dimension(call.a, call.b, call.dtype), call.dtype)
+
+    def cost(call: Call) -> Cost:
+        def rehearse(a: Tensor, b: Tensor) -> Tensor:
+            result: Tensor = compute(*_of_one_dimension(a, b, call.arithmetic), call.dtype, rehearsed=True)
+            return result
+
+        return predict(call, torch.no_grad()(rehearse))
+
+    op.variant(variant, cost=cost, **options)(lambda call: binding(call.a, call.b, call.dtype))
 
 
-op.variant("chunked", cost=_chunked_cost)(_bind("chunked", _forward, _backward))
-op.variant("triton", cost=_triton_cost, needs=[needs_triton], automatic_on=("cuda",))(
-    _bind("triton", _triton_forward, _triton_backward)
-)
+_add("chunked", _chunked, _chunked_backward)
+_add("triton", _triton, _triton_backward, needs=[needs_triton], automatic_on=("cuda",))
 
 
 @op.public
