@@ -28,7 +28,7 @@ from effops.density import (
     best_form,
     compiled_cost,
     empty_gradients,
-    kernel_map,
+    kernels_of,
     plan_of,
     predict,
     preference,
@@ -226,7 +226,7 @@ def mixture_op(density: Density) -> Op:
         blocks = density.blocks(reduction.plan, loc, scale, x, dtype, needs=needs[1:])
         return chunked.backward_logsumexp(blocks, log_weights, reduction, result, dout[..., 1], needs[0])
 
-    def rehearsal(call: Call) -> Cost:
+    def rehearsal(call: Call, work: Callable[[chunked.Reduction, Tensor, Tensor, Tensor, Tensor], None]) -> Cost:
         saved: list[Tensor] = []
         trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
 
@@ -234,18 +234,27 @@ def mixture_op(density: Density) -> Op:
             reduction = reduction_of(log_weights, loc, scale, x, call.dim)
             out = reduction.empty(x, call.arithmetic)
             saved.extend([out] * trained)
-            chunked.rehearse_logsumexp(density.blocks(reduction.plan, loc, scale, x, call.dtype), out)
+            work(reduction, loc, scale, x, out)
             return op.finish(call, out)
 
         return predict(call, torch.no_grad()(rehearse))
 
-    op.variant("chunked", cost=rehearsal)(bound("chunked", forward, backward))
+    def chunked_cost(call: Call) -> Cost:
+        def work(reduction: chunked.Reduction, loc: Tensor, scale: Tensor, x: Tensor, out: Tensor) -> None:
+            chunked.rehearse_logsumexp(density.blocks(reduction.plan, loc, scale, x, call.dtype), out)
+
+        return rehearsal(call, work)
+
+    op.variant("chunked", cost=chunked_cost)(bound("chunked", forward, backward))
 
     def triton_forward(
         log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype
     ) -> Tensor:
         reduction, tolerance = reduction_of(log_weights, loc, scale, x, dim), density.tolerance(loc, x, dtype)
-        return fused.forward_logsumexp(kernel_map(density), reduction, log_weights, loc, scale, x, dtype, tolerance)
+        kernels = kernels_of(density, tolerance)
+        return fused.forward_logsumexp(
+            kernels, reduction, log_weights, loc, scale, x, dtype, scale_dims=density.scale_dims
+        )
 
     def triton_backward(
         dout: Tensor,
@@ -260,7 +269,7 @@ def mixture_op(density: Density) -> Op:
     ) -> Gradients:
         reduction, tolerance = reduction_of(log_weights, loc, scale, x, dim), density.tolerance(loc, x, dtype)
         return fused.backward_logsumexp(
-            kernel_map(density),
+            kernels_of(density, tolerance),
             reduction,
             log_weights,
             loc,
@@ -269,14 +278,15 @@ def mixture_op(density: Density) -> Op:
             result,
             dout[..., 1],
             dtype,
-            tolerance,
             needs,
+            scale_dims=density.scale_dims,
         )
 
     def triton_cost(call: Call) -> Cost:
-        cost = rehearsal(call)
-        statistics_bytes = 2 * call.arithmetic.itemsize * math.prod(call.shape)
-        return cost._replace(temporary_bytes=0 if cost.saved_bytes else statistics_bytes)
+        def work(reduction: chunked.Reduction, loc: Tensor, scale: Tensor, x: Tensor, out: Tensor) -> None:
+            fused.rehearse_normaliser(scale, density.scale_dims)
+
+        return rehearsal(call, work)
 
     if density.kernel:
         op.variant("triton", cost=triton_cost, needs=[needs_triton, _needs_one_side], automatic_on=("cuda",))(

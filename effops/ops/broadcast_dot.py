@@ -163,14 +163,15 @@ def _backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Seq
 def _triton_forward(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     from effops.kernels.broadcast_dot import MAP
 
-    return fused.forward(MAP, _plan(a, b), b, _one(a, dtype), a, dtype, 0.0)
+    return fused.forward(fused.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dtype)
 
 
 def _triton_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
     from effops.kernels.broadcast_dot import MAP
 
     need_a, need_b = needs
-    db, _, da = fused.backward(MAP, _plan(a, b), b, _one(a, dtype), a, dout, dtype, 0.0, (need_b, False, need_a))
+    kernels, needs = fused.Dots(MAP, 0.0), (need_b, False, need_a)
+    db, _, da = fused.backward(kernels, _plan(a, b), b, _one(a, dtype), a, dout, dtype, needs)
     return da, db
 
 
