@@ -70,7 +70,7 @@ def _scores(
     loc_ptrs, loc_mask = _tile(loc_ptr, stride_lm, stride_ln, m, n, M, N, LOC & 4, LOC & 2)
     scale_ptrs, scale_mask = _tile(scale_ptr, stride_sm, stride_sn, m, n, M, N, SCALE & 4, SCALE & 2)
     if not SCALE & 1:
-        inverse = _inverse(tl.load(scale_ptrs, mask=scale_mask, other=1.0), DTYPE)
+        inverse = _inverse(tl.load(scale_ptrs, mask=scale_mask & (D > 0), other=1.0), DTYPE)
     squares = tl.zeros((offs_m.shape[0], offs_n.shape[0], BLOCK_K), DTYPE)
     for start_k in range(0, D, BLOCK_K):
         k = start_k + tl.arange(0, BLOCK_K).to(tl.int64)[None, None, :]
