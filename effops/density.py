@@ -71,7 +71,7 @@ class Density(Protocol):
         scale_dims: how many of the last dimensions of `scale` are no batch axes: 0 or 1
         smallest: dimension of x
         forms: the scores by PyTorch operations, naive and, where it differs, einsum
-        kernel: the module of `effops.kernels` with phi and the normaliser; empty if there is none
+        kernel: the module of `effops.kernels` with phi and the normaliser, or if `scale_dims` is 1 with the kernels
         cases: shapes of loc, scale and x that every test runs
         sizes: the benchmark's
         normaliser: what depends on a float64 scale alone, and the dimension, in float64, differentiable
@@ -338,17 +338,19 @@ def log_prob_op(density: Density) -> Op:
 
     def triton_forward(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
         plan, tolerance = plan_of_call(loc, scale, x), density.tolerance(loc, x, dtype)
-        return fused.forward(kernel_map(density), plan, loc, scale, x, dtype, tolerance)
+        kernels = kernels_of(density, tolerance)
+        return fused.forward(kernels, plan, loc, scale, x, dtype, scale_dims=density.scale_dims)
 
     def triton_backward(
         dout: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, needs: Needs
     ) -> Gradients:
         plan, tolerance = plan_of_call(loc, scale, x), density.tolerance(loc, x, dtype)
-        return fused.backward(kernel_map(density), plan, loc, scale, x, dout, dtype, tolerance, needs)
+        kernels = kernels_of(density, tolerance)
+        return fused.backward(kernels, plan, loc, scale, x, dout, dtype, needs, scale_dims=density.scale_dims)
 
     def triton_cost(call: Call) -> Cost:
         def rehearse(loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
-            return fused.rehearse(call.plan, loc, scale, x, call.dtype)
+            return fused.rehearse(call.plan, loc, scale, x, call.dtype, scale_dims=density.scale_dims)
 
         return predict(call, torch.no_grad()(rehearse))
 
@@ -371,9 +373,10 @@ def log_prob_op(density: Density) -> Op:
     return op
 
 
-def kernel_map(density: Density) -> Any:
-    """phi and the normaliser of a density as Triton functions."""
-    return importlib.import_module(f"effops.kernels.{density.kernel}").MAP
+def kernels_of(density: Density, tolerance: float) -> Any:
+    """The Triton kernels of a density, as `effops.fused` takes them."""
+    module = importlib.import_module(f"effops.kernels.{density.kernel}")
+    return module if density.scale_dims else fused.Dots(module.MAP, tolerance)
 
 
 def compiled_cost(density: Density, call: Any, results: int | None = None) -> Cost:

@@ -29,7 +29,7 @@ from effops.density import (
     best_form,
     compiled_cost,
     empty_gradients,
-    kernel_map,
+    kernels_of,
     plan_of,
     predict,
     preference,
@@ -267,7 +267,10 @@ def mixture_op(density: Density) -> Op:
         log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype
     ) -> Tensor:
         reduction, tolerance = reduction_of(log_weights, loc, scale, x, dim), density.tolerance(loc, x, dtype)
-        return fused.forward_logsumexp(kernel_map(density), reduction, log_weights, loc, scale, x, dtype, tolerance)
+        kernels = kernels_of(density, tolerance)
+        return fused.forward_logsumexp(
+            kernels, reduction, log_weights, loc, scale, x, dtype, scale_dims=density.scale_dims
+        )
 
     def triton_backward(
         dout: Tensor,
@@ -282,7 +285,7 @@ def mixture_op(density: Density) -> Op:
     ) -> Gradients:
         reduction, tolerance = reduction_of(log_weights, loc, scale, x, dim), density.tolerance(loc, x, dtype)
         return fused.backward_logsumexp(
-            kernel_map(density),
+            kernels_of(density, tolerance),
             reduction,
             log_weights,
             loc,
@@ -291,13 +294,19 @@ def mixture_op(density: Density) -> Op:
             result,
             dout[..., 1],
             dtype,
-            tolerance,
             needs,
+            scale_dims=density.scale_dims,
         )
+
+    def triton_rehearse(
+        log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype
+    ) -> Tensor:
+        fused.rehearse_normaliser(scale, density.scale_dims)
+        return empty(log_weights, loc, scale, x, dim, dtype)
 
     if density.kernel:
         needs = [needs_triton, _needs_one_side]
-        add("triton", triton_forward, triton_backward, empty, needs=needs, automatic_on=("cuda",))
+        add("triton", triton_forward, triton_backward, triton_rehearse, needs=needs, automatic_on=("cuda",))
     return op
 
 

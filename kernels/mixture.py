@@ -71,6 +71,29 @@ def _scores(
 
 
 @triton.jit
+def add_scores(score, maximum, total):
+    """The maximum of each row and the sum of exp(e - maximum), with a tile of e taken in."""
+    larger = tl.maximum(maximum, tl.max(score, 1))
+    shift = _finite(larger)
+    return larger, total * tl.exp(maximum - shift) + tl.sum(tl.exp(score - shift[:, None]), 1)
+
+
+@triton.jit
+def upstream(
+    score, statistics_ptr, stride_zm, stride_zi, dout_ptr, stride_gm, offs_m, M,
+    DTYPE: tl.constexpr,
+):
+    """G of a tile of e, 0 where r is, and where that is."""
+    mask_m = offs_m < M
+    maximum = tl.load(statistics_ptr + offs_m * stride_zm, mask=mask_m, other=0.0)
+    log_sum = tl.load(statistics_ptr + offs_m * stride_zm + stride_zi, mask=mask_m, other=0.0)
+    dout = tl.load(dout_ptr + offs_m * stride_gm, mask=mask_m, other=0.0).to(DTYPE)
+    r = tl.exp(score - _finite(maximum)[:, None] - log_sum[:, None])
+    absent = (score == float("-inf")) | (r == 0)
+    return tl.where(absent, 0.0, dout[:, None] * r), absent
+
+
+@triton.jit
 def _gradients(
     x_ptr, stride_xm, stride_xk,
     loc_ptr, stride_ln, stride_lk,
@@ -88,13 +111,7 @@ def _gradients(
         x_ptr, stride_xm, stride_xk, loc_ptr, stride_ln, stride_lk,
         scale_ptr, stride_sm, stride_sn, weights_ptr, stride_wm, stride_wn, offs_m, offs_n, M, N, D, tolerance,
         phi, normaliser, DTYPE, UPCAST, PRECISION, SCALE_M, SCALE_N, WEIGHTS_M, WEIGHTS_N, BLOCK_K)
-    mask_m = offs_m < M
-    maximum = tl.load(statistics_ptr + offs_m * stride_zm, mask=mask_m, other=0.0)
-    log_sum = tl.load(statistics_ptr + offs_m * stride_zm + stride_zi, mask=mask_m, other=0.0)
-    dout = tl.load(dout_ptr + offs_m * stride_gm, mask=mask_m, other=0.0).to(DTYPE)
-    r = tl.exp(score - _finite(maximum)[:, None] - log_sum[:, None])
-    absent = (score == float("-inf")) | (r == 0)
-    G = tl.where(absent, 0.0, dout[:, None] * r)
+    G, absent = upstream(score, statistics_ptr, stride_zm, stride_zi, dout_ptr, stride_gm, offs_m, M, DTYPE)
     return tl.where(absent, 0.0, G * scale.to(DTYPE) * slope), G, tl.where(absent, 0.0, G * value)
 
 
@@ -137,10 +154,7 @@ def _forward_kernel(
             scale_ptr, stride_sm, stride_sn, weights_ptr, stride_wm, stride_wn,
             offs_m, start_n + tl.arange(0, BLOCK_N), M, N, D, tolerance,
             phi, normaliser, DTYPE, UPCAST, PRECISION, SCALE_M, SCALE_N, WEIGHTS_M, WEIGHTS_N, BLOCK_K)
-        larger = tl.maximum(maximum, tl.max(score, 1))
-        shift = _finite(larger)
-        total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(score - shift[:, None]), 1)
-        maximum = larger
+        maximum, total = add_scores(score, maximum, total)
 
     statistics_ptr += part * stride_zp + pid_b * stride_zb + pid_c * stride_zc
     tl.store(statistics_ptr + offs_m * stride_zm, maximum, mask=offs_m < M)
@@ -379,7 +393,7 @@ def _plan_forward(
     config, constants = _prepare(architecture, map, x, loc, scale, log_weights, precision)
     programs = B * C * triton.cdiv(M, config.BLOCK_M)
     parts, part_n = split(N, config.BLOCK_N, programs)
-    with _partial_statistics(statistics, parts) as statistics_args:
+    with partial_statistics(statistics, parts) as statistics_args:
         yield Launch(
             _forward_kernel, programs * parts,
             (*pointer(x), *pointer(loc), *pointer(scale), *pointer(log_weights), *statistics_args,
@@ -389,7 +403,7 @@ def _plan_forward(
 
 
 @contextmanager
-def _partial_statistics(statistics: Tensor, parts: int) -> Iterator[tuple[Any, ...]]:
+def partial_statistics(statistics: Tensor, parts: int) -> Iterator[tuple[Any, ...]]:
     """Where to write statistics of parts of the components: as `partial_sums` does for sums."""
     if parts == 1:
         tensor, *strides = pointer(statistics)

@@ -140,13 +140,13 @@ def _triton(a: Tensor, b: Tensor, dtype: torch.dtype, *, rehearsed: bool = False
         return fused.rehearse(_plan(a, b), b, _one(a, dtype), a, dtype)
     from effops.kernels.broadcast_dot import MAP
 
-    return fused.forward(MAP, _plan(a, b), b, _one(a, dtype), a, dtype, 0.0)
+    return fused.forward(fused.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dtype)
 
 
 def _triton_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
     from effops.kernels.broadcast_dot import MAP
 
-    return fused.backward(MAP, _plan(a, b), b, _one(a, dtype), a, dout, dtype, 0.0, needs)
+    return fused.backward(fused.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dout, dtype, needs)
 
 
 def _composed(form: Any) -> Any:

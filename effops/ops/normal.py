@@ -39,7 +39,7 @@ class Normal:
     scale_dims = 1
     smallest = 0
     forms: Mapping[str, Form] = MappingProxyType({"naive": _naive})
-    kernel = ""
+    kernel = "distances"
     sizes: Mapping[str, int] = MappingProxyType({"N": 4096, "M": 4096, "D": 64})
     cases: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
         {
