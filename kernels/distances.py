@@ -367,10 +367,11 @@ def _plan_backward_logsumexp(
     dtype = _arithmetic(statistics)
     config = choose_config(_logsumexp_kernel, dtype, *sizes[2:4])
     for chunk in _chunks(sizes):
-        x, loc, scale, constant, log_weights, statistics, dout, *grads = (
+        parts: list[Any] = [
             None if t is None else t[tuple(slice(None) if n == 1 else i for n, i in zip(t.shape, chunk))]
             for t in tensors
-        )
+        ]
+        x, loc, scale, constant, log_weights, statistics, dout, *grads = parts
         G = statistics.new_empty(x.shape[:4])
         yield _plan_scores(x, loc, scale, constant, log_weights, statistics, dout, G, dtype, config)
         of_weights, of_x, of_loc, of_scale = grads
@@ -460,7 +461,7 @@ def _normaliser(scale: Tensor, D: int) -> Tensor:
     return logs.add_(D * HALF_LOG_2PI).neg_().expand(scale.shape[:-1])
 
 
-def _by_rows(*tensors: Tensor | None) -> tuple[Any, ...]:
+def _by_rows(*tensors: Any) -> tuple[Any, ...]:
     """With single rows, the larger of the axes b and c in their place, to fill the tiles."""
     sizes = tensors[0].shape
     rows = 2 if sizes[2] > 1 else max((0, 1), key=lambda axis: sizes[axis])
