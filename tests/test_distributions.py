@@ -383,9 +383,10 @@ def test_arguments_are_validated(family):
     assert getattr(family(loc, torch.tensor([2])), name).dtype == torch.float32
 
 
-def test_rejection_ends_without_validation():
-    p = VonMisesFisher(directions(2, 3), torch.tensor([float("nan"), 1.0]).double(), validate_args=False)
-    x = p.sample((10,))
+@pytest.mark.parametrize("family", [PowerSpherical, VonMisesFisher])
+def test_draws_without_validation(family):
+    p = family(directions(2, 3), torch.tensor([float("nan"), 1.0]).double(), validate_args=False)
+    x = p.sample((10,))  # a rejection that ends
     assert x[:, 0].isnan().all()
     assert x[:, 1].isfinite().all()
     assert p.entropy().isnan().tolist() == [True, False]

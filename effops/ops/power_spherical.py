@@ -98,7 +98,8 @@ def draw(loc: Tensor, scale: Tensor, generator: torch.Generator | None = None) -
     of a small angle, and its gradient those of a large scale, which that of torch's Beta loses in float32.
     """
     b = 0.5 * (loc.shape[-1] - 1)
-    toward = torch._standard_gamma(scale + b, generator=generator)
+    a = scale + b
+    toward = torch._standard_gamma(a, generator=generator).where(a > 0, math.nan)  # else it makes something up
     away = torch._standard_gamma(torch.full_like(scale, b), generator=generator)
     return about(loc, away / toward, generator)
 
