@@ -13,7 +13,7 @@ import tempfile
 
 import torch
 import triton
-from effops.kernels import mixture, pairs, power_spherical, von_mises_fisher
+from effops.kernels import distances, mixture, pairs, power_spherical, von_mises_fisher
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -79,7 +79,8 @@ def describe(launch):
     values = {name: getattr(value, "__name__", str(value)) for name, value in launch.constants.items()}
     inputs = next(value for value in launch.args if isinstance(value, torch.Tensor)).dtype
     name = f"{launch.kernel.__module__}.{launch.kernel.__name__}"
-    return {"kernel": name, "map": launch.constants["phi"].__module__, "inputs": str(inputs), **values}
+    score = getattr(launch.constants.get("phi"), "__module__", "distances")
+    return {"kernel": name, "map": score, "inputs": str(inputs), **values}
 
 
 def shipped():
@@ -89,6 +90,7 @@ def shipped():
         for architecture, launch in family.shipped(von_mises_fisher.MAP):
             if launch.args[0].dtype != torch.bfloat16:
                 yield architecture, launch
+    yield from distances.shipped()
 
 
 def main(index, count):
