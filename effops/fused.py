@@ -25,22 +25,22 @@ class Dots(NamedTuple):
     map: Any
     tolerance: float
 
-    def forward(self, *operands: Tensor) -> None:
+    def forward(self, *operands: Any) -> None:
         from effops.kernels import pairs
 
         pairs.forward(self.map, *operands, **self._settings)
 
-    def backward(self, *operands: Tensor | None) -> None:
+    def backward(self, *operands: Any) -> None:
         from effops.kernels import pairs
 
         pairs.backward(self.map, *operands, **self._settings)
 
-    def forward_logsumexp(self, *operands: Tensor) -> None:
+    def forward_logsumexp(self, *operands: Any) -> None:
         from effops.kernels import mixture
 
         mixture.forward(self.map, *operands, **self._settings)
 
-    def backward_logsumexp(self, *operands: Tensor | None) -> None:
+    def backward_logsumexp(self, *operands: Any) -> None:
         from effops.kernels import mixture
 
         mixture.backward(self.map, *operands, **self._settings)
