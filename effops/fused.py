@@ -147,7 +147,7 @@ class _Layout:
             merged.append(math.prod(self.plan.sizes(group)) if varies else 1)
         view = self.plan.view(operand, tuple(axes), trailing=trailing, expand=False)
         last = view.shape[view.ndim - trailing :]
-        matrix = view.expand(*sizes, *last).reshape(*merged, *last)
+        matrix = view.expand((*sizes, *last)).reshape((*merged, *last))
         return matrix.expand(*(math.prod(self.plan.sizes(self.axes[i])) for i in groups), *last)
 
     def empty_sums(self, operand: Tensor, dtype: torch.dtype, *, trailing: int = 0) -> Tensor:
@@ -169,7 +169,7 @@ class _Layout:
             group = self.plan.sizes(self.axes[i])
             sizes += group if size == math.prod(group) else (1,) * len(group)
         own = self.plan.view(operand, axes, trailing=trailing, expand=False).shape
-        ordered = gradient.view(*sizes, *gradient.shape[len(groups) :]).sum_to_size(own)
+        ordered = gradient.view((*sizes, *gradient.shape[len(groups) :])).sum_to_size(own)
         return self.plan.gradient(ordered, operand, axes)
 
 
