@@ -25,7 +25,7 @@ class Dots(NamedTuple):
     map: Any
     tolerance: float
 
-    def forward(self, *operands: Tensor) -> None:
+    def forward(self, *operands: Any) -> None:
         from effops.kernels import pairs
 
         pairs.forward(self.map, *operands, **self._settings)
@@ -35,7 +35,7 @@ class Dots(NamedTuple):
 
         pairs.backward(self.map, *operands, **self._settings)
 
-    def forward_logsumexp(self, *operands: Tensor) -> None:
+    def forward_logsumexp(self, *operands: Any) -> None:
         from effops.kernels import mixture
 
         mixture.forward(self.map, *operands, **self._settings)
@@ -147,7 +147,7 @@ class _Layout:
             merged.append(math.prod(self.plan.sizes(group)) if varies else 1)
         view = self.plan.view(operand, tuple(axes), trailing=trailing, expand=False)
         last = view.shape[view.ndim - trailing :]
-        matrix = view.expand([*sizes, *last]).reshape([*merged, *last])
+        matrix = view.expand((*sizes, *last)).reshape((*merged, *last))
         return matrix.expand(*(math.prod(self.plan.sizes(self.axes[i])) for i in groups), *last)
 
     def empty_sums(self, operand: Tensor, dtype: torch.dtype, *, trailing: int = 0) -> Tensor:
@@ -169,7 +169,7 @@ class _Layout:
             group = self.plan.sizes(self.axes[i])
             sizes += group if size == math.prod(group) else (1,) * len(group)
         own = self.plan.view(operand, axes, trailing=trailing, expand=False).shape
-        ordered = gradient.view([*sizes, *gradient.shape[len(groups) :]]).sum_to_size(own)
+        ordered = gradient.view((*sizes, *gradient.shape[len(groups) :])).sum_to_size(own)
         return self.plan.gradient(ordered, operand, axes)
 
 

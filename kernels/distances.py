@@ -367,14 +367,11 @@ def _plan_backward_logsumexp(
     dtype = _arithmetic(statistics)
     config = choose_config(_logsumexp_kernel, dtype, *sizes[2:4])
     for chunk in _chunks(sizes):
-        parts: list[Any] = [
-            None if t is None else t[tuple(slice(None) if n == 1 else i for n, i in zip(t.shape, chunk))]
-            for t in tensors
-        ]
-        x, loc, scale, constant, log_weights, statistics, dout, *grads = parts
+        x, loc, scale, constant, log_weights, statistics, dout, of_weights, of_x, of_loc, of_scale = (
+            _cut(t, chunk) for t in tensors
+        )
         G = statistics.new_empty(x.shape[:4])
         yield _plan_scores(x, loc, scale, constant, log_weights, statistics, dout, G, dtype, config)
-        of_weights, of_x, of_loc, of_scale = grads
         if of_weights is not None:
             of_weights += G.sum_to_size(of_weights.shape)
         for total, own, other in (of_x, x, loc), (of_loc, loc, x), (of_scale, x, loc):
@@ -477,6 +474,13 @@ def _chunks(sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
         steps = 1, steps[0], steps[2]
     for starts in product(*(range(0, size, step) for size, step in zip(sizes, steps))):
         yield tuple(slice(start, start + step) for start, step in zip(starts, steps))
+
+
+def _cut(tensor: Any, chunk: tuple[slice, ...]) -> Any:
+    """What a chunk needs of a tensor: all of it along axes along which it is constant."""
+    if tensor is None:
+        return None
+    return tensor[tuple(slice(None) if size == 1 else piece for size, piece in zip(tensor.shape, chunk))]
 
 
 def _operands(
