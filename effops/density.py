@@ -368,7 +368,8 @@ def log_prob_op(density: Density) -> Op:
     op.variant("chunked", cost=rehearsal)(lambda call: in_blocks(*call.tensors, call.dtype))
     if density.kernel:
         in_kernel = bound("triton", triton_forward, triton_backward)
-        triton = op.variant("triton", cost=triton_cost, needs=[needs_triton], automatic_on=("cuda",))
+        needs = [needs_triton, lambda call: fused.Layout.of_pairs(call.plan).obstacle(call.scale, density.scale_dims)]
+        triton = op.variant("triton", cost=triton_cost, needs=needs, automatic_on=("cuda",))
         triton(lambda call: in_kernel(*call.tensors, call.dtype))
     return op
 

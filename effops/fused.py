@@ -57,7 +57,7 @@ def forward(
 
     `kernels` is a `Dots`, or the module of the others. `scale_dims` of the last dimensions of scale are no batch axes.
     """
-    layout = _Layout(plan, (plan.batch, plan.rows, plan.columns))
+    layout = Layout.of_pairs(plan)
     matrices, out = _workspace(layout, loc, scale, x, dtype, scale_dims)
     kernels.forward(*matrices, plan.view(out, plan.order).view(matrices[2].shape[:3]))
     return out.to(dtype)
@@ -65,7 +65,7 @@ def forward(
 
 def rehearse(plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, scale_dims: int = 0) -> Tensor:
     """Allocate what `forward` allocates, and compute nothing: for predictions on fake tensors."""
-    layout = _Layout(plan, (plan.batch, plan.rows, plan.columns))
+    layout = Layout.of_pairs(plan)
     _matrices, out = _workspace(layout, loc, scale, x, dtype, scale_dims)
     rehearse_normaliser(scale, scale_dims)
     return out
@@ -78,7 +78,7 @@ def rehearse_normaliser(scale: Tensor, scale_dims: int) -> None:
 
 
 def _workspace(
-    layout: _Layout, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, scale_dims: int
+    layout: Layout, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, scale_dims: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     out = layout.plan.empty(x, _stored_dtype(dtype, x.device))
     return _matrices(layout, loc, scale, x, scale_dims), out
@@ -104,7 +104,7 @@ def backward(
     """Gradients of loc, scale and x, in their shapes and dtypes, each where `needs` asks for it."""
     need_loc, need_scale, need_x = needs
     arithmetic = arithmetic_dtype(dtype)
-    layout = _Layout(plan, (plan.batch, plan.rows, plan.columns))
+    layout = Layout.of_pairs(plan)
     left, right, factor = _matrices(layout, loc, scale, x, scale_dims)
     own_loc = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
     # What is summed further down here is not rounded before.
@@ -120,7 +120,7 @@ def backward(
     )
 
 
-def _matrices(layout: _Layout, loc: Tensor, scale: Tensor, x: Tensor, scale_dims: int) -> tuple[Tensor, Tensor, Tensor]:
+def _matrices(layout: Layout, loc: Tensor, scale: Tensor, x: Tensor, scale_dims: int) -> tuple[Tensor, Tensor, Tensor]:
     """x as (batch, rows, D), loc as (batch, columns, D), scale as (batch, rows, columns), and its last dimension."""
     return (
         layout.matrix(x, (0, 1), trailing=1),
@@ -129,11 +129,15 @@ def _matrices(layout: _Layout, loc: Tensor, scale: Tensor, x: Tensor, scale_dims
     )
 
 
-class _Layout:
+class Layout:
     """Axes of a plan in groups, each of which becomes one: the last two are rows and columns."""
 
     def __init__(self, plan: Plan, axes: tuple[Shape, ...]) -> None:
         self.plan, self.axes = plan, axes
+
+    @classmethod
+    def of_pairs(cls, plan: Plan) -> Layout:
+        return cls(plan, (plan.batch, plan.rows, plan.columns))
 
     def matrix(self, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0) -> Tensor:
         """The operand with one axis for each of the groups, of stride 0 where it does not vary."""
@@ -149,6 +153,18 @@ class _Layout:
         last = view.shape[view.ndim - trailing :]
         matrix = view.expand((*sizes, *last)).reshape((*merged, *last))
         return matrix.expand(*(math.prod(self.plan.sizes(self.axes[i])) for i in groups), *last)
+
+    def obstacle(self, scale: Tensor, scale_dims: int) -> str:
+        """Why kernels cannot take a scale with a last dimension: `matrix` would copy it for every pair."""
+        varying = [
+            {self.plan.varies(scale, (axis,), trailing=scale_dims) for axis in group if self.plan.shape[axis] > 1}
+            for group in self.axes
+        ]
+        if scale_dims == 0 or {True, False} not in varying or sum(True in group for group in varying[1:]) < 2:
+            return ""
+        return (
+            "needs a scale of each pair to vary along all axes of x, or of loc, if along one; here it would be copied"
+        )
 
     def empty_sums(self, operand: Tensor, dtype: torch.dtype, *, trailing: int = 0) -> Tensor:
         """For the gradient of an operand, with an axis for each group: of size 1 where the kernel is to sum over it."""
@@ -173,7 +189,7 @@ class _Layout:
         return self.plan.gradient(ordered, operand, axes)
 
 
-class _Groups(_Layout):
+class Groups(Layout):
     """A logsumexp as `effops.kernels` take it: axes of the plan in four groups.
 
     The components are the last group. One of x and loc varies along it, the other does not: which is which tells
@@ -209,7 +225,7 @@ def forward_logsumexp(
     scale_dims: int = 0,
 ) -> Tensor:
     """The statistics of the reduction, as `effops.chunked.forward_logsumexp` gives them."""
-    groups = _Groups(reduction, loc, x)
+    groups = Groups(reduction, loc, x)
     statistics = reduction.empty(x, arithmetic_dtype(dtype))
     kernels.forward_logsumexp(
         groups.matrix(groups.left, (0, 1, 2), trailing=1),
@@ -237,7 +253,7 @@ def backward_logsumexp(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of log_weights, loc, scale and x, in their shapes and dtypes, each where `needs` asks for it."""
     need_weights, need_loc, need_scale, need_x = needs
-    groups = _Groups(reduction, loc, x)
+    groups = Groups(reduction, loc, x)
     need_left, need_right = (need_x, need_loc) if groups.left is x else (need_loc, need_x)
     left = groups.matrix(groups.left, (0, 1, 2), trailing=1)
     right = groups.matrix(groups.right, (0, 1, 3), trailing=1)

@@ -305,14 +305,17 @@ def mixture_op(density: Density) -> Op:
         return empty(log_weights, loc, scale, x, dim, dtype)
 
     if density.kernel:
-        needs = [needs_triton, _needs_one_side]
+        needs = [needs_triton, functools.partial(_needs_layout, density)]
         add("triton", triton_forward, triton_backward, triton_rehearse, needs=needs, automatic_on=("cuda",))
     return op
 
 
-def _needs_one_side(call: Call) -> str:
+def _needs_layout(density: Density, call: Call) -> str:
     axis = len(call.plan.shape) + call.dim
-    return "needs components along an axis of x or of loc; here both vary along it" if axis in call.plan.batch else ""
+    if axis in call.plan.batch:
+        return "needs components along an axis of x or of loc; here both vary along it"
+    groups = fused.Groups(chunked.Reduction(call.plan, axis), call.loc, call.x)
+    return groups.obstacle(call.scale, density.scale_dims)
 
 
 def _cases(density: Density) -> dict[str, tuple[Shape, ...]]:

@@ -7,7 +7,7 @@ import torch
 from torch.distributions import Independent, Normal
 
 from effops.measure import Pass, memory
-from effops.ops.normal import op
+from effops.ops.normal import mixture, op
 
 VARIANTS = [v for v in op.variants if v != "compile"]
 
@@ -46,6 +46,20 @@ def test_memory_of_all_pairs(device, generator):
     """4 GiB in the plain form."""
     args = op.workload(N=4096, M=4096, D=64, device=device, generator=generator)
     assert memory(Pass(lambda *args: op(*args, variant="chunked"), args)).temporary_bytes <= 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("scale", "is_copied"),
+    [((13, 1, 4, 6), True), ((13, 1, 4, 1), True), ((13, 1, 1, 6), False), ((3, 4, 6), True), ((13, 3, 4, 6), False)],
+    ids=str,
+)
+def test_kernels_refuse_scales_that_they_would_copy_for_every_pair(scale, is_copied, device, generator):
+    args = op.sample((4, 6), scale, (13, 3, 1, 6), device=device, generator=generator)
+    obstacles = [need(op.prepare(*args)) for need in op.variants["triton"].needs]
+    assert any("here it would be copied" in obstacle for obstacle in obstacles) == is_copied
+    weights = torch.zeros(4, device=device)
+    obstacles = [need(mixture.prepare(weights, *args)) for need in mixture.variants["triton"].needs]
+    assert any("here it would be copied" in obstacle for obstacle in obstacles) == is_copied
 
 
 def test_bad_scales(device):
