@@ -2,7 +2,7 @@
 
 `Scores` computes the scores of a block where they are wanted, and pulls a gradient of them back to the operands. Here
 are the loops over the blocks, the same for all scores. Backward computes each block again, so that only the inputs, and
-the statistics of a logsumexp, are saved. Temporaries are a few buffers of `BLOCK_BYTES`, whatever shapes and dtypes.
+the statistics of a logsumexp, are saved. Temporaries are a few buffers of about `BLOCK_BYTES`, whatever the shapes.
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ class Scores(Protocol):
 
 
 def cut(
-    plan: Plan, dimension: int, itemsize: int, *, copies: bool, pair_bytes: int = BLOCK_BYTES, width: int = 512
+    plan: Plan, dimension: int, itemsize: int, *, copies: float = 0, pair_bytes: int = BLOCK_BYTES, width: int = 512
 ) -> Extents:
     """Blocks of at most `pair_bytes` of pairs and, where operands are copied, `BLOCK_BYTES` of each operand.
 
-    They have `width` columns where there are as many, and more where there are few rows.
+    `copies` is how many values are kept for each coordinate of an operand. Blocks have `width` columns where there are
+    as many, and more where there are few rows.
     """
     limit, copied = pair_bytes // itemsize, BLOCK_BYTES // itemsize
-    longest = max(1, copied // min(dimension, 128)) if copies else limit
+    longest = max(1, int(copied / copies) // min(dimension, 128)) if copies else limit
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
     columns = min(all_columns, longest, max(width, limit // max(1, all_rows)))
     rows = min(all_rows, longest, limit // max(1, columns))
@@ -89,7 +90,7 @@ def cut(
     row_extents = fit(plan.sizes(plan.rows), rows)
     column_extents = fit(plan.sizes(plan.columns), columns)
     widest = math.prod(batch_extents) * max(math.prod(row_extents), math.prod(column_extents))
-    depth = min(dimension, DEPTH, max(1, copied // widest) if copies else DEPTH)
+    depth = min(dimension, DEPTH, max(1, int(copied / copies) // widest) if copies else DEPTH)
     return Extents(batch_extents, row_extents, column_extents, depth)
 
 

@@ -182,12 +182,13 @@ def _prepare_scale(density: Density, function: str, scale: Tensor | float, commo
     name, dims = density.scale_name, density.scale_dims
     if not isinstance(scale, Tensor):
         if not isinstance(scale, Real):
-            raise TypeError(f"{function}: `{name}` must be a tensor or a number; got {type(scale).__name__}")
+            got = type(scale).__name__
+            raise TypeError(f"{function}: `{name}` must be a tensor or a number; got {got}; use torch.as_tensor")
         return torch.full((1,) * dims, float(scale), dtype=arithmetic_dtype(common), device=x.device)
     if scale.layout != torch.strided:
         raise TypeError(f"{function}: `{name}` must be dense; got {scale.layout}; use .to_dense()")
-    if scale.is_complex() or scale.dtype == torch.bool:
-        raise TypeError(f"{function}: `{name}` must be real; got {scale.dtype}; convert it first")
+    if scale.is_complex() or scale.dtype == torch.bool or (scale.is_floating_point() and scale.dtype.itemsize < 2):
+        raise TypeError(f"{function}: `{name}` must be real, of 16 bits or more; got {scale.dtype}; convert it first")
     if scale.device != x.device:
         if scale.ndim:
             check_devices(function, **{name: scale, "x": x})

@@ -85,10 +85,17 @@ class Distances:
             and not (by_rows and by_columns)
         )
         if as_product:
-            itemsize = torch.float64.itemsize
-            self.extents = cut(plan, dimension, itemsize, copies=True, pair_bytes=PRODUCT_BYTES, width=PRODUCT_WIDTH)
+            features = dimension + min(dimension, scale.shape[-1]) + 1
+            self.extents = cut(
+                plan,
+                dimension,
+                torch.float64.itemsize,
+                copies=features / dimension,
+                pair_bytes=PRODUCT_BYTES,
+                width=PRODUCT_WIDTH,
+            )
         else:
-            self.extents = cut(plan, max(1, dimension), arithmetic.itemsize, copies=False)
+            self.extents = cut(plan, max(1, dimension), arithmetic.itemsize)
         self.direct = _Direct(self.extents, self.loc, self.scale, self.x, arithmetic)
         self.product = _Product(plan, self.extents, self.direct, by_rows) if as_product else None
 
@@ -220,12 +227,14 @@ class _Direct:
             z = self.standardised(pairs, depth)
             scale = self.scale.part(pairs, depth).to(self.arithmetic)
             g = weight[inside].unsqueeze(-1)
+            nothing = g == 0  # comes of it, not even of 0 inf
             if self.loc.total is not None or self.x.total is not None:
                 pull = torch.div(z, scale, out=self.buffers[1, : z.numel()].view(z.shape)).mul_(g)
+                pull.masked_fill_(nothing, 0)
                 self.loc.add(pairs, depth, pull)
                 self.x.add(pairs, depth, pull, sign=-1)
             if self.scale.total is not None:
-                self.scale.add(pairs, depth, z.square_().sub_(1).div_(scale).mul_(g))
+                self.scale.add(pairs, depth, z.square_().sub_(1).div_(scale).mul_(g).masked_fill_(nothing, 0))
 
     def standardised(self, pairs: Slices, depth: slice) -> Tensor:
         """(x - loc) / s of every pair of a piece."""

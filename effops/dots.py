@@ -126,7 +126,9 @@ class DotScores:
         self.scale = plan.view(scale, plan.order, expand=False)
         self.inner = batch_axes + len(plan.rows)
         self.scale_by_rows = any(size != 1 for size in self.scale.shape[batch_axes : self.inner])
-        self.extents = cut(plan, self.dimension, arithmetic.itemsize, copies=self.left.copied or self.right.copied)
+        self.extents = cut(
+            plan, self.dimension, arithmetic.itemsize, copies=float(self.left.copied or self.right.copied)
+        )
         self.repeated = self._distinct(self.extents.pairs) != self.extents.pairs
         batch = math.prod(self.extents.batch)
         self.left.make_buffer((*self.extents.batch, *self.extents.rows, self.extents.depth))

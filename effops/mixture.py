@@ -112,7 +112,7 @@ def prepare_mixture(
             f"{tuple(log_weights.shape)}, log densities {inner.shape}; unsqueeze the axes that should pair up"
         ) from error
     rank = len(plan.shape)
-    if not isinstance(dim, Integral):
+    if not isinstance(dim, Integral) or isinstance(dim, bool):
         raise TypeError(f"{function}: `dim` must be an integer; got {dim!r}; name one axis of the components")
     if not -rank <= dim < rank:
         raise ValueError(
@@ -194,7 +194,7 @@ def mixture_op(density: Density) -> Op:
 
     def by_slabs(call: Call, tensors: Sequence[Tensor], statistics_of: Statistics, count: int | None = None) -> Tensor:
         """The result; only the statistics of a slab are held at a time. `count` slabs, or all."""
-        out = call.plan.without(len(call.plan.shape) + call.dim).empty(tensors[-1], call.dtype)
+        out = tensors[-1].new_empty(call.shape, dtype=call.dtype)
         for block, parts in itertools.islice(slabs(call, tensors), count):
             out[block] = statistics_of(*parts, call.dim, call.dtype).sum(-1)
         return out
@@ -223,13 +223,14 @@ def mixture_op(density: Density) -> Op:
             return binding(*call.tensors, call.dim, call.dtype)
 
         def cost(call: Call) -> Cost:
-            saved: list[Tensor] = []
+            kept, saved = keeps_statistics(call), requires_grad(call.tensors)
+            held: list[Tensor] = []
 
             def rehearsal(*tensors: Tensor) -> Tensor:
-                if not keeps_statistics(call):
+                if not kept:
                     return by_slabs(call, tensors, rehearse, 1)
                 statistics = rehearse(*tensors, call.dim, call.dtype)
-                saved.extend([statistics] * requires_grad(call.tensors))
+                held.extend([statistics] * saved)
                 return op.finish(call, statistics)
 
             return predict(call, torch.no_grad()(rehearsal))

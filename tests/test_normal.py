@@ -48,6 +48,21 @@ def test_memory_of_all_pairs(device, generator):
     assert memory(Pass(lambda *args: op(*args, variant="chunked"), args)).temporary_bytes <= 4 * 2**20
 
 
+@pytest.mark.parametrize("variant", ["chunked", "triton"])
+def test_nothing_comes_of_a_component_without_a_share(variant, device):
+    """Not even where its distance overflows, where the plain form's gradient of the scale is NaN."""
+    loc, x = torch.zeros(2, 1, device=device, requires_grad=True), torch.tensor([[1.0], [2.0]], device=device)
+    weights, scale = torch.zeros(2, device=device), torch.tensor([[1.0], [1e-20]], device=device, requires_grad=True)
+    x = x.unsqueeze(1).requires_grad_()
+    out = mixture(weights, loc, scale, x, variant=variant)
+    dloc, dscale, dx = torch.autograd.grad(out.sum(), (loc, scale, x))
+    assert dloc.flatten().tolist() == [3, 0]
+    assert dscale.flatten().tolist() == [3, 0]
+    assert dx.flatten().tolist() == [-1, -2]
+    (dx,) = torch.autograd.grad(op(loc, scale, x, variant=variant)[:, 0].sum(), x)
+    assert dx.flatten().tolist() == [-1, -2]
+
+
 @pytest.mark.parametrize(
     ("scale", "is_copied"),
     [((13, 1, 4, 6), True), ((13, 1, 4, 1), True), ((13, 1, 1, 6), False), ((3, 4, 6), True), ((13, 3, 4, 6), False)],

@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
     @property
     def dimension(self) -> int:
-        return max(self.a.shape[-1], self.b.shape[-1]) if min(self.a.shape[-1], self.b.shape[-1]) else 0
+        return _dimension(self.a, self.b)
 
 
 def prepare(a: Tensor, b: Tensor) -> Call:
@@ -74,15 +74,14 @@ def prepare(a: Tensor, b: Tensor) -> Call:
     return Call(a, b, plan, dtype)
 
 
-def _of_one_dimension(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Operands with the same dot products: a single coordinate meets the sum of the other operand's; scriptable."""
-    if a.shape[-1] == b.shape[-1] and a.shape[-1] != 0:
-        return a, b
-    return _sum(a, arithmetic), _sum(b, arithmetic)
+def _expanded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Views with the same last dimension; scriptable."""
+    dimension = _dimension(a, b)
+    return a.expand(list(a.shape[:-1]) + [dimension]), b.expand(list(b.shape[:-1]) + [dimension])  # noqa: RUF005
 
 
-def _sum(operand: Tensor, arithmetic: torch.dtype) -> Tensor:
-    return operand if operand.shape[-1] == 1 else operand.sum(-1, keepdim=True, dtype=arithmetic)
+def _dimension(a: Tensor, b: Tensor) -> int:
+    return max(a.shape[-1], b.shape[-1]) if min(a.shape[-1], b.shape[-1]) else 0
 
 
 def naive(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
@@ -90,7 +89,8 @@ def naive(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
 
 
 def einsum(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
-    a, b = _of_one_dimension(a, b, arithmetic)
+    if a.shape[-1] != b.shape[-1]:  # cast before: the gradient of a single coordinate is summed before it is rounded
+        a, b = _expanded(a.to(arithmetic), b.to(arithmetic))
     return contract(b, a, arithmetic)
 
 
@@ -162,16 +162,13 @@ def _empty(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _empty_gradients(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    plan, (own_a, own_b) = _plan(a, b), _of_one_dimension(a, b, arithmetic_dtype(dtype))
-    return (
-        _as(a, plan.empty_gradient(own_a, plan.batch + plan.rows, trailing=1)),
-        _as(b, plan.empty_gradient(own_b, plan.batch + plan.columns, trailing=1)),
-    )
+    plan = _plan(a, b)
 
+    def empty(operand: Tensor, axes: Shape) -> Tensor:
+        own = operand[..., :1] if a.shape[-1] != b.shape[-1] else operand
+        return plan.empty_gradient(own, axes, trailing=1).expand(operand.shape)
 
-def _as(operand: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of an operand, from that of its sum over the coordinates where it was summed."""
-    return gradient.to(operand.dtype).expand(operand.shape)
+    return empty(a, plan.batch + plan.rows), empty(b, plan.batch + plan.columns)
 
 
 def sample(
@@ -267,17 +264,28 @@ add_forms(op, {"naive": naive, "einsum": einsum}, _composed, lambda call: (call.
 
 
 def _add(variant: str, compute: Any, compute_backward: Any, **options: Any) -> None:
-    """The variant made of a pair of functions of operands with one last dimension, which is not 0."""
+    """The variant made of a pair of functions of operands with the same last dimension, which is not 0."""
 
     def forward(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        result: Tensor = compute(*_of_one_dimension(a, b, arithmetic_dtype(dtype)), dtype)
+        result: Tensor = compute(*_expanded(a, b), dtype) if _dimension(a, b) else _empty(a, b, dtype).zero_()
         return result
 
     def backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
+        if a.shape[-1] == b.shape[-1] == 0:
+            return [gradient if need else None for gradient, need in zip(_empty_gradients(a, b, dtype), needs)]
         need_a, need_b = needs
-        operands = _of_one_dimension(a, b, arithmetic_dtype(dtype))
+        operands = (a, b) if a.shape[-1] == b.shape[-1] else (summed(a, dtype), summed(b, dtype))
         db, _, da = compute_backward(dout, *operands, dtype, (need_b, False, need_a))
-        return [None if gradient is None else _as(own, gradient) for own, gradient in ((a, da), (b, db))]
+        return [
+            None if gradient is None else gradient.to(operand.dtype).expand(operand.shape)
+            for operand, gradient in ((a, da), (b, db))
+        ]
+
+    def summed(operand: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a single coordinate is multiplied with: the sum of all, which have the same gradient."""
+        if operand.shape[-1] == 1:
+            return operand
+        return forward(operand, operand.new_ones(1), arithmetic_dtype(dtype)).unsqueeze(-1)
 
     binding = Binding(
         f"{NAME}_{variant}",
@@ -291,7 +299,9 @@ def _add(variant: str, compute: Any, compute_backward: Any, **options: Any) -> N
 
     def cost(call: Call) -> Cost:
         def rehearse(a: Tensor, b: Tensor) -> Tensor:
-            result: Tensor = compute(*_of_one_dimension(a, b, call.arithmetic), call.dtype, rehearsed=True)
+            if call.dimension == 0:
+                return _empty(a, b, call.dtype)
+            result: Tensor = compute(*_expanded(a, b), call.dtype, rehearsed=True)
             return result
 
         return predict(call, torch.no_grad()(rehearse))

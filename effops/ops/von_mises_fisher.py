@@ -200,7 +200,8 @@ def von_mises_fisher_mixture_log_prob(
 
     Variants chunked and triton save the four inputs for backward and two numbers for each result, in the dtype of the
     arithmetic. Without a component, or with weights of 0 alone, the result is -inf and its gradients are 0; +inf and
-    NaN are as in `torch.logsumexp`. Values are not validated: see `von_mises_fisher_log_prob`.
+    NaN are as in `torch.logsumexp`, but variant triton leaves a component of weight 0 out even where its density is
+    NaN. Values are not validated: see `von_mises_fisher_log_prob`.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (all but concentration: floating-point) dtype
