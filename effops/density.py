@@ -188,7 +188,7 @@ def _prepare_scale(density: Density, function: str, scale: Tensor | float, commo
     if scale.layout != torch.strided:
         raise TypeError(f"{function}: `{name}` must be dense; got {scale.layout}; use .to_dense()")
     if scale.is_complex() or scale.dtype == torch.bool or (scale.is_floating_point() and scale.dtype.itemsize < 2):
-        raise TypeError(f"{function}: `{name}` must be real, of 16 bits or more; got {scale.dtype}; convert it first")
+        raise TypeError(f"{function}: `{name}` must be real; got {scale.dtype}; convert it first")
     if scale.device != x.device:
         if scale.ndim:
             check_devices(function, **{name: scale, "x": x})

@@ -189,6 +189,12 @@ class Layout:
         return self.plan.gradient(ordered, operand, axes)
 
 
+def component_groups(plan: Plan, axis: int) -> tuple[Shape, ...]:
+    """The axes of a logsumexp along `axis`: batch, what varies as the components do, points, components."""
+    rows, columns = (plan.columns, plan.rows) if axis in plan.rows else (plan.rows, plan.columns)
+    return plan.batch, tuple(other for other in columns if other != axis), rows, (axis,)
+
+
 class Groups(Layout):
     """A logsumexp as `effops.kernels` take it: axes of the plan in four groups.
 
@@ -198,11 +204,9 @@ class Groups(Layout):
 
     def __init__(self, reduction: Reduction, loc: Tensor, x: Tensor) -> None:
         plan, axis = reduction.plan, reduction.axis
-        rows, columns, self.left, self.right = plan.rows, plan.columns, x, loc
-        if axis in rows:
-            rows, columns, self.left, self.right = columns, rows, loc, x
+        self.left, self.right = (loc, x) if axis in plan.rows else (x, loc)
         self.reduction = reduction
-        super().__init__(plan, (plan.batch, tuple(other for other in columns if other != axis), rows, (axis,)))
+        super().__init__(plan, component_groups(plan, axis))
 
     def of_result(self, tensor: Tensor, *, trailing: int = 0) -> Tensor:
         """A tensor of the shape of the result, with an axis for each of the first three groups."""

@@ -315,8 +315,8 @@ def _needs_layout(density: Density, call: Call) -> str:
     axis = len(call.plan.shape) + call.dim
     if axis in call.plan.batch:
         return "needs components along an axis of x or of loc; here both vary along it"
-    groups = fused.Groups(chunked.Reduction(call.plan, axis), call.loc, call.x)
-    return groups.obstacle(call.scale, density.scale_dims)
+    layout = fused.Layout(call.plan, fused.component_groups(call.plan, axis))
+    return layout.obstacle(call.scale, density.scale_dims)
 
 
 def _cases(density: Density) -> dict[str, tuple[Shape, ...]]:

@@ -16,7 +16,7 @@ def test_a_sum_that_would_overflow_is_not_taken(variant, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("a", "b"), [((1_000_000, 4), (1,)), ((4, 500_000), (3, 1, 1)), ((1_000_000, 1), (4,))], ids=str
+    ("a", "b"), [((1_000_000, 4), (1,)), ((4, 40_000), (3, 1, 1)), ((1_000_000, 1), (4,))], ids=str
 )
 def test_memory_of_a_single_coordinate(a, b, dtype, device, generator):
     args = op.sample(a, b, dtype=dtype, device=device, generator=generator)
