@@ -62,12 +62,6 @@ class Plan:
             strides.append(operand.stride(axis))
         return operand.as_strided(sizes, strides)
 
-    def part(self, operand: Tensor, block: Slices, *, trailing: int = 0) -> Tensor:
-        """What a block of the result, given by a slice along each of its axes, depends on."""
-        own = operand.shape[: operand.ndim - trailing]
-        pieces = block[len(self.shape) - len(own) :]
-        return operand[tuple(slice(None) if size == 1 else piece for size, piece in zip(own, pieces))]
-
     def varies(self, operand: Tensor, axes: Shape, *, trailing: int = 0) -> bool:
         """Whether `operand` is not constant along one of `axes`."""
         missing = len(self.shape) - (operand.ndim - trailing)

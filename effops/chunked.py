@@ -79,8 +79,9 @@ def cut(
     `copies` is how many values are kept for each coordinate of an operand. Blocks have `width` columns where there are
     as many, and more where there are few rows.
     """
-    limit, copied = pair_bytes // itemsize, BLOCK_BYTES // itemsize
-    longest = max(1, int(copied / copies) // min(dimension, 128)) if copies else limit
+    limit = pair_bytes // itemsize
+    copied = int(BLOCK_BYTES // itemsize / copies) if copies else 0  # coordinates of an operand
+    longest = max(1, copied // min(dimension, 128)) if copies else limit
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
     columns = min(all_columns, longest, max(width, limit // max(1, all_rows)))
     rows = min(all_rows, longest, limit // max(1, columns))
@@ -90,7 +91,7 @@ def cut(
     row_extents = fit(plan.sizes(plan.rows), rows)
     column_extents = fit(plan.sizes(plan.columns), columns)
     widest = math.prod(batch_extents) * max(math.prod(row_extents), math.prod(column_extents))
-    depth = min(dimension, DEPTH, max(1, int(copied / copies) // widest) if copies else DEPTH)
+    depth = min(dimension, DEPTH, max(1, copied // widest) if copies else DEPTH)
     return Extents(batch_extents, row_extents, column_extents, depth)
 
 
@@ -117,7 +118,7 @@ def tiles(within: Slices, extents: Shape) -> Iterator[Slices]:
 
 
 def part(operand: Tensor, block: Slices) -> Tensor:
-    """operand[block], whole along the axes where `operand` has size 1."""
+    """operand[block], whole along the axes where `operand` has size 1, and along those after the block's."""
     return operand[tuple(slice(None) if size == 1 else piece for size, piece in zip(operand.shape, block))]
 
 

@@ -190,7 +190,8 @@ def mixture_op(density: Density) -> Op:
         axis = len(call.plan.shape) + call.dim
         for block in chunked.tiles(chunked.whole(call.shape), chunked.fit(call.shape, SLAB)):
             pairs = (*block[:axis], slice(None), *block[axis:])
-            yield block, [call.plan.part(t, pairs, trailing=dims) for t, dims in zip(tensors, op.core_dims.values())]
+            own_axes = (tensor.ndim - dims for tensor, dims in zip(tensors, op.core_dims.values()))
+            yield block, [chunked.part(tensor, pairs[len(pairs) - own :]) for tensor, own in zip(tensors, own_axes)]
 
     def by_slabs(call: Call, tensors: Sequence[Tensor], statistics_of: Statistics, count: int | None = None) -> Tensor:
         """The result; only the statistics of a slab are held at a time. `count` slabs, or all."""

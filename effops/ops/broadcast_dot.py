@@ -195,7 +195,7 @@ def bounds(call: Call) -> Bounds:
     """Where a correct dot product lies: off by what `contraction_error` allows, in proportion to the lengths."""
     arithmetic = arithmetic_dtype(call.dtype)
     error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())
-    a, b = (operand.expand(*operand.shape[:-1], call.dimension) for operand in call.tensors)
+    a, b = _expanded(call.a, call.b)
     radius = a.double().norm(dim=-1) * b.double().norm(dim=-1) * (error * unit_roundoff(arithmetic))
     return Bounds(exact_dot(a, b), radius, radius, dtype=call.dtype)
 
