@@ -41,8 +41,8 @@ class DotMap(Protocol):
         """Its derivative by the scale."""
 
 
-class _Operand:
-    """x or loc, given block by block as the three-dimensional factor of a batched matrix product."""
+class Operand:
+    """One factor of the products, given block by block as the three-dimensional factor of a batched matrix product."""
 
     def __init__(self, view: Tensor, batch_axes: int, arithmetic: torch.dtype) -> None:
         self.view = view
@@ -92,13 +92,101 @@ def _collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
     return size, stride
 
 
+class Products:
+    """The dot products of one call, block by block, and the way back of gradients of them.
+
+    With weights G of the products:    dx = sum_columns G loc,    dloc = sum_rows G x.
+    Along columns where loc does not vary (only a further operand does) the products are computed once.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        loc: Tensor,
+        x: Tensor,
+        arithmetic: torch.dtype,
+        *,
+        width: int = 512,
+        need_loc: bool = False,
+        need_x: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.arithmetic = arithmetic
+        self.tensors = loc, x
+        self.dimension = x.shape[-1]
+        batch_axes = len(plan.batch)
+        self.left = Operand(plan.view(x, plan.batch + plan.rows, trailing=1), batch_axes, arithmetic)
+        right = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
+        self.right = Operand(right, batch_axes, arithmetic)
+        copies = float(self.left.copied or self.right.copied)
+        self.extents = cut(plan, self.dimension, arithmetic.itemsize, copies=copies, width=width)
+        self.left.make_buffer((*self.extents.batch, *self.extents.rows, self.extents.depth))
+        self.right.make_buffer((*self.extents.batch, *self.extents.columns, self.extents.depth))
+        # The dot products of all parts of the depth but the first.
+        self.partial = self.buffer() if self.extents.depth < self.dimension else None
+        self.dloc, self.dx = (
+            operand.view.new_zeros(operand.view.shape, dtype=arithmetic) if need else None
+            for operand, need in ((self.right, need_loc), (self.left, need_x))
+        )
+
+    def buffer(self) -> Tensor:
+        """Room for the distinct products of a block."""
+        return self.left.view.new_empty(math.prod(self.distinct(self.extents.pairs)), dtype=self.arithmetic)
+
+    def distinct(self, shape: Sequence[int]) -> Shape:
+        """Shape of the distinct products of a block of that shape."""
+        inner = len(self.plan.batch) + len(self.plan.rows)
+        varying = self.right.view.shape[len(self.plan.batch) : -1]
+        extents = (1 if size == 1 else extent for size, extent in zip(varying, shape[inner:]))
+        return (*shape[:inner], *extents)
+
+    def evaluate(self, block: Block, out: Tensor, alpha: float = 1.0) -> Tensor:
+        """Overwrite `out` with alpha <x, loc> of a block."""
+        matrices = self._merge(out)
+        for depth in self._depths():
+            left = self.left.block((*block.batch, *block.rows, depth))
+            right = self.right.block((*block.batch, *block.columns, depth))
+            if self.partial is None or depth.start == 0:
+                matrices.baddbmm_(left, right.mT, beta=0, alpha=alpha)
+            else:
+                products = torch.bmm(left, right.mT, out=self.partial[: out.numel()].view(matrices.shape))
+                matrices.add_(products, alpha=alpha)
+        return out
+
+    def pull_back(self, block: Block, weights: Tensor, alpha: float = 1.0) -> None:
+        """Add what alpha `weights` of the distinct products of a block contribute to the gradients."""
+        matrices = self._merge(weights)
+        for depth in self._depths():
+            if self.dx is not None:
+                target = self.left.merge(part(self.dx, (*block.batch, *block.rows, depth)))
+                right = self.right.block((*block.batch, *block.columns, depth))
+                target.baddbmm_(matrices, right, alpha=alpha)
+            if self.dloc is not None:
+                target = self.right.merge(part(self.dloc, (*block.batch, *block.columns, depth)))
+                target.baddbmm_(matrices.mT, self.left.block((*block.batch, *block.rows, depth)), alpha=alpha)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those of loc and x."""
+        plan, (loc, x) = self.plan, self.tensors
+        return (
+            None if self.dloc is None else plan.gradient(self.dloc, loc, plan.batch + plan.columns),
+            None if self.dx is None else plan.gradient(self.dx, x, plan.batch + plan.rows),
+        )
+
+    def _depths(self) -> Iterator[slice]:
+        return (slice(i, i + self.extents.depth) for i in range(0, self.dimension, self.extents.depth))
+
+    def _merge(self, block: Tensor) -> Tensor:
+        return merge(block, len(self.plan.batch), len(self.plan.rows))
+
+
 class DotScores:
     """The scores of one call, as `effops.chunked.Scores`.
 
     Args:
         scored: whether the scores are wanted, besides gradients
-        needs: which gradients of loc, scale and x are wanted: with G = weight * scale * phi'(<x, loc>),
-            dx = sum_columns G loc,    dloc = sum_rows G x,    dscale = sum weight * (normaliser'(scale) + phi)
+        needs: which gradients of loc, scale and x are wanted: those of the products for G = weight * scale *
+            phi'(<x, loc>), and    dscale = sum weight * (normaliser'(scale) + phi)
     """
 
     def __init__(
@@ -116,42 +204,28 @@ class DotScores:
         self.map = dot_map
         self.plan = plan
         self.arithmetic = arithmetic
-        self.tensors = (loc, scale, x)
-        self.dimension = x.shape[-1]
+        need_loc, self.need_scale, need_x = needs
+        self.products = Products(plan, loc, x, arithmetic, need_loc=need_loc, need_x=need_x)
+        self.extents = self.products.extents
+        self.scale_operand, self.scale = scale, plan.view(scale, plan.order, expand=False)
         batch_axes = len(plan.batch)
-        self.left = _Operand(plan.view(x, plan.batch + plan.rows, trailing=1), batch_axes, arithmetic)
-        # Along columns where only the scale varies loc keeps size 1: their dot products are computed once.
-        right = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
-        self.right = _Operand(right, batch_axes, arithmetic)
-        self.scale = plan.view(scale, plan.order, expand=False)
-        self.inner = batch_axes + len(plan.rows)
-        self.scale_by_rows = any(size != 1 for size in self.scale.shape[batch_axes : self.inner])
-        self.extents = cut(
-            plan, self.dimension, arithmetic.itemsize, copies=float(self.left.copied or self.right.copied)
-        )
-        self.repeated = self._distinct(self.extents.pairs) != self.extents.pairs
-        batch = math.prod(self.extents.batch)
-        self.left.make_buffer((*self.extents.batch, *self.extents.rows, self.extents.depth))
-        self.right.make_buffer((*self.extents.batch, *self.extents.columns, self.extents.depth))
+        inner = batch_axes + len(plan.rows)
+        self.scale_by_rows = any(size != 1 for size in self.scale.shape[batch_axes:inner])
+        self.repeated = self.products.distinct(self.extents.pairs) != self.extents.pairs
         # Many small blocks share one computation of their scales' constants.
-        columns = math.prod(self.extents.columns) if math.prod(self.scale.shape[self.inner :]) > 1 else 1
+        batch = math.prod(self.extents.batch)
+        columns = math.prod(self.extents.columns) if math.prod(self.scale.shape[inner:]) > 1 else 1
         shared = max(batch, SLAB // max(1, columns))
         self.slab = self.extents.batch if batch == 1 or self.scale_by_rows else fit(plan.sizes(plan.batch), shared)
-        # The dot products of all parts of the depth but the first.
-        self.partial = self._dot_buffer() if self.extents.depth < self.dimension else None
 
-        self.scored, self.need_scale, self.differentiated = scored, needs[1], any(needs)
-        pairs = math.prod(self.extents.pairs)
+        self.scored, self.differentiated = scored, any(needs)
         if self.differentiated or self.repeated:  # else they are computed where the scores will stand
-            self.dot = self._dot_buffer()
+            self.dot = self.products.buffer()
         wants_phi = self.differentiated and (scored or self.need_scale)
-        self.phi = scale.new_empty(pairs, dtype=arithmetic) if wants_phi else None
+        self.phi = scale.new_empty(math.prod(self.extents.pairs), dtype=arithmetic) if wants_phi else None
         self.slope: Tensor  # factor * phi' of the block evaluated last
         self.constants: _Constants  # of the block that `walk` gave last
-        views = (self.right.view, self.scale, self.left.view)
-        self.dloc, self.dscale, self.dx = (
-            view.new_zeros(view.shape, dtype=arithmetic) if need else None for view, need in zip(views, needs)
-        )
+        self.dscale = scale.new_zeros(self.scale.shape, dtype=arithmetic) if self.need_scale else None
 
     def walk(self) -> Iterator[Block]:
         plan, extents = self.plan, self.extents
@@ -191,7 +265,7 @@ class DotScores:
             self.map.derivative_(dot, factor, phi)
             self.slope = dot
         elif out is not None:
-            phi = self._dots_apart(block, shape) if self.repeated else self._dot_(out, block)
+            phi = self._dots_apart(block, shape) if self.repeated else self.products.evaluate(block, out)
             self.map.value_(phi)
         if out is not None and phi is not None and normaliser is not None:
             torch.addcmul(normaliser, factor, phi.expand(shape), out=out)
@@ -207,56 +281,18 @@ class DotScores:
             total = part(self.dscale, block.pairs)
             phi = self.phi[: slope.numel()].view(slope.shape)
             total += phi.add_(normaliser_derivative).mul_(weight).sum_to_size(total.shape)
-        if self.dx is None and self.dloc is None:
-            return
-        weights = self._merge(slope.mul_(weight).sum_to_size(self._distinct(slope.shape)))
-        for depth in self._depths():
-            if self.dx is not None:
-                target = self.left.merge(part(self.dx, (*block.batch, *block.rows, depth)))
-                target.baddbmm_(weights, self.right.block((*block.batch, *block.columns, depth)))
-            if self.dloc is not None:
-                target = self.right.merge(part(self.dloc, (*block.batch, *block.columns, depth)))
-                target.baddbmm_(weights.mT, self.left.block((*block.batch, *block.rows, depth)))
+        if self.products.dx is not None or self.products.dloc is not None:
+            self.products.pull_back(block, slope.mul_(weight).sum_to_size(self.products.distinct(slope.shape)))
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        plan, (loc, scale, x) = self.plan, self.tensors
-        return (
-            None if self.dloc is None else plan.gradient(self.dloc, loc, plan.batch + plan.columns),
-            None if self.dscale is None else plan.gradient(self.dscale, scale, plan.order),
-            None if self.dx is None else plan.gradient(self.dx, x, plan.batch + plan.rows),
-        )
-
-    def _depths(self) -> Iterator[slice]:
-        return (slice(i, i + self.extents.depth) for i in range(0, self.dimension, self.extents.depth))
-
-    def _dot_buffer(self) -> Tensor:
-        return self.scale.new_empty(math.prod(self._distinct(self.extents.pairs)), dtype=self.arithmetic)
-
-    def _merge(self, block: Tensor) -> Tensor:
-        return merge(block, len(self.plan.batch), len(self.plan.rows))
-
-    def _distinct(self, shape: Sequence[int]) -> Shape:
-        """Shape of the distinct dot products of a block of that shape."""
-        varying = self.right.view.shape[len(self.plan.batch) : -1]
-        extents = (1 if size == 1 else extent for size, extent in zip(varying, shape[self.inner :]))
-        return (*shape[: self.inner], *extents)
+        dloc, dx = self.products.gradients()
+        dscale = None if self.dscale is None else self.plan.gradient(self.dscale, self.scale_operand, self.plan.order)
+        return dloc, dscale, dx
 
     def _dots_apart(self, block: Block, shape: Sequence[int]) -> Tensor:
         """The distinct dot products of a block, in the buffer for them."""
-        distinct = self._distinct(shape)
-        return self._dot_(self.dot[: math.prod(distinct)].view(distinct), block)
-
-    def _dot_(self, out: Tensor, block: Block) -> Tensor:
-        """Overwrite a block with <x, loc>."""
-        matrices = self._merge(out)
-        for depth in self._depths():
-            left = self.left.block((*block.batch, *block.rows, depth))
-            right = self.right.block((*block.batch, *block.columns, depth))
-            if self.partial is None or depth.start == 0:
-                matrices.baddbmm_(left, right.mT, beta=0)
-            else:
-                matrices += torch.bmm(left, right.mT, out=self.partial[: out.numel()].view(matrices.shape))
-        return out
+        distinct = self.products.distinct(shape)
+        return self.products.evaluate(block, self.dot[: math.prod(distinct)].view(distinct))
 
 
 class _Constants(NamedTuple):
