@@ -2,6 +2,7 @@
 
 from effops import distributions
 from effops.op import Explanation, VariantReport, explain, use_variant, variants
+from effops.ops.attention import attention, attention_scores, attention_weights
 from effops.ops.broadcast_dot import broadcast_dot
 from effops.ops.normal import normal_log_prob, normal_mixture_log_prob
 from effops.ops.power_spherical import power_spherical_log_prob, power_spherical_mixture_log_prob
@@ -14,6 +15,9 @@ __all__ = [
     "Explanation",
     "VariantReport",
     "__version__",
+    "attention",
+    "attention_scores",
+    "attention_weights",
     "broadcast_dot",
     "distributions",
     "explain",

@@ -38,6 +38,8 @@ class Binding:
         empty_gradients: uninitialised gradients of all tensors, laid out as `backward` does; takes what `forward` does
         core_dims: for each tensor, how many of its last dimensions are no batch axes: those before broadcast
         saves_result: whether `backward` takes the result
+        native: whether `forward` is made of PyTorch operations that have a backward of their own: it is used where it
+            saves what `backward` would compute again
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Binding:
         empty_gradients: Callable[..., Sequence[Tensor]],
         core_dims: Sequence[int],
         saves_result: bool = False,
+        native: bool = False,
     ) -> None:
         BINDINGS[name] = self
+        self.native = native
         self.name = name
         self.forward, self.backward, self.composite = forward, backward, composite
         self.core_dims = tuple(core_dims)
@@ -97,9 +101,11 @@ class Binding:
         if is_plain(tensors):
             if not requires_grad(tensors):
                 return self.forward(*arguments)
-            result = _Differentiable.apply(*arguments, self.name)
+            result = (_Native if self.native else _Differentiable).apply(*arguments, self.name)
         elif _needs_composite():
             result = self.composite(*arguments)
+        elif torch.compiler.is_compiling() and self.native:
+            result = self.forward(*arguments)
         elif torch._C._are_functorch_transforms_active():
             result = _Transformable.apply(*arguments, self.name)
         else:
@@ -203,6 +209,37 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         return *BINDINGS[ctx.name].pull_back(ctx, dout), None
+
+
+class _Native(torch.autograd.Function):
+    """A forward function on plain tensors with the backward that PyTorch has for it, and derivatives of that.
+
+    The first backward pass frees what PyTorch saved. Another one, or one to be differentiated, computes it again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *inputs, ctx.name = arguments
+        binding = BINDINGS[ctx.name]
+        tensors = inputs[: binding.count]
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, ctx.needs_input_grad)]
+            result = binding.forward(*leaves, *inputs[binding.count :])
+        ctx.graph = result, [leaf for leaf in leaves if leaf.requires_grad]
+        binding.save(ctx, inputs, result)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        binding = BINDINGS[ctx.name]
+        graph, ctx.graph = ctx.graph, None
+        again = graph is None or requires_grad((dout, *ctx.saved_tensors)) or not is_plain((dout,))
+        if again or torch._C._functorch.is_legacy_batchedtensor(dout):
+            return *binding.pull_back(ctx, dout), None
+        result, leaves = graph
+        with without_autocast(dout.device):
+            found = iter(torch.autograd.grad(result, leaves, dout, allow_unused=True, materialize_grads=True))
+        return *(next(found) if need else None for need in ctx.needs_input_grad[:-1]), None
 
 
 class _Transformable(torch.autograd.Function):

@@ -72,21 +72,30 @@ class Scores(Protocol):
 
 
 def cut(
-    plan: Plan, dimension: int, itemsize: int, *, copies: float = 0, pair_bytes: int = BLOCK_BYTES, width: int = 512
+    plan: Plan,
+    dimension: int,
+    itemsize: int,
+    *,
+    copies: float = 0,
+    held: int = 1,
+    pair_bytes: int = BLOCK_BYTES,
+    width: int = 512,
 ) -> Extents:
     """Blocks of at most `pair_bytes` of pairs and, where operands are copied, `BLOCK_BYTES` of each operand.
 
-    `copies` is how many values are kept for each coordinate of an operand. Blocks have `width` columns where there are
-    as many, and more where there are few rows.
+    `copies` is how many values are kept for each coordinate of an operand, `held` how many for each row. Blocks have
+    `width` columns where there are as many, and more where there are few rows.
     """
     limit = pair_bytes // itemsize
     copied = int(BLOCK_BYTES // itemsize / copies) if copies else 0  # coordinates of an operand
     longest = max(1, copied // min(dimension, 128)) if copies else limit
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
     columns = min(all_columns, longest, max(width, limit // max(1, all_rows)))
-    rows = min(all_rows, longest, limit // max(1, columns))
+    most_rows = max(1, limit // max(1, held))
+    rows = min(all_rows, longest, most_rows, limit // max(1, columns))
     whole = rows == all_rows and columns == all_columns
-    batch = max(1, min(limit // max(1, rows * columns), longest // max(1, rows, columns))) if whole else 1
+    entries = (limit // max(1, rows * columns), longest // max(1, rows, columns), most_rows // max(1, rows))
+    batch = max(1, min(entries)) if whole else 1
     batch_extents = fit(plan.sizes(plan.batch), batch)
     row_extents = fit(plan.sizes(plan.rows), rows)
     column_extents = fit(plan.sizes(plan.columns), columns)
@@ -132,13 +141,13 @@ def merge(block: Tensor, first: int, second: int) -> Tensor:
 def forward(scores: Scores, out: Tensor) -> Tensor:
     """Fill `out` with all scores; it is laid out in the plan's order of axes."""
     ordered = scores.plan.view(out, scores.plan.order)
-    buffer = None if out.dtype == scores.arithmetic else _pair_buffer(scores, out)
+    buffer = None if out.dtype == scores.arithmetic else pair_buffer(scores, out)
     for block in scores.walk():
         target = ordered[block.pairs]
         if buffer is None:
             scores.evaluate(block, target)
         else:
-            value = _inside(buffer, block)
+            value = inside(buffer, block)
             scores.evaluate(block, value)
             target.copy_(value)
     return out
@@ -147,9 +156,9 @@ def forward(scores: Scores, out: Tensor) -> Tensor:
 def rehearse(scores: Scores, out: Tensor) -> Tensor:
     """Allocate what `forward` does, for two blocks: the second finds what the first leaves. For fake tensors."""
     ordered = scores.plan.view(out, scores.plan.order)
-    buffer = None if out.dtype == scores.arithmetic else _pair_buffer(scores, out)
+    buffer = None if out.dtype == scores.arithmetic else pair_buffer(scores, out)
     for block in itertools.islice(scores.walk(), 2):
-        scores.rehearse(block, ordered[block.pairs] if buffer is None else _inside(buffer, block))
+        scores.rehearse(block, ordered[block.pairs] if buffer is None else inside(buffer, block))
     return out
 
 
@@ -163,7 +172,7 @@ def backward(scores: Scores, dout: Tensor) -> tuple[Tensor | None, ...]:
     return scores.gradients()
 
 
-def _pair_buffer(scores: Scores, like: Tensor) -> Tensor:
+def pair_buffer(scores: Scores, like: Tensor) -> Tensor:
     return like.new_empty(math.prod(scores.extents.pairs), dtype=scores.arithmetic)
 
 
@@ -194,11 +203,11 @@ def forward_logsumexp(scores: Scores, log_weights: Tensor, reduction: Reduction,
     maximum.fill_(-math.inf)
     total.zero_()
     weights = scores.plan.view(log_weights, scores.plan.order, expand=False)
-    buffer = _pair_buffer(scores, statistics)
+    buffer = pair_buffer(scores, statistics)
     for block in scores.walk():
-        value = _inside(buffer, block)
+        value = inside(buffer, block)
         _weigh(scores, block, weights, value)
-        _absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
+        absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
     total.log_()
     return statistics
 
@@ -206,21 +215,27 @@ def forward_logsumexp(scores: Scores, log_weights: Tensor, reduction: Reduction,
 def rehearse_logsumexp(scores: Scores, reduction: Reduction, statistics: Tensor) -> Tensor:
     """As `rehearse`, of `forward_logsumexp`."""
     maximum, total = (reduction.ordered(statistics[..., i]) for i in range(2))
-    buffer = _pair_buffer(scores, statistics)
+    buffer = pair_buffer(scores, statistics)
     for block in itertools.islice(scores.walk(), 2):
-        value = _inside(buffer, block)
+        value = inside(buffer, block)
         scores.rehearse(block, value)
-        _absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
+        absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
     return statistics
 
 
-def _absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> None:
-    """Take the weighted scores of a block, which are overwritten, into the statistics: the logarithm is yet to come."""
+def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> Tensor:
+    """Take the weighted scores of a block into the statistics: the logarithm of the sum is yet to come.
+
+    Overwrites the scores with exp(score - maximum), and returns what makes such values of earlier blocks relative to
+    the new maximum.
+    """
     highest = torch.maximum(maximum, value.amax(axis, keepdim=True))
-    shift = _finite(highest)
-    total *= maximum.sub_(shift).exp_()
+    shift = finite(highest)
+    factor = torch.exp(maximum - shift)
+    total *= factor
     total += value.sub_(shift).exp_().sum(axis, keepdim=True)
     maximum.copy_(highest)
+    return factor
 
 
 def backward_logsumexp(
@@ -231,11 +246,11 @@ def backward_logsumexp(
     maximum, log_total, upstream = (reduction.ordered(tensor) for tensor in (*statistics.unbind(-1), dout))
     weights = plan.view(log_weights, plan.order, expand=False)
     total = weights.new_zeros(weights.shape, dtype=scores.arithmetic) if need_weights else None
-    buffer = _pair_buffer(scores, statistics)
+    buffer = pair_buffer(scores, statistics)
     for block in scores.walk():
-        share = _inside(buffer, block)
+        share = inside(buffer, block)
         _weigh(scores, block, weights, share)
-        share -= _finite(part(maximum, block.pairs))
+        share -= finite(part(maximum, block.pairs))
         remainder = part(log_total, block.pairs)
         share -= remainder.masked_fill(remainder == -math.inf, math.inf)  # of nothing every share is 0
         share.exp_().mul_(part(upstream, block.pairs))
@@ -246,7 +261,7 @@ def backward_logsumexp(
     return None if total is None else plan.gradient(total, log_weights, plan.order), *scores.gradients()
 
 
-def _inside(buffer: Tensor, block: Block) -> Tensor:
+def inside(buffer: Tensor, block: Block) -> Tensor:
     """Room for the scores of a block in a buffer."""
     shape = [piece.stop - piece.start for piece in block.pairs]
     return buffer[: math.prod(shape)].view(shape)
@@ -258,6 +273,6 @@ def _weigh(scores: Scores, block: Block, weights: Tensor, out: Tensor) -> None:
     out += part(weights, block.pairs)
 
 
-def _finite(maximum: Tensor) -> Tensor:
+def finite(maximum: Tensor) -> Tensor:
     """What to subtract before an exponential: nothing where the maximum is infinite or NaN."""
     return torch.where(maximum.isfinite(), maximum, 0)

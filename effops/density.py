@@ -19,7 +19,7 @@ from effops import chunked, fused
 from effops.binding import Binding, Gradients, requires_grad
 from effops.broadcast import Plan, Shape, broadcast_plan
 from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
-from effops.op import Cost, Need, Op
+from effops.op import Cost, Need, Op, on_cuda
 from effops.operands import check_devices, check_operand
 from effops.precision import arithmetic_dtype, autocast_enabled, promote, wider
 from effops.predict import predict_bytes
@@ -370,7 +370,7 @@ def log_prob_op(density: Density) -> Op:
     if density.kernel:
         in_kernel = bound("triton", triton_forward, triton_backward)
         needs = [needs_triton, lambda call: fused.Layout.of_pairs(call.plan).obstacle(call.scale, density.scale_dims)]
-        triton = op.variant("triton", cost=triton_cost, needs=needs, automatic_on=("cuda",))
+        triton = op.variant("triton", cost=triton_cost, needs=needs, automatic=on_cuda)
         triton(lambda call: in_kernel(*call.tensors, call.dtype))
     return op
 

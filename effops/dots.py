@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from effops.broadcast import Plan, Shape, Slices
-from effops.chunked import BLOCK_BYTES, Block, cut, fit, merge, part, tiles, whole
+from effops.chunked import BLOCK_BYTES, Block, Extents, cut, fit, merge, part, tiles, whole
 from effops.precision import arithmetic_dtype
 
 SLAB = 65536  # values of the scale whose normaliser is kept for the blocks that share it
@@ -96,7 +96,8 @@ class Products:
     """The dot products of one call, block by block, and the way back of gradients of them.
 
     With weights G of the products:    dx = sum_columns G loc,    dloc = sum_rows G x.
-    Along columns where loc does not vary (only a further operand does) the products are computed once.
+    Along columns where loc does not vary (only a further operand does) the products are computed once. `extents`, if
+    given, are those of the blocks that the caller walks.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Products:
         x: Tensor,
         arithmetic: torch.dtype,
         *,
-        width: int = 512,
+        extents: Extents | None = None,
         need_loc: bool = False,
         need_x: bool = False,
     ) -> None:
@@ -119,7 +120,7 @@ class Products:
         right = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
         self.right = Operand(right, batch_axes, arithmetic)
         copies = float(self.left.copied or self.right.copied)
-        self.extents = cut(plan, self.dimension, arithmetic.itemsize, copies=copies, width=width)
+        self.extents = extents or cut(plan, self.dimension, arithmetic.itemsize, copies=copies)
         self.left.make_buffer((*self.extents.batch, *self.extents.rows, self.extents.depth))
         self.right.make_buffer((*self.extents.batch, *self.extents.columns, self.extents.depth))
         # The dot products of all parts of the depth but the first.
@@ -142,6 +143,8 @@ class Products:
 
     def evaluate(self, block: Block, out: Tensor, alpha: float = 1.0) -> Tensor:
         """Overwrite `out` with alpha <x, loc> of a block."""
+        if self.dimension == 0:
+            return out.zero_()
         matrices = self._merge(out)
         for depth in self._depths():
             left = self.left.block((*block.batch, *block.rows, depth))

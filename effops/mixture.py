@@ -38,7 +38,7 @@ from effops.density import (
     tensor_dims,
 )
 from effops.jit import needs_triton
-from effops.op import Cost, Op
+from effops.op import Cost, Op, on_cuda
 from effops.operands import check_devices, check_operand
 from effops.precision import arithmetic_dtype, autocast_enabled, promote
 from effops.testing import Bounds
@@ -308,7 +308,7 @@ def mixture_op(density: Density) -> Op:
 
     if density.kernel:
         needs = [needs_triton, functools.partial(_needs_layout, density)]
-        add("triton", triton_forward, triton_backward, triton_rehearse, needs=needs, automatic_on=("cuda",))
+        add("triton", triton_forward, triton_backward, triton_rehearse, needs=needs, automatic=on_cuda)
     return op
 
 

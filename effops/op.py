@@ -44,28 +44,33 @@ Need = Callable[[Any], str]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
 
 
+def anywhere(call: Call) -> bool:
+    return True
+
+
+def on_cuda(call: Call) -> bool:
+    return call.device.type == "cuda"
+
+
 @dataclass(frozen=True)
 class Variant:
     """One implementation of an op.
 
-    Each of `needs` takes a call and returns why the variant cannot run it, or an empty string. `automatic_on` names
-    the device types on which the automatic choice may take the variant; None means all. `whole`, of an op that is a
-    logsumexp, computes the finished result; None where `run` and `Op.finish` do.
+    Each of `needs` takes a call and returns why the variant cannot run it, or an empty string. `automatic` tells
+    whether the automatic choice may take the variant for a call. `whole`, of an op that is a logsumexp, computes the
+    finished result; None where `run` and `Op.finish` do.
     """
 
     name: str
     run: Callable[[Any], Tensor]
     cost: Callable[[Any], Cost]
     needs: Sequence[Need] = ()
-    automatic_on: tuple[str, ...] | None = None
+    automatic: Callable[[Any], bool] = anywhere
     whole: Callable[[Any], Tensor] | None = None
 
     def obstacle(self, call: Call) -> str:
         """Why this variant cannot run `call`; empty if it can."""
         return next((reason for need in self.needs if (reason := need(call))), "")
-
-    def automatic(self, call: Call) -> bool:
-        return self.automatic_on is None or call.device.type in self.automatic_on
 
 
 @dataclass
@@ -116,7 +121,7 @@ class Op:
         *,
         cost: Callable[[Any], Cost],
         needs: Sequence[Need] = (),
-        automatic_on: tuple[str, ...] | None = None,
+        automatic: Callable[[Any], bool] = anywhere,
         whole: Callable[[Any], Tensor] | None = None,
     ) -> Callable[[Callable[[Any], Tensor]], Callable[[Any], Tensor]]:
         """Register the decorated function of a call as the variant `name`."""
@@ -124,7 +129,7 @@ class Op:
             raise ValueError(f"{self.name}: variant {name!r} has no place in the order of preference {self.preference}")
 
         def register(run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-            self._variants[name] = Variant(name, run, cost, needs, automatic_on, whole)
+            self._variants[name] = Variant(name, run, cost, needs, automatic, whole)
             return run
 
         return register

@@ -228,7 +228,7 @@ def test_a_raising_variant_fails(
 
 
 def test_an_automatic_choice_that_raises_fails(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    change(monkeypatch, "triton", automatic_on=(), needs=[lambda call: "needs to be out of the way"])
+    change(monkeypatch, "triton", automatic=lambda call: False, needs=[lambda call: "needs to be out of the way"])
     change(monkeypatch, "chunked", needs=[lambda call: 1 // 0])
     code, content = doctor()
     check = check_of(content)

@@ -30,7 +30,7 @@ def ran(monkeypatch):
             return run(call)
 
         monkeypatch.setitem(
-            OP._variants, name, type(variant)(name, run, variant.cost, variant.needs, variant.automatic_on)
+            OP._variants, name, type(variant)(name, run, variant.cost, variant.needs, variant.automatic)
         )
     return names
 

@@ -17,7 +17,7 @@ from effops.broadcast import Plan, Shape, broadcast_plan
 from effops.density import add_forms, predict
 from effops.dots import contract
 from effops.jit import needs_triton
-from effops.op import Cost, Op
+from effops.op import Cost, Op, on_cuda
 from effops.operands import check_devices, check_operand
 from effops.precision import arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
 from effops.testing import Bounds, exact_dot
@@ -310,7 +310,7 @@ def _add(variant: str, compute: Any, compute_backward: Any, **options: Any) -> N
 
 
 _add("chunked", _chunked, _chunked_backward)
-_add("triton", _triton, _triton_backward, needs=[needs_triton], automatic_on=("cuda",))
+_add("triton", _triton, _triton_backward, needs=[needs_triton], automatic=on_cuda)
 
 
 @op.public
