@@ -38,6 +38,8 @@ from effops.chunked import (
 )
 from effops.dots import Operand, Products
 
+HELD = 8  # numbers kept for a row, with temporaries, while its blocks go by
+
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -176,17 +178,32 @@ class Softmax:
         self.evaluate(block, value)
         return value.sub_(self.shift).exp_().div_(self.total)
 
+    def write(self, block: Block, out: Tensor) -> None:
+        """Write the weights of whole rows, in one pass over their scores."""
+        value = inside(self.buffer, block)
+        self.evaluate(block, value)
+        nowhere = None if self.scores.mask is None else value.amax(-1, keepdim=True) == -math.inf
+        if out.dtype == value.dtype:
+            torch.softmax(value, -1, out=out)
+        else:
+            out.copy_(torch.softmax(value, -1, out=value))
+        if nowhere is not None:
+            out.masked_fill_(nowhere, 0)
+
 
 def forward_weights(scores: Masked, out: Tensor, *, rehearsed: bool = False) -> Tensor:
     """Fill `out`, laid out in the plan's order of axes, with the softmax."""
     softmax = Softmax(scores, out, rehearsed=rehearsed)
     ordered = scores.plan.view(out, scores.plan.order)
     for blocks in softmax.tiles if out.numel() else ():
-        deque(softmax.gather(blocks), maxlen=0)
-        for block in blocks:
-            ordered[block.pairs].copy_(softmax.weights(block))
-        beyond = slice(blocks[-1].pairs[-1].stop, ordered.shape[-1])
-        ordered[(*blocks[-1].pairs[:-1], beyond)].zero_()
+        if len(blocks) == 1:
+            softmax.write(blocks[0], ordered[blocks[0].pairs])
+        else:
+            deque(softmax.gather(blocks), maxlen=0)
+            for block in blocks:
+                ordered[block.pairs].copy_(softmax.weights(block))
+        reached = blocks[-1].pairs[-1].stop
+        ordered[blocks[-1].pairs[:-1]][..., reached:].zero_()
     return out
 
 

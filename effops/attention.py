@@ -31,7 +31,6 @@ from effops.precision import (
 )
 from effops.testing import Bounds
 
-RESULTS = ("scores", "weights", "sums")
 SETTINGS = {"masked": bool, "is_causal": bool, "scale": float | None, "dropout_p": float, "dtype": torch.dtype}
 
 
@@ -39,6 +38,7 @@ class Call(NamedTuple):
     """A validated call.
 
     Attributes:
+        reduced: to what: "scores" of all pairs, their softmax, "weights", or "sums" of values that it weighs
         scored: the operands of the scores, query and key first
         value: what the weights sum, or None
         mask: a boolean tensor of one element if there is none
@@ -46,9 +46,9 @@ class Call(NamedTuple):
         masked: whether a mask was given
         scale: of the scores; None for the kind's own
         dtype: of the result
-        reduced: which of `RESULTS` it is
     """
 
+    reduced: str
     scored: tuple[Tensor, ...]
     value: Tensor | None
     mask: Tensor
@@ -58,7 +58,6 @@ class Call(NamedTuple):
     scale: float | None
     dropout_p: float
     dtype: torch.dtype
-    reduced: str
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -165,13 +164,13 @@ class Kind(Protocol):
 def prepare(
     kind: Kind,
     function: str,
+    reduced: str,
     scored: Sequence[Tensor],
     value: Tensor | None,
     attn_mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
     dropout_p: float,
-    reduced: str,
 ) -> Call:
     """Validate shapes, dtypes and devices (never values)."""
     tensors = dict(zip(kind.operands, scored)) | ({} if value is None else {"value": value})
@@ -212,7 +211,7 @@ def prepare(
     if value is not None:  # drawn where it is needed
         seed = torch.randint(2**62, ()) if dropout_p else query.new_zeros((), dtype=torch.int64)
     causal, factor = bool(is_causal), None if scale is None else float(scale)
-    return Call(tuple(scored), value, mask, seed, bool(masks), causal, factor, float(dropout_p), dtype, reduced)
+    return Call(reduced, tuple(scored), value, mask, seed, bool(masks), causal, factor, float(dropout_p), dtype)
 
 
 def _listed(names: Sequence[str] | Mapping[str, int]) -> str:
@@ -255,7 +254,7 @@ def attention_op(
     """
 
     def prepare_call(*args: Any, **options: Any) -> Call:
-        return prepare(kind, name, *arguments(*args, **options), reduced)
+        return prepare(kind, name, reduced, *arguments(*args, **options))
 
     op = Op(
         name,
@@ -294,7 +293,6 @@ def add_bound(
     compute_backward: Callable[[Kind, Tensor, Call, Sequence[bool]], Gradients],
     *,
     empty: Callable[[Call], Tensor] = lambda call: call.result.empty(call.mask, call.dtype),
-    empty_gradients: Callable[[Call], Sequence[Tensor]] | None = None,
     native: bool = False,
     **options: Any,
 ) -> None:
@@ -326,7 +324,7 @@ def add_bound(
         backward=backward,
         composite=composite,
         empty=lambda *arguments: empty(unpack(arguments)),
-        empty_gradients=lambda *arguments: (empty_gradients or empty_gradients_of)(unpack(arguments)),
+        empty_gradients=lambda *arguments: empty_gradients(unpack(arguments)),
         core_dims=tuple(core_dims.values()),
         native=native,
     )
@@ -356,7 +354,7 @@ def unpacked(kind: Kind, reduced: str, arguments: Sequence[Any]) -> Call:
     value = rest.pop(0) if summed else None
     mask = rest.pop(others)
     seed = rest.pop(others) if summed else None
-    return Call((query, key, *rest[:others]), value, mask, seed, *rest[others:], reduced)
+    return Call(reduced, (query, key, *rest[:others]), value, mask, seed, *rest[others:])
 
 
 def by_operations(kind: Kind, form: Form, call: Call) -> Tensor:
@@ -404,7 +402,8 @@ def _dropout(call: Call, rehearsed: bool = False) -> attend.Dropout | None:
 
 def in_blocks_backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
     """Gradients of the tensors of a call, each where `needs` asks for it."""
-    given, wanted = call.tensors, unpacked(kind, call.reduced, (*needs, *call.settings))
+    given = call.tensors
+    wanted: Any = unpacked(kind, call.reduced, (*needs, *call.settings))
     call = _widened(call)
     mask = call.mask if call.masked else None
     scores = attend.Masked(kind.blocks(call, wanted.scored), mask, call.is_causal, wanted.mask)
@@ -448,7 +447,7 @@ def _restored(
     ]
 
 
-def empty_gradients_of(call: Call) -> Sequence[Tensor]:
+def empty_gradients(call: Call) -> Sequence[Tensor]:
     """Uninitialised, laid out as those of blocks and kernels."""
     plan, (query, key) = call.plan, call.pairs
     dvalue = None

@@ -131,7 +131,7 @@ class Binding:
         """What `backward` computes, of differentiable PyTorch operations; only the gradients that `needs` asks for."""
         tensors, settings = arguments[: self.count], arguments[self.saved :]
         with without_autocast(dout.device):
-            pull_back = torch.func.vjp(lambda *tensors: self.composite(*tensors, *settings), *tensors)[1]
+            _, pull_back = _vjp(lambda *tensors: self.composite(*tensors, *settings), tensors)
             return tuple(gradient for gradient, need in zip(pull_back(dout), needs) if need)
 
     def save(self, ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
@@ -158,7 +158,7 @@ class Binding:
             return self.composite_gradients(dout, (*tensors, *result, *ctx.settings), ctx.needs)
 
         with without_autocast(dout.device):
-            found, pull_back = torch.func.vjp(gradients, dout, *saved[: self.count])[:2]
+            found, pull_back = _vjp(gradients, (dout, *saved[: self.count]))
             given = tuple(torch.zeros_like(one) if other is None else other for one, other in zip(found, upstream))
             return *pull_back(given), *(None,) * (len(result) + len(ctx.settings)), None
 
@@ -193,6 +193,24 @@ class Binding:
                 tensor = tensor.movedim(dim, 0)[index]
             moved.append(tensor)
         return moved
+
+
+def _vjp(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Callable[..., list[Any]]]:
+    """`torch.func.vjp` by the tensors that have gradients; those of the others, such as masks, are None."""
+    differentiable = [tensor.is_floating_point() for tensor in tensors]
+
+    def of_differentiable(*some: Tensor) -> Any:
+        given = iter(some)
+        return function(*(next(given) if is_one else tensor for is_one, tensor in zip(differentiable, tensors)))
+
+    inputs = (tensor for is_one, tensor in zip(differentiable, tensors) if is_one)
+    result, pull_back = torch.func.vjp(of_differentiable, *inputs)[:2]
+
+    def gradients(upstream: Any) -> list[Any]:
+        found = iter(pull_back(upstream))
+        return [next(found) if is_one else None for is_one in differentiable]
+
+    return result, gradients
 
 
 class _Differentiable(torch.autograd.Function):

@@ -23,7 +23,8 @@ def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -
     if tensor.layout != torch.strided:
         raise TypeError(f"{function}: `{argument}` must be dense; got {tensor.layout}; use .to_dense()")
     if tensor.ndim < dims:
-        raise ValueError(f"{function}: `{argument}` must have a last dimension; got a 0-d tensor; unsqueeze it")
+        least = "a last dimension" if dims == 1 else f"at least {dims} dimensions"
+        raise ValueError(f"{function}: `{argument}` must have {least}; got {tensor.ndim}; unsqueeze it")
 
 
 def check_devices(function: str, **tensors: Tensor) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from effops import attend, chunked
-from effops.attention import Call, Form, Kind, add_bound, attention_op, summed_bounds, unpacked
+from effops.attention import Call, Form, Kind, add_bound, attention_op, in_blocks_backward, summed_bounds, unpacked
 from effops.binding import Gradients, is_plain, requires_grad
 from effops.broadcast import Shape
 from effops.density import predict
@@ -52,9 +53,9 @@ class ScaledDotProducts:
     def blocks(self, call: Call, needs: Sequence[bool]) -> chunked.Scores:
         query, key = call.pairs
         plan, arithmetic = call.plan, call.arithmetic
-        held = 1 if call.value is None else call.value.shape[-1]
-        dimension = max(query.shape[-1], held)
-        extents = chunked.cut(plan, dimension, arithmetic.itemsize, copies=1.0, held=held)
+        summed = 0 if call.value is None else call.value.shape[-1]
+        dimension = max(query.shape[-1], summed)
+        extents = chunked.cut(plan, dimension, arithmetic.itemsize, copies=1.0, held=attend.HELD + summed)
         need_query, need_key = needs
         products = Products(plan, key, query, arithmetic, extents=extents, need_loc=need_key, need_x=need_query)
         return attend.ScaledDots(products, self.scale(call))
@@ -186,7 +187,8 @@ class _FourAxes:
     def restore(self, result: Tensor) -> Tensor:
         if len(self.batch) <= 2:
             return result.view(self.call.shape)
-        return result.unflatten(1, self.batch[1:]) if self.grouped else result.unflatten(0, self.batch[:-1])
+        axis, sizes = (1, self.batch[1:]) if self.grouped else (0, self.batch[:-1])
+        return torch.unflatten(result, axis, sizes)
 
 
 def _size(tensor: Tensor, axis: int) -> int:
@@ -195,8 +197,8 @@ def _size(tensor: Tensor, axis: int) -> int:
 
 def _sdpa(kind: Kind, call: Call) -> Tensor:
     operands = _FourAxes(call)
-    return operands.restore(
-        scaled_dot_product_attention(
+    with _seeded(call):
+        result = scaled_dot_product_attention(
             operands.query,
             operands.key,
             operands.value,
@@ -206,22 +208,34 @@ def _sdpa(kind: Kind, call: Call) -> Tensor:
             scale=kind.scale(call),
             enable_gqa=operands.grouped,
         )
-    )
+    return operands.restore(result)
+
+
+@contextmanager
+def _seeded(call: Call) -> Iterator[None]:
+    """In this context PyTorch drops as the call's seed says, so that backward can do so again."""
+    if call.dropout_p and call.seed is not None and is_plain(call.tensors):
+        with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
+            torch.manual_seed(int(call.seed))
+            yield
+    else:
+        yield
 
 
 def _sdpa_backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
+    """Where PyTorch's own backward pass is not at hand: in blocks, or with dropout, which is PyTorch's, once more."""
+    if not call.dropout_p:
+        return in_blocks_backward(kind, dout, call, needs)
+    if not is_plain(call.tensors):
+        raise NotImplementedError(
+            'attention(variant="sdpa"): with dropout gradients cannot be transformed; set dropout_p=0, or give '
+            'variant="chunked"'
+        )
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(call.tensors, needs)]
         result = _sdpa(kind, unpacked(kind, call.reduced, (*leaves, *call.settings)))
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    found = iter(torch.autograd.grad(result, wanted, dout, allow_unused=True, materialize_grads=True))
+    found = iter(torch.autograd.grad(result, [leaf for leaf in leaves if leaf.requires_grad], dout))
     return [next(found) if need else None for need in needs]
-
-
-def _sdpa_empty_gradients(call: Call) -> Sequence[Tensor]:
-    needs = [tensor.is_floating_point() for tensor in call.tensors]
-    found = _sdpa_backward(KIND, call.result.empty(call.mask, call.dtype), call, needs)
-    return [torch.empty_like(tensor) if one is None else one for one, tensor in zip(found, call.tensors)]
 
 
 def _needs_one_dtype(call: Call) -> str:
@@ -230,6 +244,12 @@ def _needs_one_dtype(call: Call) -> str:
     if dtypes == {call.dtype}:
         return ""
     return f"needs query, key and value in the dtype of the result, {call.dtype}; got {', '.join(map(str, dtypes))}"
+
+
+def _needs_positive_scale(call: Call) -> str:
+    if not call.is_causal or KIND.scale(call) > 0:
+        return ""
+    return f"needs a positive scale if is_causal, for PyTorch's kernels give NaN with {call.scale}"
 
 
 def _is_fused(call: Call) -> bool:
@@ -299,10 +319,9 @@ add_bound(
     _sdpa,
     _sdpa_backward,
     empty=lambda call: _sdpa(KIND, call),
-    empty_gradients=_sdpa_empty_gradients,
     native=True,
     cost=_sdpa_cost,
-    needs=[_needs_one_dtype],
+    needs=[_needs_one_dtype, _needs_positive_scale],
     automatic=_is_fused,
 )
 
@@ -421,6 +440,7 @@ def attention(
         >>> effops.attention(query, key, value, is_causal=True).shape
         torch.Size([2, 8, 100, 64])
     """
+    check_operand("attention", "query", query, dims=2)
     if autocast_enabled(query.device):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value, attn_mask = (_rounded(tensor, dtype) for tensor in (query, key, value, attn_mask))

@@ -1,0 +1,329 @@
+"""Masks, causality, dropout, shared heads and the choice of `attention` and its scores and weights."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import effops
+from effops.attention import bounds, gradient_bounds
+from effops.measure import Pass, memory
+from effops.op import find_op
+from effops.ops.attention import KIND
+
+FUNCTIONS = [effops.attention_scores, effops.attention_weights, effops.attention]
+ALL = [
+    pytest.param(function, variant, id=f"{function.__name__}-{variant}")
+    for function in FUNCTIONS
+    for variant in effops.variants(function)
+]
+SHAPES = {
+    "heads": ((2, 3, 9, 5), (2, 3, 7, 5)),
+    "two axes": ((9, 5), (12, 5)),
+    "shared keys": ((2, 4, 9, 5), (2, 1, 7, 5)),
+    "several blocks": ((1, 300, 5), (1, 1100, 5)),
+}
+
+
+def operands(function, query, key, *, dtype, device, generator):
+    shapes = [query, key, *([(*key[:-1], 5)] if function is effops.attention else [])]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def masks(query, key, device, generator):
+    """Boolean masks that broadcast differently, additive ones with -inf; each excludes some queries altogether."""
+    batch, (queries, keys) = query[:-2], (query[-2], key[-2])
+    full = torch.rand((*batch, queries, keys), generator=generator) < 0.6
+    full[..., 2, :] = False
+    additive = torch.randn((queries, keys), generator=generator, dtype=torch.float64)
+    additive[torch.rand((queries, keys), generator=generator) < 0.3] = -math.inf
+    additive[1] = -math.inf
+    found = {
+        "boolean": full,
+        "of keys": full[..., :1, :],
+        "of queries": full[..., :1],
+        "one": full[..., 0, 0].reshape(-1)[:1].clone().fill_(False),
+        "additive": additive,
+        "additive of keys": additive[:1],
+    }
+    return {name: mask.to(device) for name, mask in found.items()}
+
+
+def variant_or_skip(function, variant, args, options):
+    op = find_op(function)
+    obstacle = op.variants[variant].obstacle(op.prepare(*args, **options))
+    if obstacle:
+        pytest.skip(f"{variant} {obstacle}")
+
+
+def check(function, variant, args, options, generator):
+    """Results and gradients within the budget of the arithmetic; that of variant sdpa may round its weights."""
+    op = find_op(function)
+    call = op.prepare(*args, **options)
+    leaves = [arg.detach().clone().requires_grad_(arg.is_floating_point()) for arg in args]
+    out = function(*leaves, **options, variant=variant)
+    dout = torch.randn(call.shape, generator=generator, dtype=torch.float64).to(out)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    gradients = torch.autograd.grad(out, wanted, dout)
+    rounded = variant == "sdpa"
+    assert bounds(KIND, call, rounded=rounded).error_ratio(out) <= 1
+    expected = gradient_bounds(KIND, call, dout, rounded=rounded)
+    for bound, gradient in zip(expected[: len(wanted)], gradients, strict=True):
+        assert bound.error_ratio(gradient) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("function", "variant"), ALL)
+def test_masks(function, variant, dtype, device, generator):
+    if variant == "compile" and dtype != torch.float32:
+        pytest.skip("compilation takes seconds: one dtype")
+    for shape in ["heads"] if variant in ("compile", "triton") else SHAPES:
+        query, key = SHAPES[shape]
+        args = operands(function, query, key, dtype=dtype, device=device, generator=generator)
+        for name, mask in masks(query, key, device, generator).items():
+            mask = mask if mask.dtype == torch.bool else mask.to(dtype)
+            variant_or_skip(function, variant, [*args, mask], {})
+            check(function, variant, [*args, mask], {}, generator)
+            assert name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("function", "variant"), ALL)
+def test_causal_and_scale(function, variant, dtype, device, generator):
+    if variant == "compile" and dtype != torch.float32:
+        pytest.skip("compilation takes seconds: one dtype")
+    for shape in ["heads"] if variant in ("compile", "triton") else SHAPES:
+        query, key = SHAPES[shape]
+        args = operands(function, query, key, dtype=dtype, device=device, generator=generator)
+        for options in ({"is_causal": True}, {"scale": 0.3}, {"scale": 0.0}, {"is_causal": True, "scale": -2.0}):
+            if variant == "sdpa" and len(options) == 2:
+                with pytest.raises(NotImplementedError, match="needs a positive scale if is_causal"):
+                    function(*args, **options, variant=variant)
+                continue
+            variant_or_skip(function, variant, args, options)
+            check(function, variant, args, options, generator)
+
+
+@pytest.mark.parametrize("variant", effops.variants(effops.attention))
+def test_is_a_drop_in(variant, device, generator):
+    """The same arguments as PyTorch's function, and the same result."""
+    query = torch.randn(2, 6, 9, 8, generator=generator, dtype=torch.float64).to(device)
+    key, value = (torch.randn(2, 2, 7, 8, generator=generator, dtype=torch.float64).to(device) for _ in range(2))
+    mask = torch.rand(2, 6, 9, 7, generator=generator).to(device) < 0.7
+    variant_or_skip(effops.attention, variant, (query[:, :2], key, value), {})
+    for options in (
+        {"is_causal": True, "enable_gqa": True},
+        {"attn_mask": mask, "enable_gqa": True, "scale": 0.2},
+        {"attn_mask": mask[:, :1], "enable_gqa": True},
+        {"attn_mask": mask[0, 0], "enable_gqa": True},
+    ):
+        expected = scaled_dot_product_attention(query, key, value, **options)
+        torch.testing.assert_close(effops.attention(query, key, value, **options, variant=variant), expected)
+    found = effops.attention(query[:, :2], key, value, mask[:, :2], 0.0, False, None, variant=variant)
+    torch.testing.assert_close(found, scaled_dot_product_attention(query[:, :2], key, value, mask[:, :2]))
+
+
+@pytest.mark.parametrize("variant", effops.variants(effops.attention))
+def test_dropout(variant, device, generator):
+    """Weights are dropped independently, the others scaled; the seed of PyTorch says which, in gradients too."""
+    keys, p = 400, 0.3
+    query, key = torch.zeros(50, 2, device=device), torch.zeros(keys, 2, device=device)
+    value = torch.eye(keys, device=device)
+    variant_or_skip(effops.attention, variant, (query, key, value), {"dropout_p": p})
+
+    def dropped(seed):
+        torch.manual_seed(seed)
+        return effops.attention(query, key, value, None, p, variant=variant) * keys
+
+    first, again, other = dropped(0), dropped(0), dropped(1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    kept = (first != 0).double()
+    torch.testing.assert_close(first, (kept / (1 - p)).float())
+    deviation = math.sqrt(p * (1 - p) / kept.numel())
+    assert abs(kept.mean().item() - (1 - p)) < 5 * deviation
+    # neither along queries nor along keys do decisions go together
+    for axis in (0, 1):
+        neighbours = ((kept - kept.mean()) * (kept.roll(1, axis) - kept.mean())).mean() / (p * (1 - p))
+        assert abs(neighbours.item()) < 5 / math.sqrt(kept.numel())
+    if variant == "compile":
+        return
+    args = operands(effops.attention, (3, 5), (4, 5), dtype=torch.float64, device=device, generator=generator)
+
+    def seeded(*args):
+        torch.manual_seed(3)
+        return effops.attention(*args, dropout_p=p, variant=variant)
+
+    assert torch.autograd.gradcheck(seeded, [arg.requires_grad_() for arg in args])
+
+
+@pytest.mark.parametrize("variant", ["naive", "chunked"])
+def test_dropping_everything(variant, device, generator):
+    args = operands(effops.attention, (3, 5), (4, 5), dtype=torch.float32, device=device, generator=generator)
+    assert not effops.attention(*args, dropout_p=1.0, variant=variant).any()
+
+
+def test_the_choice_never_holds_all_pairs(device):
+    """PyTorch's kernels where it fuses them, and blocks where it would not."""
+    if device != "cpu":
+        pytest.skip("which calls are fused differs by device")
+
+    def fused(query, key, value, mask=None, **options):
+        settings = {"dropout_p": options.get("dropout_p", 0.0), "is_causal": options.get("is_causal", False)}
+        return bool(torch._fused_sdp_choice(query, key, value, mask, *settings.values()))
+
+    query, key = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 7, 8)
+    for args, options in (
+        ((query, key, key), {}),
+        ((query, key, key), {"is_causal": True}),
+        ((query, key, key), {"dropout_p": 0.1}),
+        ((query, key, key[..., :5]), {}),
+        ((query, key, key, torch.randn(9, 7)), {}),
+        ((query, key, key, torch.randn(2, 1, 9, 7)), {}),
+        ((query, key, key, torch.randn(9, 7).requires_grad_()), {}),
+        ((query, key, key, torch.rand(9, 7) < 0.5), {}),
+        ((query.clone().requires_grad_(), key, key), {}),
+        ((query.bfloat16(), key.bfloat16(), key.bfloat16()), {}),
+        ((query.double(), key.double(), key.double()), {}),
+        ((query[:, :, :0], key, key), {}),
+        ((query, key[:, :, :0], key[:, :, :0]), {}),
+        ((query, key.mT.contiguous().mT, key), {}),
+        ((query, key[:, :1].expand(2, 3, 7, 8), key), {}),
+    ):
+        expected = "sdpa" if fused(*args, **options) else "chunked"
+        assert effops.explain(effops.attention, *args, **options).chosen == expected, (args, options)
+    # other than four axes PyTorch does not fuse by itself
+    assert effops.explain(effops.attention, query[0], key[0], key[0]).chosen == "sdpa"
+    report = effops.explain(effops.attention, *(torch.empty(4096, 64, device="meta") for _ in range(3)))
+    assert report.variants["sdpa"].temporary_bytes < 2**20 < report.variants["naive"].temporary_bytes
+
+
+def test_memory(device):
+    """Beyond the result: at most 4 MiB for weights and sums, and for sums at most 5 % of the naive form's."""
+    query = torch.randn(2, 4, 512, 64, device=device)
+    mask = torch.randn(512, 512, device=device)
+    for dtype, variant_mask in itertools.product((torch.float32, torch.bfloat16), (None, mask, mask > 0)):
+        args = (query.to(dtype), query.to(dtype))
+        options = {"attn_mask": variant_mask}
+        for function in (effops.attention_scores, effops.attention_weights):
+            run = Pass(lambda *args, f=function, o=options: f(*args, **o, variant="chunked"), args)
+            assert memory(run).temporary_bytes <= 2**22
+    long = torch.randn(1, 1, 4096, 64, device=device)
+    naive = effops.explain(effops.attention, long, long, long, is_causal=True).variants["naive"]
+    for variant in ("chunked", "sdpa"):
+        run = Pass(lambda long, v=variant: effops.attention(long, long, long, is_causal=True, variant=v), (long,))
+        assert memory(run).temporary_bytes <= min(2**22, 0.05 * naive.temporary_bytes)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((3, 100000), (5, 100000), (5, 4)),
+        ((3, 4), (5, 4), (5, 100000)),
+        ((200000, 1), (1, 1), (1, 1)),
+        ((1, 1), (200000, 1), (200000, 1)),
+        ((40000, 2, 3), (40000, 2, 3), (40000, 2, 3)),
+        ((2, 300, 600), (2, 1200, 600), (2, 1200, 600)),
+    ],
+    ids=["wide keys", "wide values", "queries", "keys", "batch", "wide"],
+)
+def test_memory_of_extreme_shapes(shapes, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        args = tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+        for function in FUNCTIONS:
+            inputs = args if function is effops.attention else args[:2]
+            run = Pass(lambda *args, f=function: f(*args, variant="chunked"), inputs)
+            assert memory(run).temporary_bytes <= 2**22, (function, dtype)
+
+
+def sdpa(*args):
+    return effops.attention(*args, variant="sdpa")
+
+
+def test_fused_kernels_at_home_in_pytorch(device, generator):
+    """What PyTorch's own function lacks: second derivatives, forward mode, batches; and what it has."""
+    args = operands(
+        effops.attention, (2, 3, 6, 5), (2, 3, 7, 5), dtype=torch.float64, device=device, generator=generator
+    )
+    assert effops.explain(effops.attention, *args).chosen == "sdpa"
+
+    def naive(*args):
+        return effops.attention(*args, variant="naive")
+
+    leaves = [arg.clone().requires_grad_() for arg in args]
+    assert torch.autograd.gradgradcheck(sdpa, leaves, fast_mode=True)
+    _, tangent = torch.func.jvp(sdpa, tuple(args), tuple(args))
+    torch.testing.assert_close(tangent, torch.func.jvp(naive, tuple(args), tuple(args))[1])
+    each = torch.func.vmap(torch.func.grad(lambda *args: sdpa(*args).square().sum()))(*args)
+    torch.testing.assert_close(each, torch.func.vmap(torch.func.grad(lambda *args: naive(*args).square().sum()))(*args))
+    expected = torch.autograd.grad(naive(*leaves).square().sum(), leaves)
+    out = sdpa(*leaves)
+    for retain in (True, True, False):  # the second time nothing is left of what PyTorch saved
+        found = torch.autograd.grad(out.square().sum(), leaves, retain_graph=retain)
+        torch.testing.assert_close(found, expected)
+    out = checkpoint(sdpa, *leaves, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), leaves), expected)
+    compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves).square().sum(), leaves), expected)
+
+
+def test_fused_kernels_save_what_pytorch_saves(device):
+    query, key, value = (torch.randn(2, 4, 512, 64, device=device).requires_grad_() for _ in range(3))
+    saved = memory(Pass(sdpa, (query, key, value))).saved_bytes
+    plain = memory(Pass(scaled_dot_product_attention, (query, key, value))).saved_bytes
+    assert saved <= plain + 64
+
+
+def test_autocast_rounds_as_pytorch_does(device, generator):
+    args = operands(
+        effops.attention, (2, 3, 6, 5), (2, 3, 7, 5), dtype=torch.float32, device=device, generator=generator
+    )
+    for options in ({}, {"attn_mask": torch.randn(6, 7, generator=generator).to(device)}):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            found, expected = (f(*args, **options) for f in (effops.attention, scaled_dot_product_attention))
+        assert found.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_bad_arguments(function, device):
+    def tensors(*shapes):
+        made = [torch.zeros(shape, device=device) for shape in shapes]
+        return [*made, *made[1:2]] if function is effops.attention else made
+
+    name = function.__name__
+    good = tensors((2, 3, 4, 5), (2, 3, 6, 5))
+    for args, options, error, message in (
+        (tensors((2, 3, 4, 5), (2, 3, 6, 7)), {}, ValueError, "last dimensions of `query` and `key` must be equal"),
+        (tensors((2, 3, 4, 5), (2, 2, 6, 5)), {}, ValueError, "heads among them, must broadcast"),
+        (tensors((5,), (6, 5)), {}, ValueError, "`query` must have at least 2 dimensions"),
+        (good, {"attn_mask": torch.zeros(4, 7, device=device)}, ValueError, r"must broadcast to .* = \(4, 6\)"),
+        (good, {"attn_mask": torch.zeros(5, 1, 4, 6, device=device)}, ValueError, "must broadcast"),
+        (good, {"attn_mask": torch.zeros(4, 6, dtype=torch.int64, device=device)}, TypeError, "`attn_mask` must be"),
+        (good, {"attn_mask": good[0][0, 0, :, :1], "is_causal": True}, ValueError, "exclude each other"),
+        ([None, *good[1:]], {}, TypeError, "`query` must be a tensor"),
+        ([good[0].long(), *good[1:]], {}, TypeError, "`query` must be real floating point"),
+    ):
+        with pytest.raises(error, match=f"{name}: .*{message}"):
+            function(*args, **options)
+
+
+def test_bad_arguments_of_attention(device):
+    query, key = torch.zeros(2, 6, 4, 5, device=device), torch.zeros(2, 4, 7, 5, device=device)
+    with pytest.raises(ValueError, match="one value for each key"):
+        effops.attention(query, key[:, :1], key[:, :1, :6])
+    for p in (-0.1, 1.1, float("nan"), True):
+        with pytest.raises(ValueError, match="`dropout_p` must be a probability"):
+            effops.attention(query, key[:, :1], key[:, :1], dropout_p=p)
+    with pytest.raises(ValueError, match="must be a multiple of those of `key`"):
+        effops.attention(query, key, key, enable_gqa=True)
+    with pytest.raises(ValueError, match="enable_gqa=True if several heads"):
+        effops.attention(query, key[:, :3], key[:, :3])
+    leaf = query.clone().requires_grad_()
+    out = effops.attention(leaf, key[:, :1], key[:, :1], dropout_p=0.5, variant="chunked")
+    (gradient,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(gradient.sum(), leaf)
