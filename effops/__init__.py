@@ -4,6 +4,7 @@ from effops import distributions
 from effops.op import Explanation, VariantReport, explain, use_variant, variants
 from effops.ops.attention import attention, attention_scores, attention_weights
 from effops.ops.broadcast_dot import broadcast_dot
+from effops.ops.log_sparse_attention import log_sparse_attention
 from effops.ops.normal import normal_log_prob, normal_mixture_log_prob
 from effops.ops.power_spherical import power_spherical_log_prob, power_spherical_mixture_log_prob
 from effops.ops.von_mises_fisher import von_mises_fisher_log_prob, von_mises_fisher_mixture_log_prob
@@ -21,6 +22,7 @@ __all__ = [
     "broadcast_dot",
     "distributions",
     "explain",
+    "log_sparse_attention",
     "normal_log_prob",
     "normal_mixture_log_prob",
     "patch_power_spherical",

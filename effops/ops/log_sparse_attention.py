@@ -1,0 +1,470 @@
+"""Causal attention over a log-sparse pattern: each position attends to O(log L) others, at offsets that double.
+
+query l attends to key j <= l  iff  ((l - j) mod restart) is in {0..local-1} or {local-1 + 2^k, k >= 0}
+
+S Li et al. 2019, arXiv:1907.00235.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from effops import log_sparse
+from effops.binding import Binding, Gradients, requires_grad
+from effops.broadcast import Shape
+from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, script
+from effops.op import Cost, Op
+from effops.operands import check_devices, check_operand
+from effops.precision import arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
+from effops.predict import predict_bytes
+from effops.testing import Bounds
+
+NAME = "log_sparse_attention"
+CORE_DIMS = {"query": 2, "key": 2, "value": 2}
+
+
+class Call(NamedTuple):
+    """A validated call: its tensors, their batch shape, the dtype of the result, and the settings."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    batch: Shape
+    dtype: torch.dtype
+    local: int
+    restart: int | None
+    scale: float | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    @property
+    def settings(self) -> tuple[torch.dtype, int, int | None, float | None]:
+        return self.dtype, self.local, self.restart, self.scale
+
+    @property
+    def shape(self) -> Shape:
+        return *self.batch, *self.value.shape[-2:]
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        return arithmetic_dtype(self.dtype)
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    local: int = 1,
+    restart: int | None = None,
+    scale: float | None = None,
+) -> Call:
+    """Validate shapes, dtypes, devices and settings (never values of tensors)."""
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        check_operand(NAME, name, tensor)
+        if tensor.ndim < 2:
+            raise ValueError(
+                f"{NAME}: `{name}` must have at least 2 dimensions, positions and features; got {tuple(tensor.shape)}; "
+                "unsqueeze it"
+            )
+    check_devices(NAME, **tensors)
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"{NAME}: last dimension of `key` must equal that of `query`; got query {tuple(query.shape)}, key "
+            f"{tuple(key.shape)}; project one to the size of the other"
+        )
+    for name in ("key", "value"):
+        if tensors[name].shape[-2] != query.shape[-2]:
+            raise ValueError(
+                f"{NAME}: `{name}` must have as many positions as `query`; got query {tuple(query.shape)}, {name} "
+                f"{tuple(tensors[name].shape)}; the pattern is that of self-attention: pad or cut the shorter one"
+            )
+    try:
+        batch = tuple(torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors.values())))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{NAME}: batch shapes must broadcast; got query {tuple(query.shape)}, key {tuple(key.shape)}, value "
+            f"{tuple(value.shape)}; unsqueeze the axes that should pair up, or repeat the heads that are shared"
+        ) from error
+    _check_pattern(local, restart)
+    if scale is not None and not isinstance(scale, Real):
+        raise TypeError(
+            f"{NAME}: `scale` must be a number or None; got {type(scale).__name__}; multiply query by a tensor"
+        )
+    dtype = wider(wider(query.dtype, key.dtype), value.dtype)
+    return Call(query, key, value, batch, dtype, local, restart, None if scale is None else float(scale))
+
+
+def _check_pattern(local: int, restart: int | None) -> None:
+    for name, number in (("local", local), ("restart", restart)):
+        if number is None and name == "restart":
+            continue
+        if not isinstance(number, int) or isinstance(number, bool):
+            got = type(number).__name__
+            raise TypeError(f"{NAME}: `{name}` must be an integer; got {got}; convert it with int()")
+        if number < 1:
+            remedy = "1 is a position's attention to itself" if name == "local" else "None is no restart"
+            raise ValueError(f"{NAME}: `{name}` must be at least 1; got {number}; {remedy}")
+    if restart is not None and local > restart:
+        raise ValueError(
+            f"{NAME}: `local` must be at most `restart`, where every earlier position is attended to; got local="
+            f"{local}, restart={restart}; lower `local` or raise `restart`"
+        )
+
+
+def factor(query: Tensor, scale: float | None) -> float:
+    """What scores are multiplied with."""
+    if scale is None:
+        return 1.0 / math.sqrt(max(1, query.shape[-1]))
+    return scale
+
+
+def allowed(distance: Tensor, local: int, restart: int | None) -> Tensor:
+    """Whether a query attends to a key `distance` positions before; scriptable."""
+    offset = distance if restart is None else distance % restart
+    beyond = offset - (local - 1)
+    return (distance >= 0) & ((beyond <= 0) | ((beyond & (beyond - 1)) == 0))
+
+
+def naive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    arithmetic: torch.dtype,
+    local: int,
+    restart: int | None,
+    scale: float | None,
+) -> Tensor:
+    positions = torch.arange(query.shape[-2], device=query.device)
+    pairs = allowed(positions.unsqueeze(-1) - positions, local, restart)
+    scores = torch.matmul(query.to(arithmetic), key.to(arithmetic).transpose(-2, -1)) * factor(query, scale)
+    weights = torch.softmax(scores.masked_fill(~pairs, -math.inf), -1)
+    return torch.matmul(weights, value.to(arithmetic)).to(dtype)
+
+
+def composite(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    local: int,
+    restart: int | None,
+    scale: float | None,
+) -> Tensor:
+    return naive(query, key, value, dtype, arithmetic_dtype(dtype), local, restart, scale)
+
+
+def _blocks(
+    query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, local: int, restart: int | None, *, kept: bool
+) -> log_sparse.Blocks:
+    tensors = query, key, value
+    pattern = log_sparse.Pattern(local, restart)
+    return log_sparse.Blocks(pattern, tensors, _batch(*tensors), arithmetic_dtype(dtype), kept=kept)
+
+
+def _batch(*tensors: Tensor) -> Shape:
+    return tuple(torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors)))
+
+
+def empty(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    local: int,
+    restart: int | None,
+    scale: float | None,
+) -> Tensor:
+    return value.new_empty((*_batch(query, key, value), *value.shape[-2:]), dtype=dtype)
+
+
+def empty_gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in arguments[: len(CORE_DIMS)])
+
+
+def _chunked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    local: int,
+    restart: int | None,
+    scale: float | None,
+) -> Tensor:
+    blocks = _blocks(query, key, value, dtype, local, restart, kept=False)
+    out = empty(query, key, value, dtype, local, restart, scale)
+    return log_sparse.forward(blocks, query, key, value, factor(query, scale), out)
+
+
+def _chunked_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    local: int,
+    restart: int | None,
+    scale: float | None,
+    needs: Sequence[bool],
+) -> Gradients:
+    blocks = _blocks(query, key, value, dtype, local, restart, kept=True)
+    return log_sparse.backward(blocks, dout, query, key, value, factor(query, scale), needs)
+
+
+def sample(
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal query, key and value of given shapes."""
+    query_, key_, value_ = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype) for shape in (query, key, value)
+    )
+    return query_, key_, value_
+
+
+def workload(*, H: int, L: int, E: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """H heads of L positions and E features."""
+    return sample((H, L, E), (H, L, E), (H, L, E), **options)
+
+
+class _Exact(NamedTuple):
+    """Attention in float64 with all its pairs: the values, and how far a correct result's may be off."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    shares: Tensor
+    shares_error: Tensor
+    terms: int
+    unit: float
+
+
+def _exact(call: Call) -> _Exact:
+    """A score is off by its contraction's error, and its share by what that does in the exponent."""
+    query, key, value = (tensor.double() for tensor in call.tensors)
+    u, scale = unit_roundoff(call.arithmetic), factor(query, call.scale)
+    positions = torch.arange(query.shape[-2], device=call.device)
+    missing = ~allowed(positions.unsqueeze(-1) - positions, call.local, call.restart)
+    scores = (query @ key.mT * scale).masked_fill(missing, -math.inf)
+    shares = torch.softmax(scores, -1)
+    sizes = scores.abs().masked_fill(missing, 0)
+    largest = sizes.amax(-1, keepdim=True) if sizes.numel() else sizes
+    lengths = query.norm(dim=-1).unsqueeze(-1) * key.norm(dim=-1).unsqueeze(-2)
+    error = abs(scale) * _contraction_error(call, query) * u * lengths + 4 * u * (sizes + largest)
+    terms = int((~missing).sum(-1).max()) if missing.numel() else 0
+    in_exponent = error + (shares * error).sum(-1, keepdim=True)
+    return _Exact(query, key, value, scale, shares, shares * (in_exponent.expm1() + (8 + terms) * u), terms, u)
+
+
+def _contraction_error(call: Call, operand: Tensor) -> float:
+    return contraction_error(operand.shape[-1], call.arithmetic, torch.get_float32_matmul_precision())
+
+
+def bounds(call: Call) -> Bounds:
+    """Where a correct result lies."""
+    exact = _exact(call)
+    sizes = exact.shares_error + (4 + exact.terms) * exact.unit * exact.shares
+    radius = sizes @ exact.value.abs()
+    return Bounds(exact.shares @ exact.value, radius, radius, dtype=call.dtype)
+
+
+def gradient_bounds(call: Call, dout: Tensor) -> tuple[Bounds, ...]:
+    """Where correct gradients of query, key and value lie: a sum of n terms is off by (4 + n) u of their sizes."""
+    query, key, value, scale, shares, shares_error, terms, u = _exact(call)
+    dout = dout.double()
+    slopes = dout @ value.mT
+    lengths = dout.norm(dim=-1).unsqueeze(-1) * value.norm(dim=-1).unsqueeze(-2)
+    slopes_error = _contraction_error(call, value) * u * lengths
+    mean = (shares * slopes).sum(-1, keepdim=True)
+    mean_error = (shares_error * slopes.abs() + shares * (slopes_error + (4 + terms) * u * slopes.abs())).sum(
+        -1, keepdim=True
+    )
+    weights = scale * shares * (slopes - mean)
+    weights_error = abs(scale) * (
+        shares_error * (slopes - mean).abs()
+        + shares * (slopes_error + mean_error + 4 * u * (slopes.abs() + mean.abs()))
+    )
+
+    def of(operand: Tensor, factors: Tensor, errors: Tensor, others: Tensor) -> Bounds:
+        summed = (factors @ others).sum_to_size(operand.shape)
+        repeats = math.prod(call.batch) * operand.shape[-1] // max(1, operand.numel() // max(1, operand.shape[-2]))
+        count = 4 + repeats * others.shape[-2]
+        radius = ((errors + count * u * factors.abs()) @ others.abs()).sum_to_size(operand.shape)
+        return Bounds(summed, radius, radius, dtype=operand.dtype)
+
+    return (
+        of(call.query, weights, weights_error, key),
+        of(call.key, weights.mT, weights_error.mT, query),
+        of(call.value, shares.mT, shares_error.mT, dout),
+    )
+
+
+def _operations(call: Call, pairs: int) -> int:
+    """A multiplication and an addition a feature of keys and values, and the softmax."""
+    return math.prod(call.batch) * pairs * 2 * (call.query.shape[-1] + call.value.shape[-1] + 4)
+
+
+def _all_pairs(call: Call) -> int:
+    return call.query.shape[-2] ** 2
+
+
+def _own_pairs(call: Call) -> int:
+    return log_sparse.Pattern(call.local, call.restart).pairs(call.query.shape[-2])
+
+
+op = Op(
+    NAME,
+    prepare=prepare,
+    preference=("chunked", "compile", "torchscript", "naive"),
+    cases={
+        # query, key, value
+        "founding": ((2, 3, 13, 5), (2, 3, 13, 5), (2, 3, 13, 4)),
+        "single": ((2, 3), (2, 3), (2, 2)),
+        "one position": ((3, 1, 4), (3, 1, 4), (3, 1, 5)),
+        "one head": ((7, 3), (7, 3), (7, 9)),
+        "shared heads": ((4, 1, 33, 6), (3, 33, 6), (33, 8)),
+        "values vary": ((33, 6), (33, 6), (2, 3, 33, 2)),
+        "no positions": ((2, 0, 4), (2, 0, 4), (2, 0, 3)),
+        "no heads": ((0, 5, 4), (5, 4), (1, 5, 4)),
+        "several blocks": ((450, 300), (450, 300), (2, 450, 3)),
+    },
+    sample=sample,
+    workload=workload,
+    sizes={"H": 8, "L": 4096, "E": 64},
+    bounds=bounds,
+    gradient_bounds=gradient_bounds,
+    core_dims=CORE_DIMS,
+)
+
+
+def _compiled_cost(call: Call) -> Cost:
+    """What TorchInductor allocates, as measured: copies in the dtype of the arithmetic, scores, and mask."""
+    size = call.arithmetic.itemsize
+    results = math.prod(call.shape)
+    output, operations = call.dtype.itemsize * results, _operations(call, _all_pairs(call))
+    scores = size * math.prod(_batch(call.query, call.key)) * _all_pairs(call)
+    copies = [size * tensor.numel() if tensor.dtype != call.arithmetic else 0 for tensor in call.tensors]
+    rounded = size * results if call.dtype != call.arithmetic else 0
+    if requires_grad(call.tensors):
+        return Cost(output, scores + _all_pairs(call) + sum(copies), rounded, operations)
+    temporary = scores + max(copies[0] + copies[1], copies[2] + rounded)
+    return Cost(output, 0, temporary - output if rounded else temporary, operations)
+
+
+def _add_form(variant: str, form: Any, **options: Any) -> None:
+    """A variant made of PyTorch operations."""
+
+    def run(call: Call) -> Tensor:
+        dtype, *settings = call.settings
+        result: Tensor = form(*call.tensors, dtype, arithmetic_dtype(dtype), *settings)
+        return result
+
+    def cost(call: Call) -> Cost:
+        def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return run(call._replace(query=query, key=key, value=value))
+
+        return Cost(*predict_bytes(function, *call.tensors), _operations(call, _all_pairs(call)))
+
+    op.variant(variant, **{"cost": cost, **options})(run)
+
+
+_add_form("naive", naive)
+_add_form("torchscript", script(naive), needs=[needs_torchscript])
+_add_form("compile", compile_by_signature(naive), needs=[needs_inductor], cost=_compiled_cost)
+
+_in_blocks = Binding(
+    f"{NAME}_chunked",
+    forward=_chunked,
+    backward=_chunked_backward,
+    composite=composite,
+    empty=empty,
+    empty_gradients=empty_gradients,
+    core_dims=tuple(CORE_DIMS.values()),
+)
+
+
+def _chunked_cost(call: Call) -> Cost:
+    @torch.no_grad()
+    def rehearsed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        blocks = _blocks(query, key, value, call.dtype, call.local, call.restart, kept=False)
+        out = empty(query, key, value, *call.settings)
+        return log_sparse.rehearse(blocks, query, key, value, factor(query, call.scale), out)
+
+    return Cost(*predict_bytes(rehearsed, *call.tensors), _operations(call, _own_pairs(call)))
+
+
+@op.variant("chunked", cost=_chunked_cost)
+def _run_chunked(call: Call) -> Tensor:
+    return _in_blocks(*call.tensors, *call.settings)
+
+
+@op.public
+def log_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    local: int = 1,
+    restart: int | None = None,
+    scale: float | None = None,
+    *,
+    variant: str | None = None,
+) -> Tensor:
+    """Causal attention in which each position attends to O(log L) others.
+
+    Query l attends to key j <= l iff `(l - j) mod restart` is in `{0..local-1}` or `{local-1 + 2^k, k >= 0}`: to itself
+    and the `local - 1` before, then at distances that double, and so again after each `restart` positions.
+
+    Args:
+        query: `(*Q, L, E)`
+        key: `(*K, L, E)`
+        value: `(*V, L, F)`; the batch axes of the three broadcast
+        local: number of nearest positions that are all attended to, oneself included
+        restart: length after which the pattern begins anew, at least `local`; None for never
+        scale: of the scores `query @ key.mT`; None for `1 / sqrt(E)`
+        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+
+    Returns:
+        The attention, `(*batch, L, F)`, contiguous. The dtype is the promotion of the inputs'; the arithmetic is
+        float32, or float64 for float64. Under autocast the tensors are cast to its dtype first, but for float64, as by
+        `torch.nn.functional.scaled_dot_product_attention`.
+
+    Variant chunked saves the three tensors for backward, no more, and takes time and memory of O(L log L).
+
+    Raises:
+        TypeError: a tensor is none, or not of a floating-point dtype; `local` or `restart` is no integer
+        ValueError: shapes do not fit, devices differ, `local` or `restart` is out of range, no such variant
+        NotImplementedError: the named variant cannot run this call
+
+    Example:
+        >>> query, key, value = torch.randn(3, 8, 1000, 64).unbind()
+        >>> effops.log_sparse_attention(query, key, value, local=4).shape
+        torch.Size([8, 1000, 64])
+    """
+    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+    return op(query, key, value, local, restart, scale, variant=variant)
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype of autocast, where that is enabled and applies to it."""
+    if not isinstance(tensor, Tensor) or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if autocast_enabled(tensor.device) else tensor
