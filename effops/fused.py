@@ -80,11 +80,11 @@ def rehearse_normaliser(scale: Tensor, scale_dims: int) -> None:
 def _workspace(
     layout: Layout, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, scale_dims: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    out = layout.plan.empty(x, _stored_dtype(dtype, x.device))
+    out = layout.plan.empty(x, stored_dtype(dtype, x.device))
     return _matrices(layout, loc, scale, x, scale_dims), out
 
 
-def _stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype that a kernel stores: Triton's interpreter, on the CPU, truncates to bfloat16 where it should round."""
     return torch.float32 if dtype == torch.bfloat16 and device.type == "cpu" else dtype
 
@@ -108,10 +108,10 @@ def backward(
     left, right, factor = _matrices(layout, loc, scale, x, scale_dims)
     own_loc = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
     # What is summed further down here is not rounded before.
-    loc_dtype = _stored_dtype(loc.dtype, x.device) if own_loc.numel() == right.numel() else arithmetic
+    loc_dtype = stored_dtype(loc.dtype, x.device) if own_loc.numel() == right.numel() else arithmetic
     dloc = right.new_empty(right.shape, dtype=loc_dtype) if need_loc else None
     dscale = layout.empty_sums(scale, arithmetic, trailing=scale_dims) if need_scale else None
-    dx = left.new_empty(left.shape, dtype=_stored_dtype(x.dtype, x.device)) if need_x else None
+    dx = left.new_empty(left.shape, dtype=stored_dtype(x.dtype, x.device)) if need_x else None
     kernels.backward(left, right, factor, plan.view(dout, plan.order).reshape(factor.shape[:3]), dx, dloc, dscale)
     return (
         None if dloc is None else layout.restore(dloc, loc, (0, 2), trailing=1),

@@ -13,7 +13,7 @@ import tempfile
 
 import torch
 import triton
-from effops.kernels import distances, mixture, pairs, power_spherical, von_mises_fisher
+from effops.kernels import distances, log_sparse, mixture, pairs, power_spherical, von_mises_fisher
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -91,6 +91,7 @@ def shipped():
             if launch.args[0].dtype != torch.bfloat16:
                 yield architecture, launch
     yield from distances.shipped()
+    yield from log_sparse.shipped()
 
 
 def main(index, count):

@@ -18,7 +18,8 @@ from torch import Tensor
 from effops import log_sparse
 from effops.binding import Binding, Gradients, requires_grad
 from effops.broadcast import Shape
-from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, script
+from effops.fused import stored_dtype
+from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
 from effops.op import Cost, Op
 from effops.operands import check_devices, check_operand
 from effops.precision import arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
@@ -26,6 +27,7 @@ from effops.predict import predict_bytes
 from effops.testing import Bounds
 
 NAME = "log_sparse_attention"
+FEATURES = 2048  # as many as the kernels take
 CORE_DIMS = {"query": 2, "key": 2, "value": 2}
 
 
@@ -224,6 +226,71 @@ def _chunked_backward(
     return log_sparse.backward(blocks, dout, query, key, value, factor(query, scale), needs)
 
 
+def _triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    local: int,
+    restart: int | None,
+    scale: float | None,
+) -> Tensor:
+    from effops.kernels import log_sparse as kernels
+
+    out = empty(query, key, value, stored_dtype(dtype, query.device), local, restart, scale)
+    q, k, v = _matrices(query, key, value)
+    kernels.forward(q, k, v, _flat(out), _scale(query, dtype, scale), local=local, restart=restart)
+    return out.to(dtype)
+
+
+def _triton_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    local: int,
+    restart: int | None,
+    scale: float | None,
+    needs: Sequence[bool],
+) -> Gradients:
+    from effops.kernels import log_sparse as kernels
+
+    tensors = query, key, value
+    matrices = _matrices(*tensors)
+    found = [
+        matrix.new_empty(matrix.shape, dtype=_gradient_dtype(tensor, matrix, dtype)) if need else None
+        for tensor, matrix, need in zip(tensors, matrices, needs)
+    ]
+    factors = _scale(query, dtype, scale)
+    (q, k, v), (dq, dk, dv) = matrices, found
+    kernels.backward(q, k, v, _flat(dout), dq, dk, dv, factors, local=local, restart=restart)
+    batch = _batch(*tensors)
+    return [
+        None if own is None else own.view(*batch, *tensor.shape[-2:]).sum_to_size(tensor.shape).to(tensor.dtype)
+        for own, tensor in zip(found, tensors)
+    ]
+
+
+def _matrices(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with one batch axis."""
+    batch = _batch(*tensors)
+    return tuple(_flat(tensor.expand(*batch, *tensor.shape[-2:])) for tensor in tensors)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
+
+
+def _scale(query: Tensor, dtype: torch.dtype, scale: float | None) -> Tensor:
+    return torch.full((1,), factor(query, scale), dtype=arithmetic_dtype(dtype), device=query.device)
+
+
+def _gradient_dtype(tensor: Tensor, matrix: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What is summed over a shared axis is not rounded before."""
+    return stored_dtype(tensor.dtype, tensor.device) if tensor.numel() == matrix.numel() else arithmetic_dtype(dtype)
+
+
 def sample(
     query: Shape,
     key: Shape,
@@ -334,7 +401,7 @@ def _own_pairs(call: Call) -> int:
 op = Op(
     NAME,
     prepare=prepare,
-    preference=("chunked", "compile", "torchscript", "naive"),
+    preference=("triton", "chunked", "compile", "torchscript", "naive"),
     cases={
         # query, key, value
         "founding": ((2, 3, 13, 5), (2, 3, 13, 5), (2, 3, 13, 4)),
@@ -345,7 +412,7 @@ op = Op(
         "values vary": ((33, 6), (33, 6), (2, 3, 33, 2)),
         "no positions": ((2, 0, 4), (2, 0, 4), (2, 0, 3)),
         "no heads": ((0, 5, 4), (5, 4), (1, 5, 4)),
-        "several blocks": ((450, 300), (450, 300), (2, 450, 3)),
+        "several blocks": ((1100, 3), (1100, 3), (2, 1100, 2)),
     },
     sample=sample,
     workload=workload,
@@ -417,6 +484,39 @@ def _run_chunked(call: Call) -> Tensor:
     return _in_blocks(*call.tensors, *call.settings)
 
 
+_in_kernel = Binding(
+    f"{NAME}_triton",
+    forward=_triton,
+    backward=_triton_backward,
+    composite=composite,
+    empty=empty,
+    empty_gradients=empty_gradients,
+    core_dims=tuple(CORE_DIMS.values()),
+)
+
+
+def _few_features(call: Call) -> str:
+    widest = max(call.query.shape[-1], call.value.shape[-1])
+    reason = f"needs at most {FEATURES} features, which a row keeps in registers; got {widest}"
+    return reason if widest > FEATURES else ""
+
+
+def _triton_cost(call: Call) -> Cost:
+    @torch.no_grad()
+    def rehearsed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        matrices = _matrices(query, key, value), _scale(query, call.dtype, call.scale)
+        out = empty(query, key, value, *call.settings)
+        del matrices
+        return out
+
+    return Cost(*predict_bytes(rehearsed, *call.tensors), _operations(call, _own_pairs(call)))
+
+
+@op.variant("triton", cost=_triton_cost, needs=[needs_triton, _few_features], automatic_on=("cuda",))
+def _run_triton(call: Call) -> Tensor:
+    return _in_kernel(*call.tensors, *call.settings)
+
+
 @op.public
 def log_sparse_attention(
     query: Tensor,
@@ -447,7 +547,7 @@ def log_sparse_attention(
         float32, or float64 for float64. Under autocast the tensors are cast to its dtype first, but for float64, as by
         `torch.nn.functional.scaled_dot_product_attention`.
 
-    Variant chunked saves the three tensors for backward, no more, and takes time and memory of O(L log L).
+    Variants chunked and triton save the three tensors for backward, no more, and take O(L log L) time and memory.
 
     Raises:
         TypeError: a tensor is none, or not of a floating-point dtype; `local` or `restart` is no integer
