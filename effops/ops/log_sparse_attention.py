@@ -20,7 +20,7 @@ from effops.binding import Binding, Gradients, requires_grad
 from effops.broadcast import Shape
 from effops.fused import stored_dtype
 from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
-from effops.op import Cost, Op
+from effops.op import Cost, Op, on_cuda
 from effops.operands import check_devices, check_operand
 from effops.precision import arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
 from effops.predict import predict_bytes
@@ -512,7 +512,7 @@ def _triton_cost(call: Call) -> Cost:
     return Cost(*predict_bytes(rehearsed, *call.tensors), _operations(call, _own_pairs(call)))
 
 
-@op.variant("triton", cost=_triton_cost, needs=[needs_triton, _few_features], automatic_on=("cuda",))
+@op.variant("triton", cost=_triton_cost, needs=[needs_triton, _few_features], automatic=on_cuda)
 def _run_triton(call: Call) -> Tensor:
     return _in_kernel(*call.tensors, *call.settings)
 
