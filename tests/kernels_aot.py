@@ -13,7 +13,7 @@ import tempfile
 
 import torch
 import triton
-from effops.kernels import distances, log_sparse, mixture, pairs, power_spherical, von_mises_fisher
+from effops.kernels import attention, distances, log_sparse, mixture, pairs, power_spherical, von_mises_fisher
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -24,7 +24,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 COMPILER_OPTIONS = ("num_warps", "num_stages", "maxnreg")
-POINTERS = {torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+POINTERS = {torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
 
 
 def compile_launch(architecture, launch):
@@ -40,7 +40,8 @@ def compile_launch(architecture, launch):
         if isinstance(value, torch.Tensor):
             signature[name] = POINTERS[value.dtype]
         else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+            default = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+            signature[name] = launch.kernel.params[index].annotation_type or default
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
@@ -92,6 +93,7 @@ def shipped():
                 yield architecture, launch
     yield from distances.shipped()
     yield from log_sparse.shipped()
+    yield from attention.shipped()
 
 
 def main(index, count):
