@@ -485,12 +485,11 @@ def choose_config(architecture: str, contraction: dict[str, Any]) -> Config:
     The same for all kernels of backward, that P has the same bits. Static, so that no result depends on a timing.
     """
     # CDNA has 512 registers a thread for 4 warps, 256 for 8. ptxas, unless told that it may take 255, spills a few.
-    threads = {"num_warps": 4, "num_stages": 2}
-    if architecture != "gfx942":
-        threads = {"num_warps": 8, "num_stages": 3, "maxnreg": 255}
+    threads = {"num_warps": 4} if architecture == "gfx942" else {"num_warps": 8, "maxnreg": 255}
+    num_stages = 3 if architecture == "sm_90" else 2
     if contraction["DTYPE"] is tl.float64:
-        return Config(**threads, BLOCK_M=32, BLOCK_N=16, BLOCK_K=16, BLOCK_D=32)
-    return Config(**threads, BLOCK_M=64, BLOCK_N=32, BLOCK_K=16, BLOCK_D=128)
+        return Config(**threads, num_stages=num_stages, BLOCK_M=32, BLOCK_N=16, BLOCK_K=16, BLOCK_D=32)
+    return Config(**threads, num_stages=num_stages, BLOCK_M=64, BLOCK_N=32, BLOCK_K=16, BLOCK_D=128)
 
 
 def choose_row_config(architecture: str, contraction: dict[str, Any], N: int) -> Config | None:
@@ -500,8 +499,7 @@ def choose_row_config(architecture: str, contraction: dict[str, Any], N: int) ->
         return config
     if contraction["DTYPE"] is tl.float64 or N > 512:
         return None
-    BLOCK_N = max(128, triton.next_power_of_2(N))
-    return replace(config, BLOCK_M=min(64, 2**14 // BLOCK_N), BLOCK_N=BLOCK_N)
+    return replace(config, BLOCK_N=128) if N <= 128 else replace(config, BLOCK_M=32, BLOCK_N=512)
 
 
 # fmt: off
@@ -726,17 +724,26 @@ def shipped() -> Iterator[tuple[str, Launch]]:
 
 
 def _representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
-    """Every kernel with its widest tiles, an additive mask of every pair and dropout, which take the most registers."""
+    """Every kernel with its widest tiles, an additive mask of every pair and dropout, which take the most registers.
+
+    Of other dtypes and precisions, with the same tiles or smaller, the two that hold the most, on the architectures
+    whose products take operands of 16 bits or TF32 from shared or tensor memory.
+    """
+    thorough = dtype == torch.float32 and precision == "highest"
+    if not thorough and (architecture not in ("sm_90", "sm_100") or (precision, dtype) == ("medium", torch.bfloat16)):
+        return
     B, H, M, D = 16, 16, 1600, 128
     x = torch.empty(B, H, M, D, dtype=dtype, device="meta")
     full = x.new_empty(B, H, M, M)
     seed = x.new_empty(1, dtype=torch.int64)
     statistics = x.new_empty(B, H, M, 3, dtype=torch.promote_types(dtype, torch.float32))
     call = _Call(x, x, x, full, seed, 0.125, True, 0.25, precision)
-    yield from _plan_scores(architecture, call, full)
-    yield from _plan_weights(architecture, call, full)
-    for N in 128, 256, 512:
-        row = replace(call, key=x[:, :, :N], mask=full[..., :N])
-        yield from _plan_weights(architecture, row, full[..., :N])
     yield from _plan_attention(architecture, call, x)
-    yield from _plan_backward(architecture, call, statistics, x, x, x.clone(), x.clone(), statistics[..., :1])
+    for launch in _plan_backward(architecture, call, statistics, x, x, x.clone(), x.clone(), statistics[..., :1]):
+        if thorough or launch.constants.get("OF") == "key":
+            yield launch
+    if thorough:
+        yield from _plan_scores(architecture, call, full)
+        for N in M, 512:
+            row = replace(call, key=x[:, :, :N], mask=full[..., :N])
+            yield from _plan_weights(architecture, row, full[..., :N])
