@@ -365,16 +365,14 @@ def _gradient_kernel(
     if mask_ptr is not None:
         mask_ptr += pid_b * stride_ab + pid_h * stride_ah
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    BLOCK_I: tl.constexpr = BLOCK_M if OF == "query" else BLOCK_N
+    BLOCK_J: tl.constexpr = BLOCK_N if OF == "query" else BLOCK_M
     if OF == "query":
-        BLOCK_I: tl.constexpr = BLOCK_M
-        BLOCK_J: tl.constexpr = BLOCK_N
         size_i, size_j, D = M, N, E
         factor_ptr, stride_fj, stride_fk = key_ptr, stride_kn, stride_kk
         first_j = part * part_j
         end_j = tl.minimum(tl.minimum(first_j + part_j, N), (pid_i + 1) * BLOCK_M + reach)
     else:
-        BLOCK_I: tl.constexpr = BLOCK_N
-        BLOCK_J: tl.constexpr = BLOCK_M
         size_i, size_j = N, M
         if OF == "key":
             D = E
@@ -604,8 +602,9 @@ class _Call:
 
     @property
     def mask_args(self) -> tuple[Any, ...]:
-        boolean = self.mask is not None and self.mask.dtype == torch.bool
-        return pointer(self.mask.view(torch.uint8) if boolean else self.mask, 4)
+        if self.mask is None or self.mask.dtype != torch.bool:
+            return pointer(self.mask, 4)
+        return pointer(self.mask.view(torch.uint8))
 
     def contraction(self, architecture: str) -> dict[str, Any]:
         others = [operand for operand in (self.value, self.mask) if operand is not None]
