@@ -234,7 +234,7 @@ def test_size_0(result, axis):
 
 
 @pytest.mark.parametrize("result", RESULTS)
-@pytest.mark.parametrize("shape", [(1, 2, 66, 40, 3, 4), (1, 1, 5, 530, 3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 66, 40, 3, 4), (1, 1, 2, 530, 3, 2)], ids=str)
 def test_grid_limit_and_parts_do_not_change_the_result(shape, result, monkeypatch):
     operands = Attention(shape, result, "float", "n", causal=True)
     out, grads = operands.forward(), operands.backward()
@@ -242,7 +242,7 @@ def test_grid_limit_and_parts_do_not_change_the_result(shape, result, monkeypatc
     assert torch.equal(operands.forward(), out)
     for got, expected in zip(operands.backward(), grads):
         assert got is expected is None or torch.equal(got, expected)
-    for busy in 1, 3:
+    for busy in 1, 5:
         monkeypatch.setattr(pairs, "BUSY", busy)
         operands.check()
 
