@@ -44,7 +44,8 @@ import torch
 from torch import Tensor
 
 from effops.broadcast import Plan, Shape, Slices
-from effops.chunked import BLOCK_BYTES, Block, Extents, cut, fit, merge, part, tiles, whole
+from effops.chunked import BLOCK_BYTES, Block, Extents, cut, fit, merge, tiles, whole
+from effops.parts import Operand, depths, pieces, sizes
 from effops.precision import contraction_error, unit_roundoff
 
 TOLERANCE = 2.0**-22  # relative, of a squared distance: what the direct form in float32 leaves
@@ -71,7 +72,7 @@ class Distances:
         self.plan = plan
         self.arithmetic = arithmetic
         self.loc, self.scale, self.x = (
-            _Operand(plan, tensor, axes, arithmetic, wanted, any(needs))
+            Operand(plan, tensor, axes, arithmetic, wanted, any(needs))
             for tensor, axes, wanted in zip(
                 (loc, scale, x), (plan.batch + plan.columns, plan.order, plan.batch + plan.rows), needs
             )
@@ -136,52 +137,10 @@ class Distances:
         return self.loc.gradient(), self.scale.gradient(), self.x.gradient()
 
 
-class _Operand:
-    """loc, scale or x: with all axes of the plan in its order, of size 1 where it does not vary, and its last axis.
-
-    It varies along `axes` at most. `wanted` is its gradient; `differentiated` is the call if that of any operand is.
-    """
-
-    def __init__(
-        self, plan: Plan, tensor: Tensor, axes: Shape, arithmetic: torch.dtype, wanted: bool, differentiated: bool
-    ) -> None:
-        self.plan = plan
-        self.tensor = tensor
-        self.axes = axes
-        self.view = plan.view(tensor, plan.order, trailing=1, expand=False)
-        self.differentiated = differentiated
-        self.total: Tensor | None = None
-        if wanted:  # many blocks add to each value of a small gradient, whose sum costs little in float64
-            small = self.view.numel() * torch.float64.itemsize <= BLOCK_BYTES
-            self.total = self.view.new_zeros(self.view.shape, dtype=torch.float64 if small else arithmetic)
-
-    def varies(self, axes: range) -> bool:
-        return any(self.view.shape[axis] != 1 for axis in axes)
-
-    def part(self, pairs: Slices, depth: slice) -> Tensor:
-        return part(self.view, (*pairs, depth))
-
-    def of_pairs(self, pairs: Slices, which: tuple[Tensor, ...]) -> Tensor:
-        """For single pairs of a block, given by their indices in it: a row each, in float64."""
-        return self.plan.view(self.tensor, self.plan.order, trailing=1)[pairs][which].double()
-
-    def add(self, pairs: Slices, depth: slice, gradient: Tensor, *, sign: int = 1) -> None:
-        """Add what a block contributes to the gradient, if that is wanted."""
-        if self.total is not None:
-            total = part(self.total, (*pairs, depth))
-            total.add_(gradient.sum_to_size(total.shape), alpha=sign)
-
-    def gradient(self) -> Tensor | None:
-        if self.total is None:
-            return None
-        own = self.plan.view(self.tensor, self.axes, trailing=1, expand=False).shape
-        return self.plan.gradient(self.total.view(own).to(self.tensor.dtype), self.tensor, self.axes)
-
-
 class _Direct:
     """The direct form, a piece of a block at a time."""
 
-    def __init__(self, extents: Extents, loc: _Operand, scale: _Operand, x: _Operand, arithmetic: torch.dtype) -> None:
+    def __init__(self, extents: Extents, loc: Operand, scale: Operand, x: Operand, arithmetic: torch.dtype) -> None:
         self.loc, self.scale, self.x = loc, scale, x
         self.arithmetic = arithmetic
         self.dimension = x.view.shape[-1]
@@ -203,14 +162,14 @@ class _Direct:
         return self.x.view.new_empty((1 + self.x.differentiated, self.piece), dtype=self.arithmetic)
 
     def depths(self) -> Iterator[slice]:
-        return _depths(self.dimension, self.piece)
+        return depths(self.dimension, self.piece)
 
     def evaluate(self, block: Block, out: Tensor) -> None:
         out.zero_()
         for depth in self.depths():
-            for pairs, inside in _pieces(block, self.constant_extents):
+            for pairs, inside in pieces(block, self.constant_extents):
                 out[inside] += _constant(self.scale.part(pairs, depth).double(), depth).to(out.dtype)
-            for pairs, inside in _pieces(block, self.extents):
+            for pairs, inside in pieces(block, self.extents):
                 out[inside].sub_(self.standardised(pairs, depth).square_().sum(-1), alpha=0.5)
 
     def evaluate_pairs(self, block: Block, which: tuple[Tensor, ...], out: Tensor) -> None:
@@ -223,7 +182,7 @@ class _Direct:
 
     def pull_back(self, block: Block, depth: slice, weight: Tensor) -> None:
         """Add to the gradients, for the coordinates in `depth`."""
-        for pairs, inside in _pieces(block, self.extents):
+        for pairs, inside in pieces(block, self.extents):
             z = self.standardised(pairs, depth)
             scale = self.scale.part(pairs, depth).to(self.arithmetic)
             g = weight[inside].unsqueeze(-1)
@@ -239,7 +198,7 @@ class _Direct:
     def standardised(self, pairs: Slices, depth: slice) -> Tensor:
         """(x - loc) / s of every pair of a piece."""
         loc, scale, x = (operand.part(pairs, depth).to(self.arithmetic) for operand in (self.loc, self.scale, self.x))
-        shape = (*_sizes(pairs), x.shape[-1])
+        shape = (*sizes(pairs), x.shape[-1])
         z = self.buffers[0, : math.prod(shape)].view(shape)
         return torch.sub(x.expand(shape), loc, out=z).div_(scale)
 
@@ -294,9 +253,9 @@ class _Product:
 
     def multiply(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
         """The scores as matrices, and of each column (or row) its constant and the squares that bound the error."""
-        shape = _sizes(block.pairs)
+        shape = sizes(block.pairs)
         matrices = merge(self.pairs[: math.prod(shape)].view(shape), len(block.batch), len(block.rows))
-        for depth in _depths(self.dimension, self.depth):
+        for depth in depths(self.dimension, self.depth):
             self.load(block, depth)
             terms = torch.addcmul(self.scaled.distance, self.plain.most.sum(-1, keepdim=True), self.scaled.most_weight)
             if depth.start == 0:
@@ -311,7 +270,7 @@ class _Product:
         """Add to the gradients."""
         weights = self.pairs[: weight.numel()].view(weight.shape).copy_(weight)
         matrices = merge(weights, len(block.batch), len(block.rows))
-        for depth in _depths(self.dimension, self.depth):
+        for depth in depths(self.dimension, self.depth):
             self.load(block, depth)
             doubtful = self.direct.scale.total is not None and not self.squares_are_certain()
             if doubtful or self.rows.strays.any():
@@ -337,7 +296,7 @@ class _Factor(ABC):
     a value for each coordinate, then one.
     """
 
-    def __init__(self, operand: _Operand, scale: _Operand, others: range, extents: Extents) -> None:
+    def __init__(self, operand: Operand, scale: Operand, others: range, extents: Extents) -> None:
         self.operand, self.scale = operand, scale
         self.others = others
         self.batch_axes = len(extents.batch)
@@ -353,8 +312,8 @@ class _Factor(ABC):
         """Make the features for a block: of values less `centre`, or less the one that is then found among them."""
         self.block, self.depth = block, depth
         coordinates = depth.stop - depth.start
-        sizes = (1 if axis in self.others else size for axis, size in enumerate(_sizes(block.pairs)))
-        shape = (*sizes, min(coordinates, self.scale.view.shape[-1]) + coordinates + 1)
+        own = (1 if axis in self.others else size for axis, size in enumerate(sizes(block.pairs)))
+        shape = (*own, min(coordinates, self.scale.view.shape[-1]) + coordinates + 1)
         if shape != self.shape:  # else the views are at hand
             self.shape = shape
             self.parts = self.split(self.unmerged(self.buffer))
@@ -476,22 +435,7 @@ def _roundoff(terms: int) -> float:
     return contraction_error(terms, torch.float64) * unit_roundoff(torch.float64)
 
 
-def _pieces(block: Block, extents: Shape) -> Iterator[tuple[Slices, Slices]]:
-    """Where the pieces of a block lie along the axes of the plan, and within the block."""
-    for pairs in tiles(block.pairs, extents):
-        yield pairs, tuple(slice(i.start - j.start, i.stop - j.start) for i, j in zip(pairs, block.pairs))
-
-
 def _role_axes(plan: Plan) -> tuple[range, range]:
     """Where rows and columns are among the axes in the order of the plan."""
     first, inner = len(plan.batch), len(plan.batch) + len(plan.rows)
     return range(first, inner), range(inner, len(plan.order))
-
-
-def _depths(dimension: int, step: int) -> Iterator[slice]:
-    """Coordinates by parts; one empty part if there are none."""
-    return (slice(i, min(i + step, dimension)) for i in range(0, max(1, dimension), step))
-
-
-def _sizes(pairs: Slices) -> Shape:
-    return tuple(axis.stop - axis.start for axis in pairs)

@@ -1,0 +1,212 @@
+"""Additive scores of every broadcast pair, block by block on a CPU: values, and products with their derivatives.
+
+    score = sum_d weight_d tanh(q_d + k_d) = sum_d weight_d - 2 sum_d weight_d r_d,    r = 1 / (1 + e^(2q) e^(2k))
+
+    dquery = sum_columns G weight S,    dkey = sum_rows G weight S,    S = 1 - tanh^2 = 4 r (1 - r)
+    dweight = sum G - 2 sum G r
+
+with G the derivatives by the scores. The exponentials of the rows and columns of a block are taken once; a pair then
+costs a product, a sum and a quotient for each coordinate. Products may overflow or vanish, as r = 0 and 1 are right
+then; the factors may not. A block with values for which they would, or that are not finite, takes
+r = sigmoid(-2 (q + k)).
+
+**Error.** With u the unit roundoff, r is off by about 3 u and a tanh by 6 u, absolute, so that small ones lose digits,
+and no sum can tell more than u sum |weight|.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from effops.broadcast import Plan, Shape, Slices
+from effops.chunked import Block, cut, fit, part, tiles, whole
+from effops.parts import Operand, depths, pieces, sizes
+from effops.precision import arithmetic_dtype, unit_roundoff, wider
+
+PAIR_BYTES = 128 * 1024  # of the pairs of a block: 64 x 512 in float32, for callers that reduce it
+PIECE_BYTES = 2**21  # of what is computed at once: larger than a cache of level 2, since smaller is not worth its calls
+TERM_ERROR = 8  # roundoffs of |weight| that a term of a score may be off
+SLOPE_ERROR = 24  # and of |G weight| a term of a gradient
+
+
+class AdditiveScores:
+    """The scores of one call, as `effops.chunked.Scores`: of query (rows), key (columns) and weight.
+
+    They have the same last dimension. `needs` says of which of them gradients are wanted.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor,
+        weight: Tensor,
+        arithmetic: torch.dtype,
+        *,
+        needs: Sequence[bool] = (False, False, False),
+    ) -> None:
+        self.plan = plan
+        self.arithmetic = arithmetic
+        self.query, self.key, self.weight = (
+            Operand(plan, tensor, axes, arithmetic, wanted, any(needs))
+            for tensor, axes, wanted in zip(
+                (query, key, weight), (plan.batch + plan.rows, plan.batch + plan.columns, plan.order), needs
+            )
+        )
+        self.dimension = query.shape[-1]
+        self.extents = cut(plan, max(1, self.dimension), arithmetic.itemsize, copies=1, pair_bytes=PAIR_BYTES)
+        self.limit = -math.log(torch.finfo(arithmetic).smallest_normal) / 2 - 0.1  # beyond, e^(2 q) loses digits
+        self.largest = torch.finfo(arithmetic).max / 8  # of sum |weight|, so that no partial sum overflows
+        all_axes = range(len(plan.order))
+        self.weight_of_pairs = self.weight.varies(all_axes[len(plan.batch) :])
+        values = PIECE_BYTES // arithmetic.itemsize
+        if self.weight.varies(all_axes):  # a piece of it may be converted
+            values //= 2
+        self.piece = fit(self.extents.pairs, values // self.extents.depth)
+        pairs = math.prod(self.piece)
+
+        def empty(numel: int) -> Tensor:
+            return query.new_empty(numel, dtype=arithmetic)
+
+        self.factors = [
+            empty(self.extents.depth * math.prod(map(min, operand.view.shape, self.extents.pairs)))
+            for operand in (self.query, self.key)
+        ]
+        self.ratios, self.sums = empty(pairs * self.extents.depth), empty(pairs)
+        self.terms = torch.empty_like(self.ratios) if any(needs) else None
+        self.one = query.new_ones((), dtype=arithmetic)
+
+    def walk(self) -> Iterator[Block]:
+        """Every block once."""
+        plan, extents = self.plan, self.extents
+        for batch in tiles(whole(plan.sizes(plan.batch)), extents.batch):
+            for columns in tiles(whole(plan.sizes(plan.columns)), extents.columns):
+                for rows in tiles(whole(plan.sizes(plan.rows)), extents.rows):
+                    yield Block(batch, rows, columns)
+
+    def evaluate(self, block: Block, out: Tensor | None) -> None:
+        """Write the scores of a block to `out`, of its shape and the dtype of the arithmetic; nothing without `out`."""
+        if out is None:
+            return
+        out.zero_()
+        for depth in self._depths():
+            factors = self._factors(block, depth)
+            for pairs, inside in pieces(block, self.piece):
+                weight = self.weight.part(pairs, depth).to(self.arithmetic)
+                ratios = self._ratios(factors, inside, depth)
+                if torch.linalg.vector_norm(weight, 1) <= self.largest:
+                    out[inside].add_(self._weigh(ratios, weight), alpha=-2).add_(weight.sum(-1))
+                else:  # a sum of infinite weights is not one of their terms
+                    out[inside].add_(self._weigh(ratios.mul_(-2).add_(1), weight))
+
+    def rehearse(self, block: Block, out: Tensor) -> None:
+        """The buffers made at the start are all but a few of the size of the rows or columns of a block."""
+
+    def pull_back(self, block: Block, weight: Tensor) -> None:
+        """Add to the gradients what the derivatives `weight` by the scores of a block contribute."""
+        if self.terms is None:
+            return
+        for depth in self._depths():
+            factors = self._factors(block, depth)
+            for pairs, inside in pieces(block, self.piece):
+                ratios = self._ratios(factors, inside, depth)
+                g = weight[inside].unsqueeze(-1)
+                terms = torch.mul(ratios, g, out=self.terms[: ratios.numel()].view(ratios.shape))
+                if self.weight.total is not None:
+                    shape = part(self.weight.total, (*pairs, depth)).shape
+                    total = g.to(self.arithmetic).sum_to_size(*shape[:-1], 1)
+                    self.weight.add(pairs, depth, torch.sub(total, terms.sum_to_size(shape), alpha=2))
+                if self.query.total is None and self.key.total is None:
+                    continue
+                terms.addcmul_(terms, ratios, value=-1)
+                if self.weight_of_pairs:
+                    terms.mul_(self.weight.part(pairs, depth))
+                self.query.add(pairs, depth, terms)
+                self.key.add(pairs, depth, terms)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of query, key and weight, in their shapes and dtypes, once every block has been pulled back."""
+        for operand in (self.query, self.key):
+            if operand.total is not None:
+                operand.total *= 4
+                if not self.weight_of_pairs:
+                    operand.total *= self.weight.view
+        return self.query.gradient(), self.key.gradient(), self.weight.gradient()
+
+    def _depths(self) -> Iterable[slice]:
+        return depths(self.dimension, self.extents.depth) if self.dimension else ()
+
+    def _factors(self, block: Block, depth: slice) -> tuple[bool, Tensor, Tensor]:
+        """Whether r is to be had from products, and e^(2q) and e^(2k) if so, else q and k."""
+        parts = (operand.part(block.pairs, depth) for operand in (self.query, self.key))
+        query, key = (
+            buffer[: values.numel()].view(values.shape).copy_(values) for buffer, values in zip(self.factors, parts)
+        )
+        extremes = [extreme for operand in (query, key) for extreme in operand.aminmax()]
+        as_product = all(abs(float(extreme)) <= self.limit for extreme in extremes)
+        if as_product:
+            query.mul_(2).exp_()
+            key.mul_(2).exp_()
+        return as_product, query, key
+
+    def _ratios(self, factors: tuple[bool, Tensor, Tensor], inside: Slices, depth: slice) -> Tensor:
+        """r of every pair and coordinate of a piece."""
+        as_product, query, key = factors
+        shape = (*sizes(inside), depth.stop - depth.start)
+        query, key = part(query, inside).expand(shape), part(key, inside).expand(shape)
+        out = self.ratios[: math.prod(shape)].view(shape)
+        if as_product:
+            return torch.addcmul(self.one, query, key, out=out).reciprocal_()
+        return torch.add(query, key, out=out).mul_(-2).sigmoid_()
+
+    def _weigh(self, values: Tensor, weight: Tensor) -> Tensor:
+        """sum_d weight values, which may be overwritten."""
+        shape, depth = values.shape[:-1], values.shape[-1]
+        sums = self.sums[: math.prod(shape)]
+        if weight.numel() == depth:
+            vector = weight.reshape(depth).contiguous()  # with strides the terms are added one after the other
+            return torch.mv(values.view(-1, depth), vector, out=sums).view(shape)
+        return torch.sum(values.mul_(weight), -1, out=sums.view(shape))
+
+
+def _in_float64(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Operands, and the unit roundoff of the arithmetic."""
+    dtype = wider(wider(query.dtype, key.dtype), weight.dtype)
+    return query.double(), key.double(), weight.double(), unit_roundoff(arithmetic_dtype(dtype))
+
+
+def exact_scores(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores of operands that broadcast, and how far arithmetic in their dtype may be off, in float64.
+
+    (8 + sqrt(D)) u sum_d |weight_d|: the terms are off by 8 u |weight| at most, and so is their sum, but by more where
+    there are many.
+    """
+    query, key, weight, u = _in_float64(query, key, weight)
+    units = TERM_ERROR + math.sqrt(query.shape[-1])
+    value = (weight * torch.tanh(query + key)).sum(-1)
+    return value, (units * u * weight.abs().sum(-1)).expand(value.shape)
+
+
+def exact_gradients(
+    query: Tensor, key: Tensor, weight: Tensor, dout: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """As `exact_scores`, the gradients of query, key and weight, for a gradient `dout` of the scores.
+
+    A sum of n terms G weight S, or G tanh, is off by (24 + sqrt(n)) u times the sum of |G weight|, or |G|.
+    """
+    shapes = [tensor.shape for tensor in (query, key, weight)]
+    query, key, weight, u = _in_float64(query, key, weight)
+    g = dout.double().unsqueeze(-1)
+    tanh = torch.tanh(query + key)
+    pull = g * weight
+
+    def of(value: Tensor, size: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        units = SLOPE_ERROR + math.sqrt(value.numel() // max(1, math.prod(shape)))
+        return value.sum_to_size(shape), size.expand(value.shape).sum_to_size(shape) * (units * u)
+
+    slope = pull * (1 - tanh * tanh)
+    return of(slope, pull.abs(), shapes[0]), of(slope, pull.abs(), shapes[1]), of(g * tanh, g.abs(), shapes[2])
