@@ -13,7 +13,7 @@ import tempfile
 
 import torch
 import triton
-from effops.kernels import attention, distances, log_sparse, mixture, pairs, power_spherical, von_mises_fisher
+from effops.kernels import additive, attention, distances, log_sparse, mixture, pairs, power_spherical, von_mises_fisher
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -80,7 +80,7 @@ def describe(launch):
     values = {name: getattr(value, "__name__", str(value)) for name, value in launch.constants.items()}
     inputs = next(value for value in launch.args if isinstance(value, torch.Tensor)).dtype
     name = f"{launch.kernel.__module__}.{launch.kernel.__name__}"
-    score = getattr(launch.constants.get("phi"), "__module__", "distances")
+    score = getattr(launch.constants.get("phi"), "__module__", launch.kernel.__module__)
     return {"kernel": name, "map": score, "inputs": str(inputs), **values}
 
 
@@ -94,6 +94,7 @@ def shipped():
     yield from distances.shipped()
     yield from log_sparse.shipped()
     yield from attention.shipped()
+    yield from additive.shipped()
 
 
 def main(index, count):
