@@ -8,7 +8,7 @@
 with G the derivatives by the scores. The exponentials of the rows and columns of a block are taken once; a pair then
 costs a product, a sum and a quotient for each coordinate. Products may overflow or vanish, as r = 0 and 1 are right
 then; the factors may not. A block with values for which they would, or that are not finite, takes
-r = sigmoid(-2 (q + k)).
+r = sigmoid(-2 (q + k)), and so does one of a single row or column.
 
 **Error.** With u the unit roundoff, r is off by about 3 u and a tanh by 6 u, absolute, so that small ones lose digits,
 and no sum can tell more than u sum |weight|.
@@ -59,6 +59,7 @@ class AdditiveScores:
         )
         self.dimension = query.shape[-1]
         self.extents = cut(plan, max(1, self.dimension), arithmetic.itemsize, copies=1, pair_bytes=PAIR_BYTES)
+        self.reused = min(math.prod(self.extents.rows), math.prod(self.extents.columns)) > 1  # exponentials are
         self.limit = -math.log(torch.finfo(arithmetic).smallest_normal) / 2 - 0.1  # beyond, e^(2 q) loses digits
         self.largest = torch.finfo(arithmetic).max / 8  # of sum |weight|, so that no partial sum overflows
         all_axes = range(len(plan.order))
@@ -144,8 +145,13 @@ class AdditiveScores:
         """Whether r is to be had from products, and e^(2q) and e^(2k) if so, else q and k."""
         parts = (operand.part(block.pairs, depth) for operand in (self.query, self.key))
         query, key = (
-            buffer[: values.numel()].view(values.shape).copy_(values) for buffer, values in zip(self.factors, parts)
+            buffer[: values.numel()].view(values.shape).copy_(values)
+            if self.reused or values.dtype != self.arithmetic
+            else values
+            for buffer, values in zip(self.factors, parts)
         )
+        if not self.reused:
+            return False, query, key
         extremes = [extreme for operand in (query, key) for extreme in operand.aminmax()]
         as_product = all(abs(float(extreme)) <= self.limit for extreme in extremes)
         if as_product:
