@@ -141,12 +141,12 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
     """
     for _ in range(warmup):
         work.prepare().run()
-    gc.collect()
     block_bytes = CUDA_BLOCK_BYTES if work.device.type == "cuda" else 1
-    with _allocations(work.device) as before:
-        prepared = work.prepare()
-    with _allocations(work.device) as during:
-        results = prepared.run()
+    with _without_collector():  # what is garbage already is not released meanwhile
+        with _allocations(work.device) as before:
+            prepared = work.prepare()
+        with _allocations(work.device) as during:
+            results = prepared.run()
     new_bytes = storage_bytes(results, beyond=prepared.held, block_bytes=block_bytes)
     if work.backward:
         saved = before.retained_bytes - storage_bytes(prepared.held, beyond=work.args, block_bytes=block_bytes)
@@ -162,6 +162,17 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
         temporary_bytes=max(0, temporary),
         peak_bytes=input_bytes + peak,
     )
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass
