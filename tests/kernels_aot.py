@@ -84,7 +84,7 @@ def describe(launch):
     return {"kernel": name, "map": score, "inputs": str(inputs), **values}
 
 
-def shipped():
+def every():
     """All but the bfloat16 launches of the second map: what it brings is reached after the conversion to float32."""
     for family in pairs, mixture:
         yield from family.shipped(power_spherical.MAP)
@@ -97,8 +97,24 @@ def shipped():
     yield from additive.shipped()
 
 
+def shipped():
+    """Of launches that are alike on the NVIDIA architectures one, so that these take turns.
+
+    Alike are those with the same constants and without a matrix product, which alone is compiled otherwise; and of the
+    second map all with the same constants, since those of the first one have the same products.
+    """
+    groups = {}
+    for architecture, launch in every():
+        is_second = launch.constants.get("phi") is von_mises_fisher.MAP.phi
+        alike = architecture.startswith("sm_") and ("PRECISION" not in launch.constants or is_second)
+        tensors = tuple(value.dtype if isinstance(value, torch.Tensor) else value is None for value in launch.args)
+        key = "sm" if alike else architecture, launch.kernel, tensors, *launch.constants.items()
+        groups.setdefault(key, []).append((architecture, launch))
+    return [group[turn % len(group)] for turn, group in enumerate(groups.values())]
+
+
 def main(index, count):
-    for architecture, launch in list(shipped())[index::count]:
+    for architecture, launch in shipped()[index::count]:
         compiled = compile_launch(architecture, launch)
         entry = {"architecture": architecture, **describe(launch), **resources(architecture, compiled)}
         print(json.dumps(entry), flush=True)

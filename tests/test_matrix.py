@@ -13,14 +13,27 @@ from effops.precision import arithmetic_dtype
 from effops.testing import error_ratio, gradient_error_ratio
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTERPRETED = not torch.cuda.is_available()  # the kernels, by Triton's interpreter
+NUMBERS = {name: number for number, name in enumerate(ops())}
+
+
+def chosen(op, variant, index, case, dtype):
+    """Whether a case is tested in a dtype; ops and dtypes take turns where it takes seconds."""
+    turn = NUMBERS[op.name] + index
+    if variant == "compile":  # the first case is what other tests compile as well
+        return dtype == torch.float32 if index == 0 else turn % 7 == 0 and dtype == DTYPES[turn // 7 % 4]
+    if variant == "triton" and INTERPRETED:
+        if case == "several blocks":  # the tests of the kernels have such tiles too
+            return dtype == torch.float32 and NUMBERS[op.name] % 3 == 0
+        return dtype in (torch.float32, DTYPES[1 + turn % 3])
+    return True
+
+
 EVERYTHING = [
     pytest.param(op, variant, case, dtype, id=f"{op.name}-{variant}-{case}-{str(dtype)[6:]}")
-    for number, op in enumerate(ops().values())
-    for variant, (turn, case), dtype in itertools.product(op.variants, enumerate(op.cases, number), DTYPES)
-    # Compilation takes seconds: one case in four, the ops taking turns, and the first one in another dtype.
-    if variant != "compile"
-    or (dtype == torch.float32 and turn % 4 == 0)
-    or (dtype == torch.bfloat16 and turn == number)
+    for op in ops().values()
+    for variant, (index, case), dtype in itertools.product(op.variants, enumerate(op.cases), DTYPES)
+    if chosen(op, variant, index, case, dtype)
 ]
 OPS = [pytest.param(op, id=op.name) for op in ops().values()]
 VARIANTS = [pytest.param(op, v, id=f"{op.name}-{v}") for op in ops().values() for v in op.variants]
@@ -34,10 +47,31 @@ def supported(op, variant, args):
         pytest.skip(f"{variant} {obstacle}")
 
 
-def affordable(op, variant, device):
-    """The cases; in Triton's interpreter without the largest one, whose tiles the tests of the kernels cover."""
+def interpreted(variant):
+    """Whether the variant takes seconds because kernels run in Triton's interpreter; `test_kernels` tests them too."""
+    return variant == "triton" and INTERPRETED
+
+
+def smallest(op):
+    return next(case for case in ("single", "one point") if case in op.cases)
+
+
+def first_case(op, variant):
+    return smallest(op) if interpreted(variant) else next(iter(op.cases))
+
+
+def samples(op, variant, turn, device, generator):
+    """The cases, with arguments in float32; interpreted, a third of them, but for the largest."""
     cases = list(op.cases)
-    return [case for case in cases if case != "several blocks"] if variant == "triton" and device == "cpu" else cases
+    if interpreted(variant):
+        cases = [case for case in cases if case != "several blocks"][(NUMBERS[op.name] + turn) % 3 :: 3]
+    if variant == "compile":
+        cases = cases[:1]
+    sampled = {case: op.sample(*op.cases[case], device=device, generator=generator) for case in cases}
+    runnable = {case: args for case, args in sampled.items() if not op.variants[variant].obstacle(op.prepare(*args))}
+    if not runnable:
+        supported(op, variant, sampled[cases[0]])
+    return runnable.items()
 
 
 def leaves(args):
@@ -52,8 +86,6 @@ def run_with_gradients(op, variant, args, dout):
 
 @pytest.mark.parametrize(("op", "variant", "case", "dtype"), EVERYTHING)
 def test_result_and_gradients(op, variant, case, dtype, device, generator):
-    if case not in affordable(op, variant, device) and dtype != torch.float32:
-        pytest.skip("half a minute in the interpreter: float32 stands for it")
     args = op.sample(*op.cases[case], dtype=dtype, device=device, generator=generator)
     supported(op, variant, args)
     shape = op.prepare(*args).shape
@@ -87,14 +119,15 @@ def strided(tensor, how):
     return tensor[:1].expand(tensor.shape) if tensor.ndim else tensor
 
 
-@pytest.mark.parametrize("how", ["transposed", "sliced", "expanded"])
+LAYOUTS = ("transposed", "sliced", "expanded")
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_any_strides(op, variant, how, device, generator):
     if variant == "compile" and how != "transposed":
         pytest.skip("compilation takes seconds for each layout")
-    for case in affordable(op, variant, device)[: 1 if variant == "compile" else None]:
-        args = op.sample(*op.cases[case], dtype=torch.float32, device=device, generator=generator)
-        supported(op, variant, args)
+    for case, args in samples(op, variant, LAYOUTS.index(how), device, generator):
         args = tuple(strided(arg, how) for arg in args)
         plain = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
         dout = strided(plain, how)
@@ -112,9 +145,7 @@ def test_every_element_is_written_and_runs_repeat(op, variant, device, generator
         pytest.skip("Inductor allocates by itself")
     torch.use_deterministic_algorithms(True)
     try:
-        for case in affordable(op, variant, device):
-            args = op.sample(*op.cases[case], dtype=torch.float32, device=device, generator=generator)
-            supported(op, variant, args)
+        for case, args in samples(op, variant, 0, device, generator):
             dout = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
             out, gradients = run_with_gradients(op, variant, args, dout)
             assert error_ratio(op, args, out) <= 1, case
@@ -129,11 +160,11 @@ def test_every_element_is_written_and_runs_repeat(op, variant, device, generator
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_partial_gradients(op, variant, device, generator):
     """Each subset of the arguments may require gradients; the others get none."""
-    args = op.sample(*next(iter(op.cases.values())), dtype=torch.float32, device=device, generator=generator)
+    args = op.sample(*op.cases[first_case(op, variant)], dtype=torch.float32, device=device, generator=generator)
     supported(op, variant, args)
     dout = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
     subsets = itertools.product((False, True), repeat=len(args))
-    for needs in [(True,) * len(args), (True, *(False,) * (len(args) - 1))] if variant == "compile" else subsets:
+    for needs in [(True, *(False,) * (len(args) - 1))] if variant == "compile" else subsets:
         copies = tuple(arg.clone().requires_grad_(need) for arg, need in zip(args, needs))
         out = op(*copies, variant=variant)
         assert out.requires_grad == any(needs)
@@ -150,11 +181,10 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
     """Whatever was called before: just-in-time compilers specialise on what they have seen."""
     if variant == "compile":
         pytest.skip("each need of gradients has a compiled object of its own; the test above calls several")
-    interpreted = variant == "triton" and device == "cpu"
-    for case in list(op.cases)[: 1 if interpreted else 4]:
+    for case in [smallest(op)] if interpreted(variant) else list(op.cases)[:4]:
         args = op.sample(*op.cases[case], dtype=torch.float32, device=device, generator=generator)
         supported(op, variant, args)
-        for _ in range(1 if interpreted else 3):
+        for _ in range(1 if interpreted(variant) else 3):
             for needs in itertools.product((True, False), repeat=len(args)):
                 out = op(*(arg.clone().requires_grad_(need) for arg, need in zip(args, needs)), variant=variant)
                 assert out.requires_grad == any(needs), case
@@ -164,11 +194,7 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
 def test_derivatives_against_finite_differences(op, variant, device, generator):
     if variant == "compile":
         pytest.skip("compiled functions have no double backward")
-    cases = list(op.cases)[:9]
-    if variant == "triton" and device == "cpu":  # interpreted: the smallest one
-        cases = [case for case in ("single", "one point") if case in cases]
-        assert cases
-    for case in cases:
+    for case in [smallest(op)] if interpreted(variant) else list(op.cases)[:9]:
         args = op.sample(*op.cases[case], dtype=torch.float64, device=device, generator=generator)
         supported(op, variant, args)
         args = tuple(arg.requires_grad_() for arg in args)
@@ -229,8 +255,7 @@ def check_gradients_under_vmap(op, variant, case, device, generator):
 def test_gradients_under_vmap(op, variant, device, generator):
     if variant == "compile":
         pytest.skip("compiled functions refuse the transforms of torch.func, as the test below sees")
-    slow = variant == "triton" and device == "cpu"  # interpreted
-    for case in ("founding",) if slow else ("founding", "several blocks"):
+    for case in [smallest(op)] if interpreted(variant) else ("founding", "several blocks"):
         supported(op, variant, sample_with_upstream(op, case, device, generator)[0])
         check_gradients_under_vmap(op, variant, case, device, generator)
 
@@ -270,11 +295,11 @@ def test_compiled_functions_refuse_transforms(op, device, generator):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, device, generator):
-    if variant == "triton" and device == "cpu":
+    if interpreted(variant):
         pytest.skip("the interpreter copies tensors")
     if variant == "compile" and dtype != (torch.bfloat16 if needs_grad else torch.float32):
         pytest.skip("compilation takes seconds: one dtype each")
-    sizes = {name: min(size, 96) for name, size in op.sizes.items()}
+    sizes = {name: min(size, 64) for name, size in op.sizes.items()}
     args = op.workload(**sizes, dtype=dtype, device=device, generator=generator)
     supported(op, variant, args)
     args = tuple(arg.requires_grad_(needs_grad) for arg in args)

@@ -77,8 +77,11 @@ def check_operators(function, args, checks):
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_operators_are_what_they_say(op, variant, device, generator):
     """Schema, and shape, dtype and strides of the fake results, in every case; the rest of opcheck in the first."""
-    cases = itertools.product(op.cases, (torch.float32, torch.bfloat16))
-    for number, (case, dtype) in enumerate(itertools.islice(cases, 6 if interpreted(variant, device) else None)):
+    cases = list(itertools.product(op.cases, (torch.float32, torch.bfloat16)))
+    if interpreted(variant, device):  # opcheck runs an operator many times
+        smallest = next(case for case in ("single", "one point") if case in op.cases)
+        cases = [(smallest, torch.float32), *cases[1:6:2]]
+    for number, (case, dtype) in enumerate(cases):
         args = arguments(op, device, generator, case, dtype)
         checks = ("test_schema", "test_faketensor")
         if number == 0:
@@ -127,13 +130,16 @@ def same(found, expected, **tolerances):
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_compiled_as_one_graph(op, variant, backend, dynamic, device, generator):
     """The same bits and strides as in eager mode, with and without gradients."""
+    slow = interpreted(variant, device)
+    if slow and dynamic != (backend == "inductor"):
+        pytest.skip("interpreted kernels: what surrounds them is that of the chunked variant")
     torch._dynamo.reset()
 
     def function(*args):
         return op(*args, variant=variant)
 
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
-    for case in list(op.cases)[: 4 if backend == "aot_eager" else 1]:
+    for case in list(op.cases)[: 4 if backend == "aot_eager" and not slow else 1]:
         args = leaves(arguments(op, device, generator, case, torch.float32))
         out, expected = compiled(*args), function(*args)
         assert out.stride() == expected.stride()
