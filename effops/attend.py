@@ -141,7 +141,7 @@ class Softmax:
     """The softmax of scores, of some rows at a time."""
 
     def __init__(self, scores: Masked, like: Tensor, *, rehearsed: bool = False) -> None:
-        self.scores = scores
+        self.scores, self.rehearsed = scores, rehearsed
         self.evaluate = scores.rehearse if rehearsed else scores.evaluate
         self.tiles = itertools.islice(scores.rows(), 2 if rehearsed else None)
         self.buffer = pair_buffer(scores, like)
@@ -183,6 +183,8 @@ class Softmax:
         value = inside(self.buffer, block)
         self.evaluate(block, value)
         nowhere = None if self.scores.mask is None else value.amax(-1, keepdim=True) == -math.inf
+        if nowhere is not None and not self.rehearsed and out.device.type == "cpu" and not nowhere.any():
+            nowhere = None
         if out.dtype == value.dtype:
             torch.softmax(value, -1, out=out)
         else:

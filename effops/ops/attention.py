@@ -40,6 +40,9 @@ def einsum(query: Tensor, key: Tensor, scale: float, arithmetic: torch.dtype) ->
     return contract(key.unsqueeze(-3), query.unsqueeze(-2), arithmetic) * scale
 
 
+WIDE_BYTES = 2 * 1024 * 1024
+
+
 class ScaledDotProducts:
     """scale <query, key>, as an `effops.attention.Kind`."""
 
@@ -55,7 +58,10 @@ class ScaledDotProducts:
         plan, arithmetic = call.plan, call.arithmetic
         summed = 0 if call.value is None else call.value.shape[-1]
         dimension = max(query.shape[-1], summed)
-        extents = chunked.cut(plan, dimension, arithmetic.itemsize, copies=1.0, held=attend.HELD + summed)
+        # Where a block is the only buffer it may be larger than the cache: fewer, longer passes win.
+        pair_bytes = chunked.BLOCK_BYTES if summed or any(needs) else WIDE_BYTES
+        held = attend.HELD + summed
+        extents = chunked.cut(plan, dimension, arithmetic.itemsize, copies=1.0, held=held, pair_bytes=pair_bytes)
         need_query, need_key = needs
         products = Products(plan, key, query, arithmetic, extents=extents, need_loc=need_key, need_x=need_query)
         return attend.ScaledDots(products, self.scale(call))
