@@ -2,6 +2,7 @@
 
 from effops import distributions
 from effops.op import Explanation, VariantReport, explain, use_variant, variants
+from effops.ops.additive_attention import additive_attention, additive_attention_scores
 from effops.ops.attention import attention, attention_scores, attention_weights
 from effops.ops.broadcast_dot import broadcast_dot
 from effops.ops.log_sparse_attention import log_sparse_attention
@@ -16,6 +17,8 @@ __all__ = [
     "Explanation",
     "VariantReport",
     "__version__",
+    "additive_attention",
+    "additive_attention_scores",
     "attention",
     "attention_scores",
     "attention_weights",

@@ -36,7 +36,8 @@ SLOPE_ERROR = 24  # and of |G weight| a term of a gradient
 class AdditiveScores:
     """The scores of one call, as `effops.chunked.Scores`: of query (rows), key (columns) and weight.
 
-    They have the same last dimension. `needs` says of which of them gradients are wanted.
+    They have the same last dimension. `needs` says of which of them gradients are wanted, `held` how many values the
+    caller keeps for each row of a block.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class AdditiveScores:
         arithmetic: torch.dtype,
         *,
         needs: Sequence[bool] = (False, False, False),
+        held: int = 1,
     ) -> None:
         self.plan = plan
         self.arithmetic = arithmetic
@@ -58,7 +60,8 @@ class AdditiveScores:
             )
         )
         self.dimension = query.shape[-1]
-        self.extents = cut(plan, max(1, self.dimension), arithmetic.itemsize, copies=1, pair_bytes=PAIR_BYTES)
+        dimension, itemsize = max(1, self.dimension), arithmetic.itemsize
+        self.extents = cut(plan, dimension, itemsize, copies=1, held=held, pair_bytes=PAIR_BYTES)
         self.reused = min(math.prod(self.extents.rows), math.prod(self.extents.columns)) > 1  # exponentials are
         self.limit = -math.log(torch.finfo(arithmetic).smallest_normal) / 2 - 0.1  # beyond, e^(2 q) loses digits
         self.largest = torch.finfo(arithmetic).max / 8  # of sum |weight|, so that no partial sum overflows

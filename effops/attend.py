@@ -18,12 +18,15 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from effops.broadcast import Plan
 from effops.chunked import (
+    BLOCK_BYTES,
+    DEPTH,
     Block,
     Extents,
     Scores,
@@ -229,8 +232,9 @@ def forward_sums(
     values = Operand(
         plan.view(value, plan.batch + plan.columns, trailing=1, expand=False), len(plan.batch), scores.arithmetic
     )
-    values.make_buffer((*extents.batch, *extents.columns, extents.depth))
-    depths = [slice(i, i + extents.depth) for i in range(0, value.shape[-1], extents.depth)]
+    depth = _depth(extents, value, scores.arithmetic)
+    values.make_buffer((*extents.batch, *extents.columns, depth))
+    depths = [slice(i, i + depth) for i in range(0, value.shape[-1], depth)]
     room = softmax.buffer.new_empty(math.prod((*extents.batch, *extents.rows)) * value.shape[-1])
     ordered = plan.view(out.unsqueeze(-2), plan.order, trailing=1, expand=False)
     if plan.numel(plan.order) == 0:
@@ -244,8 +248,9 @@ def forward_sums(
                 terms = terms * dropout.factor(block, terms)
             sums.mul_(factor)
             weights = merge(terms, len(plan.batch), len(plan.rows))
-            for depth in depths:
-                rows[..., depth].baddbmm_(weights, values.block((*block.batch, *block.columns, depth)))
+            for coordinates in depths:
+                part_of_value = values.block((*block.batch, *block.columns, coordinates))
+                rows[..., coordinates].baddbmm_(weights, part_of_value)
         target.copy_(sums.div_(softmax.total))
     return out
 
@@ -254,9 +259,8 @@ def backward_sums(
     scores: Masked, value: Tensor, dropout: Dropout | None, dout: Tensor, need_value: bool
 ) -> tuple[Gradients, Tensor | None]:
     """Gradients of the operands of the scores, and of `value`."""
-    products = Products(
-        scores.plan, value, dout.unsqueeze(-2), scores.arithmetic, extents=scores.extents, need_loc=need_value
-    )
+    extents = replace(scores.extents, depth=_depth(scores.extents, value, scores.arithmetic))
+    products = Products(scores.plan, value, dout.unsqueeze(-2), scores.arithmetic, extents=extents, need_loc=need_value)
     buffer = pair_buffer(scores, dout)
 
     def dweights(block: Block) -> Tensor:
@@ -268,6 +272,12 @@ def backward_sums(
             products.pull_back(block, weights if dropout is None else weights * dropout.factor(block, weights))
 
     return _backward(scores, dout, dweights, pull_back), products.gradients()[0]
+
+
+def _depth(extents: Extents, value: Tensor, arithmetic: torch.dtype) -> int:
+    """How many coordinates of a block of values are taken at once: they may have to be copied."""
+    longest = math.prod(extents.batch) * max(math.prod(extents.rows), math.prod(extents.columns))
+    return max(1, min(value.shape[-1], DEPTH, BLOCK_BYTES // arithmetic.itemsize // longest))
 
 
 def _backward(

@@ -6,9 +6,11 @@ and attention itself, each with the variants made of PyTorch operations, of bloc
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +30,7 @@ from effops.precision import (
     matmul_precision,
     unit_roundoff,
     wider,
+    without_autocast,
 )
 from effops.testing import Bounds
 
@@ -83,32 +86,32 @@ class Call(NamedTuple):
     def plan(self) -> Plan:
         """Of all pairs. Wherever anything but the queries varies they are expanded: rows are theirs alone."""
         query, key = self.pairs
-        others = (self.mask, *(tensor[..., 0] for tensor in self.scored[2:]))
-        return broadcast_plan(query.shape[:-1], key.shape[:-1], *(other.shape for other in others))
+        weights = (weight.shape[:-1] for weight in self.scored[2:])
+        return broadcast_plan(query.shape[:-1], key.shape[:-1], self.mask.shape, *weights)
 
     @property
     def pairs(self) -> tuple[Tensor, Tensor]:
         """query (*batch, queries, 1, D) and key (*batch, 1, keys, D)."""
-        query, key, *weights = self.scored
-        values = () if self.value is None else (self.value.shape[:-2],)
-        keyed = torch.broadcast_shapes(key.shape[:-2], *values)
-        shapes = [keyed, self.mask.shape[:-2], *(weight.shape[:-3] for weight in weights)]
+        query, key = self.scored[:2]
+        shapes = self._keyed, self.mask.shape[:-2]
         batch = torch.broadcast_shapes(query.shape[:-2], *shapes)
         padded = (1,) * (len(batch) - query.ndim + 2) + tuple(query.shape[:-2])
         others = torch.broadcast_shapes((1,) * len(batch), *shapes)
-        sizes = (own if other == 1 else size for own, other, size in zip(padded, others, batch))
-        return (
-            _expand(query, tuple(sizes)).unsqueeze(-2),
-            _expand(key, tuple(keyed)).unsqueeze(-3),
-        )
+        sizes = tuple(own if other == 1 else size for own, other, size in zip(padded, others, batch))
+        return _expand(query, sizes).unsqueeze(-2), _expand(key, self._keyed).unsqueeze(-3)
 
     @property
     def values(self) -> Tensor:
         """value (*batch, 1, keys, V)."""
         assert self.value is not None
-        return _expand(self.value, torch.broadcast_shapes(self.scored[1].shape[:-2], self.value.shape[:-2])).unsqueeze(
-            -3
-        )
+        return _expand(self.value, self._keyed).unsqueeze(-3)
+
+    @property
+    def _keyed(self) -> Shape:
+        """Batch axes along which keys, values or weights vary."""
+        values = () if self.value is None else (self.value.shape[:-2],)
+        weights = (weight.shape[:-3] for weight in self.scored[2:])
+        return tuple(torch.broadcast_shapes(self.scored[1].shape[:-2], *values, *weights))
 
     @property
     def result(self) -> Plan:
@@ -175,7 +178,7 @@ def prepare(
     """Validate shapes, dtypes and devices (never values)."""
     tensors = dict(zip(kind.operands, scored)) | ({} if value is None else {"value": value})
     for name, tensor in tensors.items():
-        check_operand(function, name, tensor, dims=kind.operands.get(name, 2))
+        check_operand(function, name, tensor, dims=2 if name in ("query", "key", "value") else 1)
     query, key = scored[:2]
     check_devices(function, **tensors, **({} if attn_mask is None else {"attn_mask": attn_mask}))
     got = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
@@ -212,6 +215,24 @@ def prepare(
         seed = torch.randint(2**62, ()) if dropout_p else query.new_zeros((), dtype=torch.int64)
     causal, factor = bool(is_causal), None if scale is None else float(scale)
     return Call(reduced, tuple(scored), value, mask, seed, bool(masks), causal, factor, float(dropout_p), dtype)
+
+
+@contextmanager
+def rounded_by_autocast(function: str, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """In this context autocast is off; gives the tensors as it would round them, the first of which must be one."""
+    first = tensors[0]
+    check_operand(function, "query", first, dims=2)
+    assert first is not None
+    if autocast_enabled(first.device):
+        dtype = torch.get_autocast_dtype(first.device.type)
+        tensors = tuple(
+            tensor.to(dtype)
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+            else tensor
+            for tensor in tensors
+        )
+    with without_autocast(first.device):
+        yield tensors
 
 
 def _listed(names: Sequence[str] | Mapping[str, int]) -> str:
@@ -274,14 +295,20 @@ def attention_op(
 
     add_forms(op, kind.forms, composed, lambda call: call.settings, lambda call: Cost(0, 0, 0, 0))
 
-    def rehearsal(call: Call) -> Cost:
-        def rehearse(*tensors: Tensor) -> Tensor:
-            return in_blocks(kind, unpacked(kind, reduced, (*tensors, *call.settings)), rehearsed=True)
-
-        return predict(call, torch.no_grad()(rehearse))
-
-    add_bound(op, kind, reduced, "chunked", in_blocks, in_blocks_backward, cost=rehearsal)
+    add_blocks(op, kind, reduced, "chunked")
     return op
+
+
+def add_blocks(op: Op, kind: Kind, reduced: str, variant: str, **options: Any) -> None:
+    """Add the variant of the blocks of a kind."""
+    rehearse = torch.no_grad()(functools.partial(in_blocks, rehearsed=True))
+    cost = functools.partial(predicted, kind, function=rehearse)
+    add_bound(op, kind, reduced, variant, in_blocks, in_blocks_backward, cost=cost, **options)
+
+
+def predicted(kind: Kind, call: Call, function: Callable[[Kind, Call], Tensor]) -> Cost:
+    """The cost of a call that a function computes, or rehearses."""
+    return predict(call, lambda *tensors: function(kind, unpacked(kind, call.reduced, (*tensors, *call.settings))))
 
 
 def add_bound(
@@ -293,6 +320,7 @@ def add_bound(
     compute_backward: Callable[[Kind, Tensor, Call, Sequence[bool]], Gradients],
     *,
     empty: Callable[[Call], Tensor] = lambda call: call.result.empty(call.mask, call.dtype),
+    empty_gradients: Callable[[Call], Sequence[Tensor]] | None = None,
     native: bool = False,
     **options: Any,
 ) -> None:
@@ -324,7 +352,7 @@ def add_bound(
         backward=backward,
         composite=composite,
         empty=lambda *arguments: empty(unpack(arguments)),
-        empty_gradients=lambda *arguments: empty_gradients(unpack(arguments)),
+        empty_gradients=lambda *arguments: (empty_gradients or gradients_of_blocks)(unpack(arguments)),
         core_dims=tuple(core_dims.values()),
         native=native,
     )
@@ -447,7 +475,7 @@ def _restored(
     ]
 
 
-def empty_gradients(call: Call) -> Sequence[Tensor]:
+def gradients_of_blocks(call: Call) -> Sequence[Tensor]:
     """Uninitialised, laid out as those of blocks and kernels."""
     plan, (query, key) = call.plan, call.pairs
     dvalue = None

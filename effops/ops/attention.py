@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
-from torch.nn.functional import scaled_dot_product_attention
 
-from effops import attend, chunked
-from effops.attention import Call, Form, Kind, add_bound, attention_op, in_blocks_backward, summed_bounds, unpacked
-from effops.binding import Gradients, is_plain, requires_grad
+from effops import attend, chunked, fused_attention, sdpa
+from effops.attention import Call, Form, add_bound, attention_op, predicted, rounded_by_autocast, summed_bounds
 from effops.broadcast import Shape
-from effops.density import predict
 from effops.dots import Products, contract
-from effops.op import Cost
 from effops.operands import check_operand
 from effops.precision import (
-    autocast_enabled,
     contraction_error,
     matmul_precision,
     unit_roundoff,
-    without_autocast,
 )
 from effops.testing import Bounds, exact_dot
 
@@ -57,7 +50,7 @@ class ScaledDotProducts:
         query, key = call.pairs
         plan, arithmetic = call.plan, call.arithmetic
         summed = 0 if call.value is None else call.value.shape[-1]
-        dimension = max(query.shape[-1], summed)
+        dimension = max(1, query.shape[-1], summed)
         # Where a block is the only buffer it may be larger than the cache: fewer, longer passes win.
         pair_bytes = chunked.BLOCK_BYTES if summed or any(needs) else WIDE_BYTES
         held = attend.HELD + summed
@@ -151,147 +144,7 @@ def _summed(
     return (query, key), value, attn_mask, is_causal, scale, dropout_p
 
 
-class _FourAxes:
-    """The operands of a call for `scaled_dot_product_attention`, which is fused for four axes alone.
-
-    Where groups of heads share keys and values (*batch, heads, 1, keys, D), they become heads of their own.
-    """
-
-    def __init__(self, call: Call) -> None:
-        assert call.value is not None
-        self.call, self.batch = call, call.shape[:-2]
-        (query, key), value = call.scored, call.value
-        shared = all(_size(tensor, -3) == 1 for tensor in (key, value))
-        self.grouped = len(self.batch) == 3 and self.batch[-1] > 1 and shared
-        keyed = (*self.batch[:-1], 1) if self.grouped else self.batch
-        self.query, self.key, self.value = (
-            self._merge(query, self.batch),
-            self._merge(key, keyed),
-            self._merge(value, keyed),
-        )
-        self.mask = self._mask() if call.masked else None
-
-    def _merge(self, tensor: Tensor, batch: Shape) -> Tensor:
-        tensor = tensor.expand(*batch, *tensor.shape[-2:])
-        if self.grouped:
-            return tensor.flatten(-4, -3)
-        return tensor.flatten(0, -4) if len(batch) > 2 else tensor[(None,) * (2 - len(batch))]
-
-    def _mask(self) -> Tensor:
-        mask = self.call.mask
-        pairs = self.call.plan.shape[-2:]
-        if all(size == 1 for size in mask.shape[:-2]):
-            return mask.expand(*mask.shape[:-2], *pairs).view(pairs)
-        if len(self.batch) <= 2:
-            return mask[(None,) * (4 - mask.ndim)]
-        mask = mask[(None,) * (len(self.batch) + 2 - mask.ndim)]
-        if self.grouped and _size(mask, -3) == _size(mask, -4) == 1:
-            return mask.squeeze(-3)
-        outer = (mask.shape[0], *self.batch[1:]) if self.grouped else (*self.batch[:-1], mask.shape[-3])
-        return self._merge(mask, outer)
-
-    def restore(self, result: Tensor) -> Tensor:
-        if len(self.batch) <= 2:
-            return result.view(self.call.shape)
-        axis, sizes = (1, self.batch[1:]) if self.grouped else (0, self.batch[:-1])
-        return torch.unflatten(result, axis, sizes)
-
-
-def _size(tensor: Tensor, axis: int) -> int:
-    return tensor.shape[axis] if tensor.ndim >= -axis else 1
-
-
-def _sdpa(kind: Kind, call: Call) -> Tensor:
-    operands = _FourAxes(call)
-    with _seeded(call):
-        result = scaled_dot_product_attention(
-            operands.query,
-            operands.key,
-            operands.value,
-            operands.mask,
-            call.dropout_p,
-            call.is_causal,
-            scale=kind.scale(call),
-            enable_gqa=operands.grouped,
-        )
-    return operands.restore(result)
-
-
-@contextmanager
-def _seeded(call: Call) -> Iterator[None]:
-    """In this context PyTorch drops as the call's seed says, so that backward can do so again."""
-    if call.dropout_p and call.seed is not None and is_plain(call.tensors):
-        with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
-            torch.manual_seed(int(call.seed))
-            yield
-    else:
-        yield
-
-
-def _sdpa_backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
-    """Where PyTorch's own backward pass is not at hand: in blocks, or with dropout, which is PyTorch's, once more."""
-    if not call.dropout_p:
-        return in_blocks_backward(kind, dout, call, needs)
-    if not is_plain(call.tensors):
-        raise NotImplementedError(
-            'attention(variant="sdpa"): with dropout gradients cannot be transformed; set dropout_p=0, or give '
-            'variant="chunked"'
-        )
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(call.tensors, needs)]
-        result = _sdpa(kind, unpacked(kind, call.reduced, (*leaves, *call.settings)))
-    found = iter(torch.autograd.grad(result, [leaf for leaf in leaves if leaf.requires_grad], dout))
-    return [next(found) if need else None for need in needs]
-
-
-def _needs_one_dtype(call: Call) -> str:
-    assert call.value is not None
-    dtypes = {tensor.dtype for tensor in (*call.scored, call.value)}
-    if dtypes == {call.dtype}:
-        return ""
-    return f"needs query, key and value in the dtype of the result, {call.dtype}; got {', '.join(map(str, dtypes))}"
-
-
-def _needs_positive_scale(call: Call) -> str:
-    if not call.is_causal or KIND.scale(call) > 0:
-        return ""
-    return f"needs a positive scale if is_causal, for PyTorch's kernels give NaN with {call.scale}"
-
-
-def _is_fused(call: Call) -> bool:
-    """Whether `F.scaled_dot_product_attention` holds nothing of the size of queries times keys for this call."""
-    if call.device.type == "cuda" and is_plain(call.tensors):
-        operands = _FourAxes(call)
-        choice: int = torch._fused_sdp_choice(
-            operands.query,
-            operands.key,
-            operands.value,
-            operands.mask,
-            call.dropout_p,
-            call.is_causal,
-            scale=KIND.scale(call),
-            enable_gqa=operands.grouped,
-        )
-        return choice != SDPBackend.MATH.value
-    query, key, value = *call.scored, call.value
-    assert value is not None
-    if call.device.type == "cuda":
-        return call.dtype != torch.float64
-    return (
-        call.dropout_p == 0
-        and not requires_grad((call.mask,))
-        and query.shape[-1] == value.shape[-1] > 0
-        and query.shape[-2] > 0
-        and key.shape[-2] > 0
-        and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    )
-
-
-def _sdpa_cost(call: Call) -> Cost:
-    return predict(call, lambda *tensors: _sdpa(KIND, unpacked(KIND, "sums", (*tensors, *call.settings))))
-
-
-PREFERENCE = ("chunked", "compile", "einsum", "torchscript", "naive")
+PREFERENCE = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
 scores_op, weights_op = (
     attention_op(
         KIND,
@@ -317,18 +170,20 @@ op = attention_op(
     arguments=_summed,
     preference=("sdpa", *PREFERENCE),
 )
+for fused, reduced in ((scores_op, "scores"), (weights_op, "weights"), (op, "sums")):
+    fused_attention.add(fused, KIND, reduced)
 add_bound(
     op,
     KIND,
     "sums",
     "sdpa",
-    _sdpa,
-    _sdpa_backward,
-    empty=lambda call: _sdpa(KIND, call),
+    sdpa.forward,
+    sdpa.backward,
+    empty=functools.partial(sdpa.forward, KIND),
     native=True,
-    cost=_sdpa_cost,
-    needs=[_needs_one_dtype, _needs_positive_scale],
-    automatic=_is_fused,
+    cost=lambda call: predicted(KIND, call, sdpa.forward),
+    needs=[sdpa.needs_one_dtype, functools.partial(sdpa.needs_positive_scale, KIND)],
+    automatic=functools.partial(sdpa.is_fused, KIND),
 )
 
 
@@ -446,22 +301,11 @@ def attention(
         >>> effops.attention(query, key, value, is_causal=True).shape
         torch.Size([2, 8, 100, 64])
     """
-    check_operand("attention", "query", query, dims=2)
-    if autocast_enabled(query.device):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value, attn_mask = (_rounded(tensor, dtype) for tensor in (query, key, value, attn_mask))
-    with without_autocast(query.device):
-        options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "variant": variant}
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "variant": variant}
+    with rounded_by_autocast(op.name, query, key, value, attn_mask) as operands:
         if not enable_gqa:
-            return op(query, key, value, attn_mask, **options)
-        query, key, value, attn_mask = _grouped(query, key, value, attn_mask)
-        return op(query, key, value, attn_mask, **options).flatten(-4, -3)
-
-
-def _rounded(tensor: Any, dtype: torch.dtype) -> Any:
-    """As autocast does: whatever is neither boolean nor float64."""
-    takes_part = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(dtype) if takes_part else tensor
+            return op(*operands, **options)
+        return op(*_grouped(*operands), **options).flatten(-4, -3)
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
