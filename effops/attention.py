@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from effops import attend, chunked
-from effops.binding import Binding, Gradients
+from effops.binding import Binding, Gradients, requires_grad
 from effops.broadcast import Plan, Shape, broadcast_plan
 from effops.density import add_forms, best_form, predict
 from effops.op import Cost, Op
@@ -293,7 +293,7 @@ def attention_op(
     def composed(form: Form) -> Callable[..., Tensor]:
         return lambda *arguments: by_operations(kind, form, unpacked(kind, reduced, arguments))
 
-    add_forms(op, kind.forms, composed, lambda call: call.settings, lambda call: Cost(0, 0, 0, 0))
+    add_forms(op, kind.forms, composed, lambda call: call.settings, functools.partial(compiled_cost, kind))
 
     add_blocks(op, kind, reduced, "chunked")
     return op
@@ -304,6 +304,28 @@ def add_blocks(op: Op, kind: Kind, reduced: str, variant: str, **options: Any) -
     rehearse = torch.no_grad()(functools.partial(in_blocks, rehearsed=True))
     cost = functools.partial(predicted, kind, function=rehearse)
     add_bound(op, kind, reduced, variant, in_blocks, in_blocks_backward, cost=cost, **options)
+
+
+def compiled_cost(kind: Kind, call: Call) -> Cost:
+    """What TorchInductor allocates, as measured: it fuses all but products, and copies their operands if it must."""
+    plan, size, wide = call.plan, call.arithmetic.itemsize, call.dtype != call.arithmetic
+    count = plan.numel(plan.order)
+    pairs, results = size * count, math.prod(call.shape)
+    output, unrounded = call.dtype.itemsize * results, size * results * wide
+    statistics = 0 if call.reduced == "scores" else 13 * count // max(1, plan.shape[-1])
+    copied = call.scored if "einsum" in kind.forms else ()
+    copies = size * sum(tensor.numel() for tensor in copied if tensor.dtype != call.arithmetic)
+    summed = call.value is not None
+    value_copy = size * call.value.numel() if call.value is not None and call.value.dtype != call.arithmetic else 0
+    operations = count * (2 * call.dimension + 4)
+    if requires_grad(call.tensors):
+        saved = copies + value_copy + pairs * (summed or (wide and call.reduced == "weights"))
+        temporary = {"scores": pairs * wide, "weights": pairs, "sums": unrounded}[call.reduced] + statistics
+        return Cost(output, saved, temporary, operations)
+    if call.reduced == "scores":
+        return Cost(output, 0, max(copies + pairs - output, pairs) if wide else 0, operations)
+    temporary = max(copies + pairs - output, pairs, pairs + value_copy + unrounded - output)
+    return Cost(output, 0, temporary + statistics * (summed or not copies), operations)
 
 
 def predicted(kind: Kind, call: Call, function: Callable[[Kind, Call], Tensor]) -> Cost:

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from effops.attention import Call, Kind, in_blocks_backward, unpacked
+from effops.attention import Call, Kind, in_blocks_backward, predicted, unpacked
 from effops.binding import Gradients, is_plain, requires_grad
 from effops.broadcast import Shape
+from effops.op import Cost
 
 
 class _FourAxes:
@@ -106,6 +107,18 @@ def backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gra
         result = forward(kind, unpacked(kind, call.reduced, (*leaves, *call.settings)))
     found = iter(torch.autograd.grad(result, [leaf for leaf in leaves if leaf.requires_grad], dout))
     return [next(found) if need else None for need in needs]
+
+
+def cost(kind: Kind, call: Call) -> Cost:
+    """As predicted by fake tensors, which do not see what the kernels of a CPU hold for each thread: a block of pairs,
+    two statistics of its queries and their sums."""
+    found = predicted(kind, call, forward)
+    if call.device.type != "cpu" or not is_fused(kind, call):
+        return found
+    queries, keys = call.plan.shape[-2:]
+    rows = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
+    block = rows * (min(keys, 512) + 2 + call.shape[-1]) * call.arithmetic.itemsize
+    return found._replace(temporary_bytes=found.temporary_bytes + torch.get_num_threads() * block)
 
 
 def needs_one_dtype(call: Call) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from effops import attend, chunked, fused_attention, sdpa
-from effops.attention import Call, Form, add_bound, attention_op, predicted, rounded_by_autocast, summed_bounds
+from effops.attention import Call, Form, add_bound, attention_op, rounded_by_autocast, summed_bounds
 from effops.broadcast import Shape
 from effops.dots import Products, contract
 from effops.operands import check_operand
@@ -181,7 +181,7 @@ add_bound(
     sdpa.backward,
     empty=functools.partial(sdpa.forward, KIND),
     native=True,
-    cost=lambda call: predicted(KIND, call, sdpa.forward),
+    cost=functools.partial(sdpa.cost, KIND),
     needs=[sdpa.needs_one_dtype, functools.partial(sdpa.needs_positive_scale, KIND)],
     automatic=functools.partial(sdpa.is_fused, KIND),
 )
