@@ -1,6 +1,6 @@
 """Memory-efficient operations for PyTorch."""
 
-from effops import distributions
+from effops import distributions, nn
 from effops.op import Explanation, VariantReport, explain, use_variant, variants
 from effops.ops.additive_attention import additive_attention, additive_attention_scores
 from effops.ops.attention import attention, attention_scores, attention_weights
@@ -26,6 +26,7 @@ __all__ = [
     "distributions",
     "explain",
     "log_sparse_attention",
+    "nn",
     "normal_log_prob",
     "normal_mixture_log_prob",
     "patch_power_spherical",

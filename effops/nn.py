@@ -1,0 +1,179 @@
+"""Layers of `torch.nn` whose attention is one of effops'."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from effops.ops.additive_attention import additive_attention
+from effops.ops.attention import attention, attention_weights
+from effops.ops.log_sparse_attention import log_sparse_attention
+
+KINDS = ("fused", "naive", "additive", "log_sparse")
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with the attention of its heads to choose.
+
+    Parameters, their names and their initialisation are those of PyTorch's layer, so that either loads the other's
+    state; `attention="additive"` has one more, `additive_weight (num_heads, 1, 1, head_dim)`.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: as PyTorch's
+        add_bias_kv, add_zero_attn: must be False
+        attention: of the heads
+
+            fused       `effops.attention`, which never holds queries times keys by default
+            naive       the same by its plain form, which does
+            additive    `effops.additive_attention` of the projected queries and keys; without dropout
+            log_sparse  `effops.log_sparse_attention`, which is causal; without dropout and masks
+        local, restart: of `log_sparse_attention`
+
+    `forward` takes and returns what PyTorch's does, boolean masks of True where a pair must *not* take part. With
+    `is_causal` it needs no mask. `need_weights` holds queries times keys, and is for fused and naive attention; the
+    weights are those before dropout.
+
+    Example:
+        >>> layer = effops.nn.MultiheadAttention(64, 8, batch_first=True)
+        >>> x = torch.randn(2, 100, 64)
+        >>> layer(x, x, x, need_weights=False, is_causal=True)[0].shape
+        torch.Size([2, 100, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        attention: str = "fused",
+        local: int = 1,
+        restart: int | None = None,
+    ) -> None:
+        if attention not in KINDS:
+            raise ValueError(f"MultiheadAttention: `attention` must be one of {', '.join(KINDS)}; got {attention!r}")
+        if add_bias_kv or add_zero_attn:
+            raise ValueError(
+                "MultiheadAttention: `add_bias_kv` and `add_zero_attn` must be False; append the key and value outside"
+            )
+        if dropout and attention in ("additive", "log_sparse"):
+            raise ValueError(
+                f"MultiheadAttention: `dropout` must be 0 if attention={attention!r}; got {dropout}; drop elements of "
+                "the result instead"
+            )
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            kdim=kdim,
+            vdim=vdim,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+        self.attention, self.local, self.restart = attention, local, restart
+        self.has_one_projection = self._qkv_same_embed_dim
+        # `torch.nn.TransformerEncoderLayer` would otherwise compute scaled dot products itself in inference.
+        self._qkv_same_embed_dim = False
+        if attention == "additive":
+            weight = torch.empty(num_heads, 1, 1, self.head_dim, device=device, dtype=dtype)
+            bound = 1 / math.sqrt(self.head_dim)
+            self.additive_weight = torch.nn.Parameter(weight.uniform_(-bound, bound))
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, {self.num_heads}, attention={self.attention!r}"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The result, and the weights of all pairs if they are needed."""
+        batched = query.ndim == 3
+        if not batched:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        query, key, value = (self._heads(tensor) for tensor in self._projected(query, key, value))
+        mask = self._mask(key_padding_mask, attn_mask, query)
+        causal = is_causal and mask is None
+        if self.attention in ("additive", "log_sparse") and need_weights:
+            raise ValueError(
+                f"MultiheadAttention: `need_weights` must be False if attention={self.attention!r}, which never holds "
+                "the weights of all pairs; got True"
+            )
+        result = self._attend(query, key, value, mask, causal).transpose(-3, -2).flatten(-2)
+        result = linear(result, self.out_proj.weight, self.out_proj.bias)
+        weights = None
+        if need_weights:
+            variant = "naive" if self.attention == "naive" else None
+            weights = attention_weights(query, key, mask, is_causal=causal, variant=variant)
+            weights = weights.mean(-3) if average_attn_weights else weights
+        if not batched:
+            return result.squeeze(0), None if weights is None else weights.squeeze(0)
+        return result if self.batch_first else result.transpose(0, 1), weights
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        if self.attention == "log_sparse":
+            if mask is not None:
+                raise ValueError(
+                    "MultiheadAttention: masks must be None if attention='log_sparse', which is causal by itself; got "
+                    "one; cut padded keys off instead"
+                )
+            return log_sparse_attention(query, key, value, self.local, self.restart)
+        if self.attention == "additive":
+            if causal:
+                shape = query.shape[-2], key.shape[-2]
+                mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+            return additive_attention(query, key, value, self.additive_weight, mask)
+        dropout = self.dropout if self.training else 0.0
+        variant = "naive" if self.attention == "naive" else None
+        return attention(query, key, value, mask, dropout, causal, variant=variant)
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        if self.has_one_projection and query is key and key is value:
+            return linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.has_one_projection:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(linear(*operands) for operands in zip((query, key, value), weights, biases))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """(batch, heads, length, head_dim)"""
+        return projected.view(*projected.shape[:-1], self.num_heads, self.head_dim).transpose(-3, -2)
+
+    def _mask(self, padding: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | None:
+        """Both masks as one that `effops.attention` takes, booleans True where a pair takes part."""
+        if mask is not None and mask.ndim == 3:
+            mask = mask.view(-1, self.num_heads, *mask.shape[1:])
+        masks = [one for one in (mask, None if padding is None else padding[:, None, None, :]) if one is not None]
+        if not masks:
+            return None
+        if all(one.dtype == torch.bool for one in masks):
+            return torch.logical_not(masks[0] | masks[-1])
+        added = [
+            torch.zeros_like(one, dtype=query.dtype).masked_fill(one, -math.inf) if one.dtype == torch.bool else one
+            for one in masks
+        ]
+        return added[0] if len(added) == 1 else added[0] + added[1]
