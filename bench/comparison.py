@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,14 @@ from effops.op import Cost, Op, format_bytes
 
 @dataclass(frozen=True)
 class Workload:
-    """What is run: an op on arguments of given sizes, and which pass of it."""
+    """What is run: an op on arguments of given sizes, with options by keyword, and which pass of it."""
 
     op: Op
     sizes: Mapping[str, int]
     dtype: torch.dtype
     device: torch.device
     backward: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def pass_name(self) -> str:
@@ -51,6 +52,7 @@ class Row:
     device: str
     dtype: str
     size: dict[str, int]
+    options: dict[str, Any]
     is_peer: bool
     status: str = "ok"
     reason: str = ""
@@ -145,15 +147,15 @@ def compare(
 def _contenders(
     workload: Workload, args: tuple[Tensor, ...], variants: Sequence[str], with_peers: bool
 ) -> Iterator[Contender]:
-    op, call = workload.op, workload.op.prepare(*args)
+    op, call = workload.op, workload.op.prepare(*args, **workload.options)
     for variant in op.variants.values():
         if variant.name in variants:
-            function = partial(op, variant=variant.name)
+            function = partial(op, variant=variant.name, **workload.options)
             yield Contender(variant.name, function, variant.obstacle(call), variant.cost(call))
     for name, peer in PEERS.get(op.name, {}).items():
         if peer.always or with_peers:
             cost = op.variants[peer.memory_like].cost(call)
-            yield Contender(name, peer.function, peer.obstacle, cost, is_peer=True)
+            yield Contender(name, partial(peer.function, **workload.options), peer.obstacle, cost, is_peer=True)
 
 
 def _checked(
@@ -187,6 +189,7 @@ def _blank(workload: Workload, contender: Contender) -> Row:
         device=workload.device.type,
         dtype=str(workload.dtype).removeprefix("torch."),
         size=dict(workload.sizes),
+        options=dict(workload.options),
         is_peer=contender.is_peer,
         predicted_temporary_bytes=None if workload.backward or contender.is_peer else contender.cost.temporary_bytes,
     )
@@ -232,12 +235,12 @@ def _results_and_error(
 ) -> tuple[tuple[Tensor, ...], float]:
     out = function(*args)
     values = tuple(arg.detach() for arg in args)
-    error = testing.error_ratio(workload.op, values, out.detach())
+    error = testing.error_ratio(workload.op, values, out.detach(), **workload.options)
     if not workload.backward:
         return (out,), error
     upstream = measure.upstream_gradient(out)
     gradients = torch.autograd.grad(out, args, upstream)
-    gradient_error = testing.gradient_error_ratio(workload.op, values, upstream, gradients)
+    gradient_error = testing.gradient_error_ratio(workload.op, values, upstream, gradients, **workload.options)
     return gradients, max(error, gradient_error)
 
 

@@ -51,6 +51,39 @@ PROFILE_KEYS: Mapping[str, Callable[[ProfileRow], float]] = {
 SORT_KEYS = (*ROW_KEYS, *PROFILE_KEYS)
 
 
+def plot_memory(rows: Sequence[Row], swept: str, file: Path) -> None:
+    """Draw the temporary bytes of every variant against the size that was swept, and what is predicted of the rest."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, variant in enumerate(dict.fromkeys(row.variant for row in rows)):
+        own = [row for row in rows if row.variant == variant]
+        for style, label, points in (
+            ("o-", variant, [(row.size[swept], row.temporary_bytes) for row in own]),
+            (
+                "x:",
+                f"{variant}, predicted",
+                [(row.size[swept], row.predicted_temporary_bytes) for row in own if row.temporary_bytes is None],
+            ),
+        ):
+            known = [(size, count / 2**20) for size, count in points if count]
+            if known:
+                axes.plot(*zip(*known), style, color=f"C{number}", label=label)
+    first = rows[0]
+    others = ", ".join(f"{key}={value}" for key, value in {**first.size, **first.options}.items() if key != swept)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel=swept,
+        ylabel="temporary memory, MiB",
+        title=f"{first.op}, {first.pass_name}, {first.dtype}, {others}",
+    )
+    axes.grid(which="major", alpha=0.3)
+    axes.legend()
+    figure.savefig(file)
+
+
 def header(device: torch.device, copy_gbps: float | None) -> dict[str, Any]:
     """What the figures depend on besides the code: the machine, the versions, the commit, the date."""
     return {
@@ -111,7 +144,7 @@ def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Row]) -> None
 def print_tables(console: Console, rows: Sequence[Row], profile: Profile, sort_by: str) -> None:
     """The profiler's table, the operators by stack if there are any, and the table of time, memory and error."""
     first = rows[0]
-    sizes = ", ".join(f"{key}={size}" for key, size in first.size.items())
+    sizes = ", ".join(f"{key}={value}" for key, value in {**first.size, **first.options}.items())
     console.print(f"\n{first.op}, {first.pass_name}, {first.dtype}, {sizes}", style="bold")
     place = _order(rows, profile, sort_by)
     if profile.rows:

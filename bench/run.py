@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # The profiler's library announces each start and stop on stderr below this level.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 from comparison import Row, Workload, compare
-from report import SORT_KEYS, TABLE_WIDTH, header, print_tables, write_json
+from report import SORT_KEYS, TABLE_WIDTH, header, plot_memory, print_tables, write_json
 
 import effops  # noqa: F401  (registers the ops)
 from effops.console import plain_or_rich_console, shown_progress
@@ -42,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copy_gbps = copy_bandwidth_gbps(device)
         head = header(device, copy_gbps)
         console.print(", ".join(f"{key}: {value}" for key, value in head.items()))
-        for op, sizes, variants in selected:
+        for op, sizes, keywords, variants in selected:
             for backward in PASSES[options.passes]:
                 found, profile = compare(
-                    Workload(op, sizes, DTYPES[options.dtype], device, backward),
+                    Workload(op, sizes, DTYPES[options.dtype], device, backward, keywords),
                     variants=variants,
                     with_peers=options.peers,
                     repeats=options.repeats,
@@ -57,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows += found
                 if options.json:
                     write_json(options.json, head, rows)
+    if options.plot:
+        plot_memory(rows, options.sweep[0], options.plot)
     for row in rows:
         if row.fails:
             print(f"failed: {row.op} {row.variant}, {row.pass_name}: {row.reason}", file=sys.stderr)
@@ -69,6 +74,11 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--op", help="one op; default: all")
     parser.add_argument("--variants", type=comma_separated, metavar="A,B", help="default: all")
     parser.add_argument("--size", type=sizes, default={}, metavar="M=..,T=..", help="instead of the op's default sizes")
+    parser.add_argument(
+        "--set", type=keywords, default={}, metavar="NAME=..", help="arguments of the op: is_causal=True"
+    )
+    parser.add_argument("--sweep", type=sweep, metavar="L=1024,2048", help="one size after the other")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against the size of --sweep there")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device, help="cuda if there is one")
     parser.add_argument("--pass", choices=PASSES, default="forward", dest="passes", help="default: forward")
@@ -102,24 +112,53 @@ def sizes(text: str) -> dict[str, int]:
     return {key: int(number) for key, _, number in pairs}
 
 
+def sweep(text: str) -> tuple[str, list[int]]:
+    key, _, numbers = text.partition("=")
+    if not key or not all(number.isdecimal() and int(number) for number in numbers.split(",")):
+        raise argparse.ArgumentTypeError(f"expected KEY=N,N,N with positive integers; got {text!r}")
+    return key, [int(number) for number in numbers.split(",")]
+
+
+def keywords(text: str) -> dict[str, Any]:
+    pairs = [part.partition("=") for part in comma_separated(text)]
+    try:
+        return {key: ast.literal_eval(value) for key, _, value in pairs}
+    except (SyntaxError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE,NAME=VALUE of Python; got {text!r}") from error
+
+
+def accepted(op: Op) -> set[str]:
+    """The arguments of an op that are no tensors."""
+    assert op.function is not None
+    return inspect.signature(op.function).parameters.keys() - op.core_dims.keys() - {"variant"}
+
+
 def selected_ops(
     parser: argparse.ArgumentParser, options: argparse.Namespace
-) -> list[tuple[Op, Mapping[str, int], Sequence[str]]]:
-    """Each op to run, its sizes and the names of its variants. An option that suits none of the ops is an error."""
+) -> list[tuple[Op, Mapping[str, int], Mapping[str, Any], Sequence[str]]]:
+    """Each op to run, sizes, options and the names of its variants. What suits none of the ops is an error."""
     if options.op is not None and options.op not in ops():
         parser.error(f"argument --op: expected one of {', '.join(ops())}; got {options.op!r}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda needs a CUDA device and torch built for it; got none; use --device cpu")
     chosen = [op for name, op in ops().items() if options.op in (None, name)]
-    expect_known(parser, "--size", options.size, {key for op in chosen for key in op.sizes})
+    sizes_of_all = {key for op in chosen for key in op.sizes}
+    swept = {} if options.sweep is None else dict([options.sweep])
+    expect_known(parser, "--size", options.size, sizes_of_all)
+    expect_known(parser, "--sweep", list(swept), sizes_of_all)
+    expect_known(parser, "--set", options.set, {key for op in chosen for key in accepted(op)} if options.set else set())
+    if options.plot and (options.sweep is None or len(chosen) > 1 or options.passes == "both"):
+        parser.error("argument --plot: expected one --op, one --pass and a --sweep; got none or several; name them")
     expect_known(parser, "--variants", options.variants or (), {name for op in chosen for name in op.variants})
     return [
         (
             op,
-            {key: options.size.get(key, default) for key, default in op.sizes.items()},
+            {key: one.get(key, options.size.get(key, default)) for key, default in op.sizes.items()},
+            {key: value for key, value in options.set.items() if key in accepted(op)},
             [name for name in op.variants if options.variants is None or name in options.variants],
         )
         for op in chosen
+        for one in ([{key: size} for key, sizes in swept.items() for size in sizes] or [{}])
         if options.variants is None or not op.variants.keys().isdisjoint(options.variants)
     ]
 

@@ -68,7 +68,7 @@ class AdditiveScores:
         all_axes = range(len(plan.order))
         self.weight_of_pairs = self.weight.varies(all_axes[len(plan.batch) :])
         values = PIECE_BYTES // arithmetic.itemsize
-        if self.weight.varies(all_axes):  # a piece of it may be converted
+        if any(needs) or self.weight.varies(all_axes):  # there is a second buffer, or a piece of it may be converted
             values //= 2
         self.piece = fit(self.extents.pairs, values // self.extents.depth)
         pairs = math.prod(self.piece)

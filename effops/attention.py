@@ -181,13 +181,13 @@ def prepare(
         check_operand(function, name, tensor, dims=2 if name in ("query", "key", "value") else 1)
     query, key = scored[:2]
     check_devices(function, **tensors, **({} if attn_mask is None else {"attn_mask": attn_mask}))
-    got = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-    if len({tensors[name].shape[-1] for name in kind.operands}) > 1:
+    if any(tensor.shape[-1] != query.shape[-1] for tensor in scored):
         raise ValueError(
-            f"{function}: last dimensions of {_listed(kind.operands)} must be equal; got {got}; project them alike"
+            f"{function}: last dimensions of {_listed(kind.operands)} must be equal; got "
+            f"{_shapes(tensors)}; project them alike"
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"{function}: there must be one value for each key; got {got}; cut or pad one of them")
+        raise ValueError(f"{function}: there must be one value for each key; got {_shapes(tensors)}; cut or pad one")
     masks = () if attn_mask is None else (attn_mask,)
     if attn_mask is not None:
         _check_mask(function, attn_mask, is_causal, (query.shape[-2], key.shape[-2]))
@@ -196,7 +196,7 @@ def prepare(
         torch.broadcast_shapes(*batches, *(mask.shape[:-2] for mask in masks))
     except RuntimeError as error:
         raise ValueError(
-            f"{function}: batch axes, heads among them, must broadcast; got {got}"
+            f"{function}: batch axes, heads among them, must broadcast; got {_shapes(tensors)}"
             + "".join(f", attn_mask {tuple(mask.shape)}" for mask in masks)
             + "; expand them, or set enable_gqa=True if several heads of queries share one of keys"
         ) from error
@@ -215,6 +215,10 @@ def prepare(
         seed = torch.randint(2**62, ()) if dropout_p else query.new_zeros((), dtype=torch.int64)
     causal, factor = bool(is_causal), None if scale is None else float(scale)
     return Call(reduced, tuple(scored), value, mask, seed, bool(masks), causal, factor, float(dropout_p), dtype)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
 @contextmanager

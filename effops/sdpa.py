@@ -76,7 +76,7 @@ def forward(kind: Kind, call: Call) -> Tensor:
             operands.mask,
             call.dropout_p,
             call.is_causal,
-            scale=kind.scale(call),
+            scale=call.scale if call.scale is not None or operands.query.shape[-1] else 1.0,
             enable_gqa=operands.grouped,
         )
     return operands.restore(result)
@@ -94,18 +94,19 @@ def _seeded(call: Call) -> Iterator[None]:
 
 
 def backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
-    """Where PyTorch's own backward pass is not at hand: in blocks, or with dropout, which is PyTorch's, once more."""
-    if not call.dropout_p:
-        return in_blocks_backward(kind, dout, call, needs)
-    if not is_plain(call.tensors):
-        raise NotImplementedError(
-            'attention(variant="sdpa"): with dropout gradients cannot be transformed; set dropout_p=0, or give '
-            'variant="chunked"'
-        )
+    """Where PyTorch's own backward pass is not at hand: once more, or, inside of an operator, in blocks."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(call.tensors, needs)]
         result = forward(kind, unpacked(kind, call.reduced, (*leaves, *call.settings)))
-    found = iter(torch.autograd.grad(result, [leaf for leaf in leaves if leaf.requires_grad], dout))
+    if not result.requires_grad:
+        if call.dropout_p:
+            raise NotImplementedError(
+                'attention(variant="sdpa"): with dropout gradients cannot be transformed; set dropout_p=0, or give '
+                'variant="chunked"'
+            )
+        return in_blocks_backward(kind, dout, call, needs)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter(torch.autograd.grad(result, wanted, dout, allow_unused=True, materialize_grads=True))
     return [next(found) if need else None for need in needs]
 
 

@@ -48,18 +48,20 @@ class Bounds:
         return float(torch.nan_to_num(ratio, nan=float("inf")).max())
 
 
-def error_ratio(op: Op, args: tuple[Any, ...], out: Tensor) -> float:
+def error_ratio(op: Op, args: tuple[Any, ...], out: Tensor, **options: Any) -> float:
     """Error of a forward result in units of its budget: right if at most 1."""
-    bounds: Bounds = op.bounds(op.prepare(*args))
+    bounds: Bounds = op.bounds(op.prepare(*args, **options))
     return bounds.error_ratio(out)
 
 
-def gradient_error_ratio(op: Op, args: tuple[Any, ...], dout: Tensor, gradients: tuple[Tensor | None, ...]) -> float:
+def gradient_error_ratio(
+    op: Op, args: tuple[Any, ...], dout: Tensor, gradients: tuple[Tensor | None, ...], **options: Any
+) -> float:
     """Largest error of the gradients of the arguments in units of their budgets: right if at most 1.
 
     A gradient that was not asked for is None; without any, there is nothing right: infinite.
     """
-    expected = op.gradient_bounds(op.prepare(*args), dout)
+    expected = op.gradient_bounds(op.prepare(*args, **options), dout)
     found = [(bounds, gradient) for bounds, gradient in zip(expected, gradients, strict=True) if gradient is not None]
     return max((bounds.error_ratio(gradient) for bounds, gradient in found), default=float("inf"))
 
