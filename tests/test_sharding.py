@@ -440,6 +440,44 @@ def in_process() -> dict[str, str]:
     return failed
 
 
+def attention_is_that_of_one_process() -> None:
+    """Batch along one axis of the mesh, heads along the other; what broadcasts is whole everywhere."""
+    mesh = mesh_of(2)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(4, 6, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask, weight = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((5, 5), (8,)))
+    split, whole = (S(0), S(1)), (R, R)
+    calls: list[tuple[Callable[..., Tensor], tuple[Tensor, ...], tuple[Placements, ...]]] = [
+        (effops.attention, (query, key, value), (split, split, split)),
+        (effops.attention, (query, key, value, mask), (split, split, split, whole)),
+        (partial(effops.attention, is_causal=True), (query, key, value), (split, split, split)),
+        (partial(effops.attention, enable_gqa=True), (query, key[:, :2], value[:, :2]), (split, split, split)),
+        (effops.attention_weights, (query, key), (split, whole)),
+        (effops.attention_scores, (query, key), ((S(0), R), whole)),
+        (effops.additive_attention_scores, (query, key, weight), (split, split, whole)),
+        (effops.additive_attention, (query, key, value, weight), (split, split, split, whole)),
+        (effops.log_sparse_attention, (query, key, value), (split, split, split)),
+    ]
+    for function, args, placements in calls:
+        leaves = [arg.clone().requires_grad_() for arg in args]
+        expected = function(*leaves)
+        gradients = torch.autograd.grad(expected.square().sum(), leaves)
+        shards = [distribute_tensor(arg.clone(), mesh, one).requires_grad_() for arg, one in zip(args, placements)]
+        with CommDebugMode() as communication:
+            found = function(*shards)
+            found_gradients = torch.autograd.grad(found.square().sum(), shards)
+        assert communication.get_total_counts() == 0
+        assert isinstance(found, DTensor)
+        assert found.placements == placements[0]
+        torch.testing.assert_close(found.full_tensor(), expected)
+        for one, other in zip(found_gradients, gradients):
+            torch.testing.assert_close(one.full_tensor(), other)
+
+
+def test_attention_over_sharded_batch_and_heads(threads: Callable[[int, Callable[[], None]], None]) -> None:
+    threads(4, attention_is_that_of_one_process)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_in_processes(count: int) -> None:
     for failed in sharded.run_processes(count, in_process, timeout_s=100):
