@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -124,6 +125,16 @@ class Call(NamedTuple):
         return self.result.shape
 
     @property
+    def drawn_seed(self) -> int:
+        """The seed as a number; there is one for a call, not for each example of a batch."""
+        if self.seed is None or self.seed.numel() != 1:
+            raise NotImplementedError(
+                "attention: vmap(randomness='different') cannot be had with dropout in this variant; give "
+                "randomness='same', or variant='naive'"
+            )
+        return int(self.seed)
+
+    @property
     def dimension(self) -> int:
         """How many coordinates of its operands a pair takes."""
         return self.scored[0].shape[-1] + (0 if self.value is None else self.value.shape[-1])
@@ -180,6 +191,9 @@ def prepare(
     for name, tensor in tensors.items():
         check_operand(function, name, tensor, dims=2 if name in ("query", "key", "value") else 1)
     query, key = scored[:2]
+    pairs = query.shape[-2], key.shape[-2]
+    if attn_mask is not None:
+        _check_mask(function, attn_mask, is_causal, pairs)
     check_devices(function, **tensors, **({} if attn_mask is None else {"attn_mask": attn_mask}))
     if any(tensor.shape[-1] != query.shape[-1] for tensor in scored):
         raise ValueError(
@@ -189,8 +203,12 @@ def prepare(
     if value is not None and value.shape[-2] != key.shape[-2]:
         raise ValueError(f"{function}: there must be one value for each key; got {_shapes(tensors)}; cut or pad one")
     masks = () if attn_mask is None else (attn_mask,)
-    if attn_mask is not None:
-        _check_mask(function, attn_mask, is_causal, (query.shape[-2], key.shape[-2]))
+    for name, other in list(zip(kind.operands, scored))[2:]:
+        if _widens(other.shape[:-1], pairs):
+            raise ValueError(
+                f"{function}: `{name}` must broadcast to (queries, keys, D) = {(*pairs, query.shape[-1])}; got "
+                f"{tuple(other.shape)}; unsqueeze it: (*batch, 1, 1, D) is the same for all pairs"
+            )
     batches = [tensor.shape[: -2 - (name not in ("query", "key", "value"))] for name, tensor in tensors.items()]
     try:
         torch.broadcast_shapes(*batches, *(mask.shape[:-2] for mask in masks))
@@ -200,7 +218,9 @@ def prepare(
             + "".join(f", attn_mask {tuple(mask.shape)}" for mask in masks)
             + "; expand them, or set enable_gqa=True if several heads of queries share one of keys"
         ) from error
-    if isinstance(dropout_p, bool) or not 0 <= dropout_p <= 1:
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat))):
+        raise TypeError(f"{function}: `scale` must be a number or None; got {scale!r}; multiply query by a tensor")
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, Real) or not 0 <= dropout_p <= 1:
         raise ValueError(
             f"{function}: `dropout_p` must be a probability from 0 to 1; got {dropout_p!r}; give 0 for none"
         )
@@ -252,12 +272,16 @@ def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, 
         )
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         check_operand(function, "attn_mask", mask)
-    padded = (1, 1, *mask.shape)[-2:]
-    if any(size not in (1, wanted) for size, wanted in zip(padded, pairs)):
+    if _widens(mask.shape, pairs):
         raise ValueError(
             f"{function}: `attn_mask` must broadcast to (queries, keys) = {pairs}; got {tuple(mask.shape)}; "
             "unsqueeze it: (*batch, 1, keys) masks keys for all queries"
         )
+
+
+def _widens(own: Shape, pairs: tuple[int, int]) -> bool:
+    """Whether the last two axes of a shape would broadcast those of the pairs, not with them."""
+    return any(size not in (1, wanted) for size, wanted in zip((1, 1, *own)[-2:], pairs))
 
 
 def attention_op(
@@ -451,7 +475,7 @@ def in_blocks(kind: Kind, call: Call, *, rehearsed: bool = False) -> Tensor:
 def _dropout(call: Call, rehearsed: bool = False) -> attend.Dropout | None:
     if not call.dropout_p or call.seed is None:
         return None
-    return attend.Dropout(call.plan, call.dropout_p, 0 if rehearsed else int(call.seed), call.device)
+    return attend.Dropout(call.plan, call.dropout_p, 0 if rehearsed else call.drawn_seed, call.device)
 
 
 def in_blocks_backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:

@@ -121,7 +121,9 @@ def _mask_sizes(call: Call) -> Shape:
 
 
 def _seed(call: Call) -> Tensor | None:
-    return call.seed.to(call.device).reshape(1) if call.dropout_p and call.seed is not None else None
+    if not call.dropout_p or call.seed is None:
+        return None
+    return torch.full((1,), call.drawn_seed, dtype=torch.int64, device=call.device)
 
 
 def _settings(kind: Kind, call: Call) -> dict[str, Any]:

@@ -34,8 +34,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         local, restart: of `log_sparse_attention`
 
     `forward` takes and returns what PyTorch's does, boolean masks of True where a pair must *not* take part. With
-    `is_causal` it needs no mask. `need_weights` holds queries times keys, and is for fused and naive attention; the
-    weights are those before dropout.
+    `is_causal` it needs no attn_mask; beside one it is a hint, as in PyTorch. `need_weights` holds queries times keys,
+    and is for fused and naive attention; the weights are those before dropout.
 
     Example:
         >>> layer = effops.nn.MultiheadAttention(64, 8, batch_first=True)
@@ -115,8 +115,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         query, key, value = (self._heads(tensor) for tensor in self._projected(query, key, value))
+        causal = is_causal and attn_mask is None  # which beside a mask is a hint that it is one
+        if causal and key_padding_mask is not None:
+            pairs = query.shape[-2], key.shape[-2]
+            attn_mask, causal = torch.ones(pairs, dtype=torch.bool, device=query.device).triu(1), False
         mask = self._mask(key_padding_mask, attn_mask, query)
-        causal = is_causal and mask is None
         if self.attention in ("additive", "log_sparse") and need_weights:
             raise ValueError(
                 f"MultiheadAttention: `need_weights` must be False if attention={self.attention!r}, which never holds "

@@ -43,17 +43,20 @@ class _FourAxes:
         return tensor.flatten(0, -4) if len(batch) > 2 else tensor[(None,) * (2 - len(batch))]
 
     def _mask(self) -> Tensor:
+        """With axes of size 1 wherever it broadcasts, for PyTorch makes numbers of a boolean mask of that size."""
         mask = self.call.mask
-        pairs = self.call.plan.shape[-2:]
-        if all(size == 1 for size in mask.shape[:-2]):
-            return mask.expand(*mask.shape[:-2], *pairs).view(pairs)
+        if mask.dtype != torch.bool:
+            mask = mask.to(self.query.dtype)
+        mask = mask[(None,) * (max(4, len(self.batch) + 2) - mask.ndim)]
         if len(self.batch) <= 2:
-            return mask[(None,) * (4 - mask.ndim)]
-        mask = mask[(None,) * (len(self.batch) + 2 - mask.ndim)]
+            return mask
         if self.grouped and _size(mask, -3) == _size(mask, -4) == 1:
             return mask.squeeze(-3)
-        outer = (mask.shape[0], *self.batch[1:]) if self.grouped else (*self.batch[:-1], mask.shape[-3])
-        return self._merge(mask, outer)
+        if self.grouped:
+            return self._merge(mask, (mask.shape[0], *self.batch[1:]))
+        if all(size == 1 for size in mask.shape[:-3]):
+            return mask.flatten(0, -4)
+        return self._merge(mask, (*self.batch[:-1], mask.shape[-3]))
 
     def restore(self, result: Tensor) -> Tensor:
         if len(self.batch) <= 2:
@@ -87,7 +90,7 @@ def _seeded(call: Call) -> Iterator[None]:
     """In this context PyTorch drops as the call's seed says, so that backward can do so again."""
     if call.dropout_p and call.seed is not None and is_plain(call.tensors):
         with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
-            torch.manual_seed(int(call.seed))
+            torch.manual_seed(call.drawn_seed)
             yield
     else:
         yield
@@ -112,13 +115,15 @@ def backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gra
 
 def cost(kind: Kind, call: Call) -> Cost:
     """As predicted by fake tensors, which do not see what the kernels of a CPU hold for each thread: a block of pairs,
-    two statistics of its queries and their sums."""
+    rounded too if the operands are, two statistics of its queries and their sums."""
     found = predicted(kind, call, forward)
     if call.device.type != "cpu" or not is_fused(kind, call):
         return found
     queries, keys = call.plan.shape[-2:]
     rows = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
     block = rows * (min(keys, 512) + 2 + call.shape[-1]) * call.arithmetic.itemsize
+    if call.dtype != call.arithmetic:
+        block += rows * min(keys, 512) * call.dtype.itemsize
     return found._replace(temporary_bytes=found.temporary_bytes + torch.get_num_threads() * block)
 
 

@@ -226,6 +226,29 @@ def test_memory(device):
         assert memory(run).temporary_bytes <= min(2**22, 0.05 * naive.temporary_bytes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_fused_kernels_under_masks_of_any_dtype_and_shape(dtype, device, generator):
+    """PyTorch's kernels misread a mask of another dtype, and turn one that was expanded into numbers."""
+    query, key = ((2, 3, 70, 16), (2, 3, 600, 16))
+    args = operands(effops.attention, query, key, dtype=dtype, device=device, generator=generator)
+    args[2] = torch.randn(key, generator=generator, dtype=torch.float64).to(device, dtype)
+    for shape in ((600,), (1, 600), (70, 1), (70, 600), (2, 1, 1, 600), (2, 3, 70, 600), (1, 1, 1, 600)):
+        numbers = torch.randn(shape, generator=generator)
+        for mask in (numbers > 0, *(numbers.to(other) for other in (torch.float32, torch.float64, torch.bfloat16))):
+            call = (*args, mask.to(device))
+            out = effops.attention(*call)
+            op = find_op(effops.attention)
+            prepared = op.prepare(*call)
+            assert bounds(KIND, prepared, rounded=True).error_ratio(out) <= 1, (shape, mask.dtype)
+            chosen = effops.explain(effops.attention, *call)
+            if dtype == mask.dtype or mask.dtype == torch.bool:
+                assert chosen.chosen == "sdpa"
+            report = chosen.variants[chosen.chosen]
+            measured = memory(Pass(lambda *args: effops.attention(*args), call)).temporary_bytes
+            assert measured <= 2**20 + 8 * mask.numel(), (shape, mask.dtype)
+            assert abs(report.temporary_bytes - measured) <= max(2**16, 0.1 * measured), (shape, mask.dtype)
+
+
 @pytest.mark.parametrize(
     "shapes",
     [
@@ -312,6 +335,8 @@ def test_bad_arguments(function, device):
         (good, {"attn_mask": torch.zeros(5, 1, 4, 6, device=device)}, ValueError, "must broadcast"),
         (good, {"attn_mask": torch.zeros(4, 6, dtype=torch.int64, device=device)}, TypeError, "`attn_mask` must be"),
         (good, {"attn_mask": good[0][0, 0, :, :1], "is_causal": True}, ValueError, "exclude each other"),
+        (good, {"attn_mask": [1]}, TypeError, "`attn_mask` must be a tensor"),
+        (good, {"scale": torch.ones(())}, TypeError, "`scale` must be a number"),
         ([None, *good[1:]], {}, TypeError, "`query` must be a tensor"),
         ([good[0].long(), *good[1:]], {}, TypeError, "`query` must be real floating point"),
     ):
@@ -326,6 +351,16 @@ def test_bad_arguments_of_attention(device):
     for p in (-0.1, 1.1, float("nan"), True):
         with pytest.raises(ValueError, match="`dropout_p` must be a probability"):
             effops.attention(query, key[:, :1], key[:, :1], dropout_p=p)
+    with pytest.raises(ValueError, match="`attn_mask` must have 1 or 6 heads"):
+        effops.attention(query, key[:, :2], key[:, :2], torch.zeros(2, 4, 7, device=device), enable_gqa=True)
+    assert effops.explain(effops.attention, query, key[:, :2], key[:, :2], enable_gqa=True).chosen
+    with pytest.raises(NotImplementedError, match="randomness='different'"):
+        torch.func.vmap(
+            lambda query: effops.attention(query, key[0, :1], key[0, :1], dropout_p=0.5), randomness="different"
+        )(query)
+    for shape in ((5, 7, 5), (4, 5, 5)):
+        with pytest.raises(ValueError, match=r"`weight` must broadcast to \(queries, keys, D\) = \(4, 7, 5\)"):
+            effops.additive_attention_scores(query[:, :4], key, torch.zeros(shape, device=device))
     with pytest.raises(ValueError, match="must be a multiple of those of `key`"):
         effops.attention(query, key, key, enable_gqa=True)
     with pytest.raises(ValueError, match="enable_gqa=True if several heads"):

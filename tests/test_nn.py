@@ -64,6 +64,10 @@ def test_is_a_drop_in(options, attention, device, generator):
         ours(*tensors, is_causal=True, need_weights=False)[0],
         theirs(*tensors, attn_mask=excluded, is_causal=True, need_weights=False)[0],
     )
+    torch.testing.assert_close(
+        ours(*tensors, key_padding_mask=padding, is_causal=True, need_weights=False)[0],
+        theirs(*tensors, key_padding_mask=padding, attn_mask=excluded, need_weights=False)[0],
+    )
     alone = [tensor[0] if options.get("batch_first") else tensor[:, 0] for tensor in tensors]
     torch.testing.assert_close(ours(*alone), theirs(*alone))
 

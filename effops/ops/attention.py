@@ -140,7 +140,10 @@ def _summed(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Any:
+    if enable_gqa:
+        query, key, value, attn_mask = _grouped(query, key, value, attn_mask)
     return (query, key), value, attn_mask, is_causal, scale, dropout_p
 
 
@@ -269,7 +272,8 @@ def attention(
 
     `softmax(scale * query @ key.mT + attn_mask) @ value`. Where PyTorch fuses this, its kernels run (variant sdpa);
     where it would hold the weights of all pairs, as on a CPU for dropout, for a mask that requires gradients, and for
-    values of another dimension than keys, variant chunked runs instead.
+    values of another dimension than keys, variant chunked runs instead. Of a boolean mask PyTorch makes numbers, of the
+    mask's own size.
 
     Args:
         query: `(*batch, L, D)`
@@ -319,6 +323,11 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
             f"`value`; got {heads}, {shared} and {value.shape[-3]}; repeat heads, or transpose"
         )
     group = heads // shared
-    if mask is not None and mask.ndim >= 3:
+    if isinstance(mask, Tensor) and mask.ndim >= 3:
+        if mask.shape[-3] not in (1, heads):
+            raise ValueError(
+                f"attention: `attn_mask` must have 1 or {heads} heads, axis -3, as `query` has; got "
+                f"{tuple(mask.shape)}; repeat those of a group, or unsqueeze"
+            )
         mask = mask.unflatten(-3, (shared, group)) if mask.shape[-3] == heads else mask.unsqueeze(-3)
     return query.unflatten(-3, (shared, group)), key.unsqueeze(-3), value.unsqueeze(-3), mask
