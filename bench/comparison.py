@@ -52,8 +52,8 @@ class Row:
     device: str
     dtype: str
     size: dict[str, int]
-    options: dict[str, Any]
     is_peer: bool
+    options: dict[str, Any] = field(default_factory=dict)
     status: str = "ok"
     reason: str = ""
     time_ms: float | None = None

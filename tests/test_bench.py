@@ -283,6 +283,30 @@ def test_a_peer_is_shown_and_does_not_fail_the_run(bench: Bench, monkeypatch: py
     assert "asked" in bench("--variants", "naive", "--peers")[1]
 
 
+def test_options_of_the_op_and_a_sweep(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each size is a table of its own; memory is drawn against them; the option reaches the op."""
+    rows, picture = tmp_path / "rows.json", tmp_path / "memory.png"
+    small = ["--op", "attention_weights", "--size", "B=1,H=2,D=4", "--variants", "naive,chunked", "--repeats", "2"]
+    sweep = ["--sweep", "L=8,16,32", "--set", "is_causal=True,scale=0.5", "--device", "cpu"]
+    assert run.main([*small, *sweep, "--json", str(rows), "--plot", str(picture)]) == 0
+    content = json.loads(rows.read_text())["rows"]
+    assert [(row["size"]["L"], row["variant"]) for row in content] == [
+        (size, variant) for size in (8, 16, 32) for variant in ("chunked", "naive")
+    ]
+    assert all(row["options"] == {"is_causal": True, "scale": 0.5} for row in content)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for wrong in (
+        ["--set", "causal=True"],
+        ["--set", "is_causal=yes"],
+        ["--sweep", "Q=1,2"],
+        ["--sweep", "L=1,x"],
+        ["--plot", str(picture)],
+    ):
+        with pytest.raises(SystemExit):
+            run.main([*small, *wrong])
+        assert wrong[0] in capsys.readouterr().err
+
+
 def test_sorting(run: ModuleType) -> None:
     comparison, report = importlib.import_module("comparison"), importlib.import_module("report")
     measure = importlib.import_module("effops.measure")
