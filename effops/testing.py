@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effops.broadcast import Shape
 from effops.op import Op
 
 
@@ -64,6 +65,16 @@ def gradient_error_ratio(
     expected = op.gradient_bounds(op.prepare(*args, **options), dout)
     found = [(bounds, gradient) for bounds, gradient in zip(expected, gradients, strict=True) if gradient is not None]
     return max((bounds.error_ratio(gradient) for bounds, gradient in found), default=float("inf"))
+
+
+def normal_sample(
+    *shapes: Shape,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, ...]:
+    """Normal tensors of given shapes: the `sample` of an op that takes any values."""
+    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype) for shape in shapes)
 
 
 def exact_dot(loc: Tensor, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from effops.jit import needs_triton
 from effops.op import on_cuda
 from effops.parts import sizes
 from effops.precision import unit_roundoff
-from effops.testing import Bounds
+from effops.testing import Bounds, normal_sample
 
 KERNEL_BYTES = 2**24  # of the scores that kernels compute at once for a reduction
 DENSE = torch.contiguous_format
@@ -164,20 +164,14 @@ def _needs_one_weight(call: Call) -> str:
     return f"needs a weight for all pairs of a batch entry, (D,) or (*batch, 1, 1, D); got {tuple(weight.shape)}"
 
 
-def _sample(*shapes: Shape, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Tensor, ...]:
-    """Normal tensors of given shapes."""
-    generator, device = options.get("generator"), options.get("device", "cpu")
-    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype) for shape in shapes)
-
-
 def _pairs_workload(*, B: int, L: int, S: int, D: int, **options: Any) -> tuple[Tensor, ...]:
     """A decoder's queries against the keys of long, speech-like inputs, by default."""
-    return _sample((B, L, D), (B, S, D), (D,), **options)
+    return normal_sample((B, L, D), (B, S, D), (D,), **options)
 
 
 def _workload(*, B: int, L: int, S: int, D: int, **options: Any) -> tuple[Tensor, ...]:
     """Likewise, with values of the same dimension."""
-    return _sample((B, L, D), (B, S, D), (B, S, D), (D,), **options)
+    return normal_sample((B, L, D), (B, S, D), (B, S, D), (D,), **options)
 
 
 PAIRS: dict[str, tuple[Shape, ...]] = {
@@ -216,7 +210,7 @@ scores_op = attention_op(
     "additive_attention_scores",
     "scores",
     cases=PAIRS,
-    sample=_sample,
+    sample=normal_sample,
     workload=_pairs_workload,
     sizes=SIZES,
     arguments=_scored,
@@ -227,7 +221,7 @@ op = attention_op(
     "additive_attention",
     "sums",
     cases=SUMS,
-    sample=_sample,
+    sample=normal_sample,
     workload=_workload,
     sizes=SIZES,
     arguments=_summed,

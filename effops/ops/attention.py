@@ -12,7 +12,6 @@ from torch import Tensor
 
 from effops import attend, chunked, fused_attention, sdpa
 from effops.attention import Call, Form, add_bound, attention_op, rounded_by_autocast, summed_bounds
-from effops.broadcast import Shape
 from effops.dots import Products, contract
 from effops.operands import check_operand
 from effops.precision import (
@@ -20,9 +19,7 @@ from effops.precision import (
     matmul_precision,
     unit_roundoff,
 )
-from effops.testing import Bounds, exact_dot
-
-Scored = tuple[Tensor, Tensor]
+from effops.testing import Bounds, exact_dot, normal_sample
 
 
 def naive(query: Tensor, key: Tensor, scale: float, arithmetic: torch.dtype) -> Tensor:
@@ -89,20 +86,14 @@ class ScaledDotProducts:
 KIND = ScaledDotProducts()
 
 
-def _sample(*shapes: Shape, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Tensor, ...]:
-    """Normal tensors of given shapes: query, key, where there are, value and an additive mask."""
-    generator, device = options.get("generator"), options.get("device", "cpu")
-    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype) for shape in shapes)
-
-
 def _pairs_workload(*, B: int, H: int, L: int, D: int, **options: Any) -> tuple[Tensor, ...]:
     """Queries and keys of a batch of heads, as one layer of BERT-large has them by default."""
-    return _sample((B, H, L, D), (B, H, L, D), **options)
+    return normal_sample((B, H, L, D), (B, H, L, D), **options)
 
 
 def _workload(*, B: int, H: int, L: int, D: int, **options: Any) -> tuple[Tensor, ...]:
     """Queries, keys and values, likewise."""
-    return _sample((B, H, L, D), (B, H, L, D), (B, H, L, D), **options)
+    return normal_sample((B, H, L, D), (B, H, L, D), (B, H, L, D), **options)
 
 
 PAIRS = {
@@ -154,7 +145,7 @@ scores_op, weights_op = (
         f"attention_{reduced}",
         reduced,
         cases=PAIRS,
-        sample=_sample,
+        sample=normal_sample,
         workload=_pairs_workload,
         sizes=SIZES,
         arguments=_scored,
@@ -167,7 +158,7 @@ op = attention_op(
     "attention",
     "sums",
     cases=SUMS,
-    sample=_sample,
+    sample=normal_sample,
     workload=_workload,
     sizes=SIZES,
     arguments=_summed,

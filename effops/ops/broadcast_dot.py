@@ -20,7 +20,7 @@ from effops.jit import needs_triton
 from effops.op import Cost, Op, on_cuda
 from effops.operands import check_devices, check_operand
 from effops.precision import arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
-from effops.testing import Bounds, exact_dot
+from effops.testing import Bounds, exact_dot, normal_sample
 
 NAME = "broadcast_dot"
 CORE_DIMS = {"a": 1, "b": 1}
@@ -171,24 +171,9 @@ def _empty_gradients(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     return empty(a, plan.batch + plan.rows), empty(b, plan.batch + plan.columns)
 
 
-def sample(
-    a: Shape,
-    b: Shape,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Normal a and b of given shapes."""
-    return (
-        torch.randn(a, dtype=torch.float64, generator=generator).to(device, dtype),
-        torch.randn(b, dtype=torch.float64, generator=generator).to(device, dtype),
-    )
-
-
-def workload(*, M: int, T: int, D: int, **options: Any) -> tuple[Tensor, Tensor]:
+def workload(*, M: int, T: int, D: int, **options: Any) -> tuple[Tensor, ...]:
     """All pairs of M rows and M others, at T positions: a (M, 1, T, D), b (M, T, D)."""
-    return sample((M, 1, T, D), (M, T, D), **options)
+    return normal_sample((M, 1, T, D), (M, T, D), **options)
 
 
 def bounds(call: Call) -> Bounds:
@@ -252,7 +237,7 @@ op = Op(
         "empty dimension": ((3, 1, 0), (4, 0)),
         "several blocks": ((520, 1, 9), (260, 9)),
     },
-    sample=sample,
+    sample=normal_sample,
     workload=workload,
     sizes={"M": 128, "T": 512, "D": 128},
     bounds=bounds,

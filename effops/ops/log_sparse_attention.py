@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from effops import log_sparse
+from effops.attention import rounded_by_autocast
 from effops.binding import Binding, Gradients, requires_grad
 from effops.broadcast import Shape
 from effops.fused import stored_dtype
 from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
 from effops.op import Cost, Op, on_cuda
 from effops.operands import check_devices, check_operand
-from effops.precision import arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
+from effops.precision import arithmetic_dtype, contraction_error, unit_roundoff, wider
 from effops.predict import predict_bytes
-from effops.testing import Bounds
+from effops.testing import Bounds, normal_sample
 
 NAME = "log_sparse_attention"
 FEATURES = 2048  # as many as the kernels take
@@ -75,12 +76,7 @@ def prepare(
     """Validate shapes, dtypes, devices and settings (never values of tensors)."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
-        check_operand(NAME, name, tensor)
-        if tensor.ndim < 2:
-            raise ValueError(
-                f"{NAME}: `{name}` must have at least 2 dimensions, positions and features; got {tuple(tensor.shape)}; "
-                "unsqueeze it"
-            )
+        check_operand(NAME, name, tensor, dims=2)
     check_devices(NAME, **tensors)
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(
@@ -291,25 +287,9 @@ def _gradient_dtype(tensor: Tensor, matrix: Tensor, dtype: torch.dtype) -> torch
     return stored_dtype(tensor.dtype, tensor.device) if tensor.numel() == matrix.numel() else arithmetic_dtype(dtype)
 
 
-def sample(
-    query: Shape,
-    key: Shape,
-    value: Shape,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normal query, key and value of given shapes."""
-    query_, key_, value_ = (
-        torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype) for shape in (query, key, value)
-    )
-    return query_, key_, value_
-
-
-def workload(*, H: int, L: int, E: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def workload(*, H: int, L: int, E: int, **options: Any) -> tuple[Tensor, ...]:
     """H heads of L positions and E features."""
-    return sample((H, L, E), (H, L, E), (H, L, E), **options)
+    return normal_sample((H, L, E), (H, L, E), (H, L, E), **options)
 
 
 class _Exact(NamedTuple):
@@ -414,7 +394,7 @@ op = Op(
         "no heads": ((0, 5, 4), (5, 4), (1, 5, 4)),
         "several blocks": ((1100, 3), (1100, 3), (2, 1100, 2)),
     },
-    sample=sample,
+    sample=normal_sample,
     workload=workload,
     sizes={"H": 8, "L": 4096, "E": 64},
     bounds=bounds,
@@ -559,12 +539,5 @@ def log_sparse_attention(
         >>> effops.log_sparse_attention(query, key, value, local=4).shape
         torch.Size([8, 1000, 64])
     """
-    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
-    return op(query, key, value, local, restart, scale, variant=variant)
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """The tensor in the dtype of autocast, where that is enabled and applies to it."""
-    if not isinstance(tensor, Tensor) or tensor.dtype == torch.float64 or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if autocast_enabled(tensor.device) else tensor
+    with rounded_by_autocast(NAME, query, key, value) as operands:
+        return op(*operands, local, restart, scale, variant=variant)
