@@ -142,7 +142,7 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
     for _ in range(warmup):
         work.prepare().run()
     block_bytes = CUDA_BLOCK_BYTES if work.device.type == "cuda" else 1
-    with _without_collector():  # what is garbage already is not released meanwhile
+    with without_collector():
         with _allocations(work.device) as before:
             prepared = work.prepare()
         with _allocations(work.device) as during:
@@ -165,7 +165,8 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
+    """Keep the garbage collector from releasing meanwhile what is garbage already."""
     enabled = gc.isenabled()
     gc.disable()
     try:

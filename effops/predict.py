@@ -21,7 +21,7 @@ class Bytes(NamedTuple):
     temporary_bytes: int
 
 
-class _Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):
     """Counts the bytes of the storages that operations create, as long as they live."""
 
     def __init__(self) -> None:
@@ -36,16 +36,19 @@ class _Allocations(TorchDispatchMode):
                 self.count(leaf)
         return result
 
-    def count(self, tensor: Tensor, *, free: bool = False) -> None:
-        """Count the storage of a tensor, once, until it is released; as nothing if it is `free`."""
+    def count(self, tensor: Tensor, *, nbytes: int | None = None) -> None:
+        """Count the storage of a tensor, once, until it is released; as `nbytes` if they are given."""
         storage = tensor.untyped_storage()
-        reference = weakref.ref(storage, self._release)
+        reference = weakref.ref(storage, self.release)
         if reference not in self.storages:
-            self.storages[reference] = 0 if free else storage.nbytes()
-            self.live_bytes += self.storages[reference]
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self.allocate(reference, storage.nbytes() if nbytes is None else nbytes)
 
-    def _release(self, reference: weakref.ref[Any]) -> None:
+    def allocate(self, reference: weakref.ref[Any], nbytes: int) -> None:
+        self.storages[reference] = nbytes
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def release(self, reference: weakref.ref[Any]) -> None:
         self.live_bytes -= self.storages.pop(reference)
 
 
@@ -56,9 +59,9 @@ def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor) -> Bytes:
         for tensor in tensors:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             fakes.append(fake.requires_grad_(tensor.requires_grad))
-        with _Allocations() as allocations:
+        with Allocations() as allocations:
             for fake in fakes:
-                allocations.count(fake, free=True)
+                allocations.count(fake, nbytes=0)
             output = function(*fakes)
             output_bytes = allocations.storages.get(weakref.ref(output.untyped_storage()), 0)
             saved_bytes = allocations.live_bytes - output_bytes

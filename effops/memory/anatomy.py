@@ -1,0 +1,262 @@
+"""Where the memory of a step goes: predicted on fake tensors, without running it, and measured beside."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from effops.measure import tensors
+from effops.memory.cuda import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
+from effops.memory.measured import measured_timeline
+from effops.memory.operations import CLASSES
+from effops.memory.recorder import Recorder
+from effops.memory.table import aligned
+from effops.memory.timeline import CATEGORIES, Timeline
+from effops.memory.workload import Step, Workload
+from effops.op import format_bytes
+
+UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+INSTANTS = ("after setup", "end of forward", "peak", "end of backward", "end of step")
+SHOWN_DIFFERENCES = 8
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The memory of one step in steady state: the states of the optimizer exist, the inputs are counted.
+
+    Attributes:
+        batch_size: of each forward pass
+        timeline: every allocation of the step
+        overheads: on a CUDA device, what it holds beside the tensors, by the names of `effops.memory.cuda.ASSUMPTIONS`
+        operations: how many of each class of `effops.memory.operations` each phase makes; empty if measured
+        measured: the same step as it ran, if it did
+
+    `str()` is a table of the categories at several instants.
+    """
+
+    batch_size: int
+    timeline: Timeline = field(repr=False)
+    overheads: Mapping[str, int] = field(default_factory=dict)
+    operations: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    measured: Anatomy | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that tensors take at any instant of the step."""
+        return self.timeline.peak_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """What the device holds at most: tensors and overheads."""
+        return self.peak_bytes + sum(self.overheads.values())
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """The most bytes that each category takes, each at an instant of its own."""
+        return {category: max(curve) for category, curve in self.timeline.curves.items()}
+
+    @property
+    def instants(self) -> dict[str, dict[str, int]]:
+        """Bytes of each category at the instants that the step has of `INSTANTS`."""
+        timeline = self.timeline
+        ends = timeline.ends
+        ticks = {
+            "after setup": timeline.start,
+            "end of forward": ends.get("forward"),
+            "peak": timeline.peak,
+            "end of backward": ends.get("backward"),
+            "end of step": timeline.end,
+        }
+        return {
+            name: {category: curve[tick - timeline.start] for category, curve in timeline.curves.items()}
+            for name, tick in ticks.items()
+            if tick is not None
+        }
+
+    @property
+    def differences(self) -> list[str]:
+        """What was there at the measured peak and was not predicted for the predicted one, or the other way round."""
+        if self.measured is None:
+            return []
+        sides = {"predicted": self.timeline, "measured": self.measured.timeline}
+        sizes = {name: Counter(one.nbytes for one in timeline.alive(timeline.peak)) for name, timeline in sides.items()}
+        found = []
+        for name, other in (("predicted", "measured"), ("measured", "predicted")):
+            for nbytes, count in (sizes[name] - sizes[other]).items():
+                timeline = sides[name]
+                operators = sorted({one.operator for one in timeline.alive(timeline.peak) if one.nbytes == nbytes})
+                found.append((count * nbytes, f"{name} only: {count} x {nbytes:,} bytes of {', '.join(operators)}"))
+        return [text for _, text in sorted(found, reverse=True)]
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            part for part in (self._instants_table(), self._peaks_table(), self._operations_table()) if part
+        )
+
+    def _instants_table(self) -> str:
+        shown = [category for category in CATEGORIES if self.categories[category]]
+        instants = self.instants
+        rows = [["predicted" if self.measured or self.operations else "measured", *instants, "most"]]
+        for category in shown:
+            cells = (instant[category] for instant in instants.values())
+            rows.append([category, *map(format_bytes, cells), format_bytes(self.categories[category])])
+        totals = (sum(instant.values()) for instant in instants.values())
+        rows.append(["all tensors", *map(format_bytes, totals), format_bytes(self.peak_bytes)])
+        return aligned(rows)
+
+    def _peaks_table(self) -> str:
+        lines = [f"peak of the tensors at batch size {self.batch_size}: {self.peak_bytes:,} bytes predicted"]
+        if self.measured is not None:
+            off = self.peak_bytes / self.measured.peak_bytes - 1
+            lines[0] += f", {self.measured.peak_bytes:,} measured ({off:+.3%})"
+            lines += self.differences[:SHOWN_DIFFERENCES]
+        rows = [[name, format_bytes(nbytes), ASSUMPTIONS[name]] for name, nbytes in self.overheads.items()]
+        if rows:
+            rows.append(["device", format_bytes(self.device_bytes), "tensors and all of these"])
+            lines += [f"{name}: {amount}  ({why})" for name, amount, why in rows]
+        return "\n".join(lines)
+
+    def _operations_table(self) -> str:
+        if not self.operations:
+            return ""
+        phases = list(dict.fromkeys(phase for phase, _ in self.operations))
+        rows = [["operations", *phases]]
+        for kind in CLASSES:
+            counts = [self.operations.get((phase, kind), 0) for phase in phases]
+            if any(counts):
+                rows.append([kind, *(f"{count:.3g}" for count in counts)])
+        return aligned(rows)
+
+
+def anatomy(
+    workload: Workload,
+    batch_size: int,
+    *,
+    device: str = "cpu",
+    measure: bool = False,
+    context_bytes: int = CONTEXT_BYTES,
+) -> Anatomy:
+    """The memory of one step, predicted without running it.
+
+    Model, batch, loss and optimizer run on fake tensors, which have shapes and no values: nothing is allocated and
+    no GPU is needed. Two steps are recorded, so that the second one finds what training leaves between steps. Bytes are
+    those of storages; in bytes, for any dtypes.
+
+    Args:
+        workload: what a step runs
+        batch_size: of each of its forward passes
+        device: "cpu", or "cuda" for the forms and overheads that a CUDA device has
+        measure: also run the step, on this CPU, and put what it allocates beside the prediction
+        context_bytes: what a CUDA device holds before there are tensors
+
+    Raises:
+        ValueError: the batch does not depend on its size, the model is not built anew, or the device is unknown
+        NotImplementedError: the model depends on values, which fake tensors do not have; names the module
+
+    Example:
+        >>> print(effops.memory.anatomy(workload, 32))
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'anatomy: `device` must be "cpu" or "cuda"; got {device!r}')
+    if measure and device != "cpu":
+        raise ValueError('anatomy: `measure` runs the step on the CPU; leave `device="cpu"`, or `measure=False`')
+    if batch_size < 1:
+        raise ValueError(f"anatomy: `batch_size` must be at least 1; got {batch_size}")
+    timeline, operations = _predicted(workload, batch_size, device == "cuda")
+    return Anatomy(
+        batch_size,
+        timeline,
+        overheads(timeline, context_bytes) if device == "cuda" else {},
+        operations,
+        Anatomy(batch_size, measured_timeline(workload, batch_size)) if measure else None,
+    )
+
+
+def _predicted(workload: Workload, batch_size: int, cuda: bool) -> tuple[Timeline, Mapping[tuple[str, str], int]]:
+    recorder = Recorder()
+    with FakeTensorMode(allow_non_fake_inputs=True), CudaForms() if cuda else nullcontext():
+        _check_batch(workload, batch_size)
+        with recorder, _Modules() as modules:
+            try:
+                step = Step(workload, batch_size, recorder)
+                modules.model = step.model
+                _check_model(step.model)
+                for group in step.optimizer.param_groups if cuda and step.optimizer else ():
+                    if group.get("foreach", True) is None and not group.get("fused"):
+                        group["foreach"] = True
+                step.run()
+                recorder.begin()
+                step.run()
+            except UNPREDICTABLE as error:
+                raise NotImplementedError(
+                    f"anatomy: {modules.where()} must not depend on the values of tensors, which a prediction does not "
+                    f"have; got {type(error).__name__} from {error.func}; make the shapes and branches there independent "  # type: ignore[union-attr]
+                    'of values, or let `max_batch_size(..., mode="probe")` run the model'
+                ) from error
+            return recorder.timeline(), dict(recorder.operations)
+
+
+def _check_batch(workload: Workload, batch_size: int) -> None:
+    sizes = [_shapes(workload.batch(size)) for size in (batch_size, batch_size + 1)]
+    if sizes[0] == sizes[1]:
+        raise ValueError(
+            f"Workload: `batch` must make a batch of the size that it is given; got {sizes[0]} for batch sizes "
+            f"{batch_size} and {batch_size + 1}; make the first dimension of its tensors the argument"
+        )
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors(batch)]
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, FakeTensor):
+            raise ValueError(
+                f"Workload: `model` must build the model anew at each call; got one whose parameter `{name}` exists "
+                "already; construct the module inside of the function"
+            )
+
+
+class _Modules:
+    """Knows which modules are being called."""
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        self.called: list[nn.Module] = []
+
+    def __enter__(self) -> _Modules:
+        self.handles = (
+            register_module_forward_pre_hook(lambda module, arguments: self.called.append(module)),
+            register_module_forward_hook(lambda module, arguments, result: self._left()),
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _left(self) -> None:
+        self.called.pop()
+
+    def where(self) -> str:
+        """The innermost module that is being called."""
+        if not self.called or self.model is None:
+            return "the workload"
+        names = {id(module): name for name, module in self.model.named_modules()}
+        innermost = self.called[-1]
+        return f"module `{names.get(id(innermost), '') or 'model'}` ({type(innermost).__name__})"

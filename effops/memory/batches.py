@@ -1,0 +1,245 @@
+"""The largest batch whose step fits a budget: predicted, or found by running."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from effops.measure import available_bytes
+from effops.memory.anatomy import anatomy
+from effops.memory.cuda import CONTEXT_BYTES
+from effops.memory.measured import measured_timeline
+from effops.memory.table import aligned
+from effops.memory.workload import Step, Workload
+from effops.op import format_bytes
+
+PATIENCE = 12
+PROBED_STEPS = 3
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class MaxBatch:
+    """The largest batch size that fits.
+
+    Attributes:
+        batch_size: of each forward pass
+        predicted_peak_bytes: of a step with that batch, in what the budget means; None if it was found by running
+        next_peak_bytes: the same for the next larger batch that was allowed, which does not fit
+        budget_bytes, budget_means: as given
+        tried: what was predicted or measured of each batch size that was looked at; None where memory ran out
+    """
+
+    batch_size: int
+    predicted_peak_bytes: int | None
+    next_peak_bytes: int | None
+    budget_bytes: int | None
+    budget_means: str
+    tried: dict[int, int | None] = field(repr=False)
+
+    def __str__(self) -> str:
+        limit = "" if self.budget_bytes is None else f" of {format_bytes(self.budget_bytes)} ({self.budget_means})"
+        rows = [["batch size", "peak", ""]]
+        for size, nbytes in sorted(self.tried.items()):
+            verdict = "fits" if size <= self.batch_size else "does not fit"
+            rows.append([f"{size:,}", "out of memory" if nbytes is None else format_bytes(nbytes), verdict])
+        return f"largest batch within the budget{limit}: {self.batch_size:,}\n\n{aligned(rows)}"
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of a text such as "6 GiB" or "512MB"; a number is bytes.
+
+    Example:
+        >>> parse_bytes("1.5 GiB")
+        1610612736
+    """
+    if isinstance(text, int):
+        return text
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
+    if found is None or found[2] not in UNITS:
+        raise ValueError(f'parse_bytes: expected a number and B, KB, MB, GB, KiB, MiB or GiB, as "6 GiB"; got {text!r}')
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def max_batch_size(
+    workload: Workload,
+    budget: str | int | None = None,
+    *,
+    budget_means: str = "tensors",
+    mode: str = "predict",
+    multiple_of: int = 1,
+    power_of_two: bool = False,
+    context_bytes: int = CONTEXT_BYTES,
+) -> MaxBatch:
+    """The largest batch size of a forward pass whose step fits a budget.
+
+    Args:
+        workload: what a step runs
+        budget: bytes, as a number or a text such as "6 GiB"
+        budget_means: "tensors", what tensors take; or "device", what a CUDA device holds, its overheads included
+        mode: "predict" runs nothing: the peak is nearly affine in the batch size, so that a few predictions lead to a
+            size that fits beside a next one that does not. "probe" runs steps of each size that it looks at on
+            PyTorch's default device, doubling until memory runs out and then halving the gap; on CUDA without a
+            budget the memory of the device is the limit.
+        multiple_of: the batch size is a multiple of that
+        power_of_two: the batch size is a power of two
+        context_bytes: what a CUDA device holds before there are tensors
+
+    Raises:
+        ValueError: the smallest batch exceeds the budget; says what a step without any batch takes
+
+    Example:
+        >>> effops.memory.max_batch_size(workload, "6 GiB").batch_size
+    """
+    if budget_means not in ("tensors", "device"):
+        raise ValueError(f'max_batch_size: `budget_means` must be "tensors" or "device"; got {budget_means!r}')
+    if mode not in ("predict", "probe"):
+        raise ValueError(f'max_batch_size: `mode` must be "predict" or "probe"; got {mode!r}')
+    if multiple_of < 1 or (power_of_two and multiple_of & (multiple_of - 1)):
+        raise ValueError(
+            "max_batch_size: `multiple_of` must be at least 1, and a power of two beside `power_of_two`; got "
+            f"{multiple_of}"
+        )
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    if mode == "predict":
+        if budget_bytes is None:
+            raise ValueError('max_batch_size: a prediction needs a `budget`, such as "6 GiB"; got None')
+        device = "cuda" if budget_means == "device" else "cpu"
+
+        def peak(size: int) -> int | None:
+            return anatomy(workload, size, device=device, context_bytes=context_bytes).device_bytes
+    else:
+        peak = _probe(workload, budget_bytes, budget_means, context_bytes)
+    sizes = _Powers(multiple_of) if power_of_two else _Multiples(multiple_of)
+    tried: dict[int, int | None] = {}
+
+    def fits(index: int) -> bool:
+        size = sizes.at(index)
+        nbytes = tried[size] = peak(size)
+        return nbytes is not None and (budget_bytes is None or nbytes <= budget_bytes)
+
+    if not fits(0):
+        raise ValueError(_too_little(workload, sizes.at(0), tried[sizes.at(0)], budget_bytes))
+    low, high = 0, None
+    while high is None or high - low > 1:
+        if mode == "predict" and len(tried) < PATIENCE:
+            assert budget_bytes is not None
+            index = max(low + 1, sizes.last(_crossing(tried, budget_bytes)))
+        else:
+            index = sizes.last(2 * sizes.at(low)) if high is None else (low + high) // 2
+        index = index if high is None else min(index, high - 1)
+        if fits(index):
+            low = index
+        else:
+            high = index
+    found = sizes.at(low)
+    return MaxBatch(
+        found,
+        tried[found] if mode == "predict" else None,
+        tried[sizes.at(high)],
+        budget_bytes,
+        budget_means,
+        tried,
+    )
+
+
+@dataclass(frozen=True)
+class _Multiples:
+    """The batch sizes that are multiples of a number, by index."""
+
+    of: int
+
+    def at(self, index: int) -> int:
+        return self.of * (index + 1)
+
+    def last(self, size: float) -> int:
+        """The index of the largest one up to a size."""
+        return int(size // self.of) - 1
+
+
+@dataclass(frozen=True)
+class _Powers:
+    """The batch sizes that are a power of two times one, by index."""
+
+    of: int
+
+    def at(self, index: int) -> int:
+        return int(self.of * 2**index)
+
+    def last(self, size: float) -> int:
+        """The index of the largest one up to a size."""
+        return int(size // self.of).bit_length() - 1
+
+
+def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
+    """Where the line through the two known peaks that are nearest to the budget reaches it."""
+    known = [(size, nbytes) for size, nbytes in tried.items() if nbytes is not None]
+    if len(known) == 1:
+        return 2 * known[0][0]
+    (size, nbytes), (other_size, other_bytes) = sorted(known, key=lambda one: abs(one[1] - budget_bytes))[:2]
+    if nbytes == other_bytes:
+        return 2 * max(size, other_size)
+    return size + (budget_bytes - nbytes) * (other_size - size) / (other_bytes - nbytes)
+
+
+def _too_little(workload: Workload, size: int, nbytes: int | None, budget_bytes: int | None) -> str:
+    took = "more than the device has" if nbytes is None else format_bytes(nbytes)
+    given = "none" if budget_bytes is None else format_bytes(budget_bytes)
+    parts = anatomy(workload, size).instants["peak"]
+    most = ", ".join(
+        f"{name} {format_bytes(part)}" for name, part in sorted(parts.items(), key=lambda one: -one[1])[:3]
+    )
+    return (
+        f"max_batch_size: `budget` must hold a step of batch size {size}, which takes {took} (at its peak {most}); got "
+        f"{given}; raise it, or see what `advise` says of the workload"
+    )
+
+
+def _probe(
+    workload: Workload, budget_bytes: int | None, budget_means: str, context_bytes: int
+) -> Callable[[int], int | None]:
+    """A function that runs steps of a batch size and tells their peak, or None where memory ran out."""
+    device = torch.get_default_device()
+    if device.type == "cuda":
+        return lambda size: _cuda_peak(workload, size, context_bytes if budget_means == "device" else None)
+    available = available_bytes(device)
+    if budget_bytes is None or budget_means != "tensors" or budget_bytes > available // 3:
+        raise ValueError(
+            'max_batch_size: mode="probe" on a CPU needs a `budget` of tensors of at most a third of the '
+            f"{format_bytes(available)} that are free, for it runs what exceeds it; got {budget_bytes} ({budget_means}); "
+            'give a smaller one, or set a CUDA device by torch.set_default_device("cuda")'
+        )
+    return lambda size: measured_timeline(workload, size).peak_bytes
+
+
+class _Nobody:
+    """An observer of steps that nobody follows."""
+
+    def enter(self, phase: str) -> None: ...
+
+    def mark(self, category: str, found: Iterable[Tensor]) -> None: ...
+
+
+def _cuda_peak(workload: Workload, size: int, context_bytes: int | None) -> int | None:
+    """Of `PROBED_STEPS` steps: bytes of tensors, or with `context_bytes` of what the device holds."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        step = Step(workload, size, _Nobody())
+        for _ in range(PROBED_STEPS):
+            step.run()
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        step = None  # type: ignore[assignment]
+        gc.collect()
+        torch.cuda.empty_cache()
+    if context_bytes is None:
+        return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_reserved() + context_bytes

@@ -1,0 +1,142 @@
+"""What a CUDA device holds beside the tensors of a step, each part with the assumption that it rests on."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from effops.measure import CUDA_BLOCK_BYTES
+from effops.memory.timeline import Timeline
+
+MIB = 2**20
+CONTEXT_BYTES = 600 * MIB
+WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+ASSUMPTIONS = {
+    "rounding": f"each tensor takes a multiple of {CUDA_BLOCK_BYTES} bytes",
+    "cuBLAS workspace": "its default, :4096:2:16:8",
+    "allocator": "segments that PyTorch's caching allocator reserves, replayed allocation by allocation",
+    "context": "kernels and driver; 600 MiB unless `context_bytes` says what the first kernel leaves occupied",
+}
+
+
+@dataclass
+class _Block:
+    """A piece of a segment. Neighbours are known so that free ones merge."""
+
+    start: int
+    size: int
+    small: bool
+    free: bool = True
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+class CachingAllocator:
+    """The segments of `torch.cuda`'s caching allocator with its default settings, for one stream.
+
+    Requests are rounded to 512 bytes. Up to 1 MiB they are cut from segments of 2 MiB, above up to 10 MiB from segments
+    of 20 MiB, larger ones get segments of their own, rounded to 2 MiB. The smallest free block that fits is taken, and
+    cut unless too little is left. Nothing goes back to the device.
+    """
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+        self.pools: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self.address = 0
+
+    def allocate(self, nbytes: int) -> _Block:
+        size = max(CUDA_BLOCK_BYTES, -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
+        small = size <= MIB
+        pool = self.pools[small]
+        index = bisect.bisect_left(pool, (size, -1))
+        if index < len(pool):
+            block = pool.pop(index)[2]
+        else:
+            segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            block = _Block(self.address, segment, small)
+            self.address += segment
+            self.reserved_bytes += segment
+        block.free = False
+        left = block.size - size
+        if left >= CUDA_BLOCK_BYTES if small else left > MIB:
+            rest = _Block(block.start + size, left, small, before=block, after=block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after, block.size = rest, size
+            self._offer(rest)
+        return block
+
+    def release(self, block: _Block) -> None:
+        block.free = True
+        if block.after is not None and block.after.free:
+            self._take(block.after)
+            self._merge(block, block.after)
+        if block.before is not None and block.before.free:
+            self._take(block.before)
+            block = self._merge(block.before, block)
+        self._offer(block)
+
+    def _merge(self, first: _Block, second: _Block) -> _Block:
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        return first
+
+    def _offer(self, block: _Block) -> None:
+        bisect.insort(self.pools[block.small], (block.size, block.start, block))
+
+    def _take(self, block: _Block) -> None:
+        pool = self.pools[block.small]
+        pool.pop(bisect.bisect_left(pool, (block.size, block.start)))
+
+
+def overheads(timeline: Timeline, context_bytes: int) -> Mapping[str, int]:
+    """What is occupied beside the tensors at the peak of the last step, by the names of `ASSUMPTIONS`."""
+    peak_bytes = timeline.peak_bytes
+    rounded = [
+        replace(one, nbytes=-(-one.nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES) for one in timeline.allocations
+    ]
+    rounded_bytes = replace(timeline, allocations=rounded).peak_bytes
+    return {
+        "rounding": rounded_bytes - peak_bytes,
+        "cuBLAS workspace": WORKSPACE_BYTES,
+        "allocator": reserved_bytes(timeline) - rounded_bytes,
+        "context": context_bytes,
+    }
+
+
+def reserved_bytes(timeline: Timeline) -> int:
+    """What the caching allocator has reserved at the end of all steps."""
+    allocator = CachingAllocator()
+    born = {one.born: one for one in timeline.allocations}
+    died = {one.died: one.born for one in timeline.allocations if one.died is not None}
+    blocks = {}
+    for tick in range(timeline.end + 1):
+        if tick in died:
+            allocator.release(blocks.pop(died[tick]))
+        if tick in born and born[tick].nbytes:
+            blocks[tick] = allocator.allocate(born[tick].nbytes)
+    return allocator.reserved_bytes
+
+
+class CudaForms(TorchFunctionMode):
+    """Functions in the form that they have on CUDA, which saves other tensors for backward: dropout keeps booleans."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.dropout:
+            return _dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0 or inplace:
+        return torch.dropout(input, p, training)
+    result: Tensor = torch.native_dropout(input, p, training)[0]
+    return result

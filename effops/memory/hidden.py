@@ -1,0 +1,135 @@
+"""What PyTorch's operators allocate on a CPU that fake tensors do not show, as measured with torch 2.13.
+
+An operator that is not here allocates what its results take, as far as a prediction knows; `anatomy(..., measure=True)`
+tells where that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from effops.binding import BINDINGS
+from effops.chunked import few_tiles
+from effops.predict import Allocations
+
+aten = torch.ops.aten
+
+
+class Hidden(NamedTuple):
+    """`temporary_bytes` are allocated and released inside; `result_bytes` is the storage of some results, by index."""
+
+    temporary_bytes: int = 0
+    result_bytes: Mapping[int, int] = {}
+
+
+Rule = Callable[[Sequence[Any], Any], Hidden]
+RULES: dict[Any, Rule] = {}
+
+
+def hidden(func: Any, args: Sequence[Any], result: Any) -> Hidden:
+    """Of a call of an operator on fake tensors."""
+    if func.namespace == "effops":
+        return Hidden(_rehearsed_bytes(func, args))
+    rule = RULES.get(func)
+    return Hidden() if rule is None else rule(args, result)
+
+
+def rule(*operators: Any) -> Callable[[Rule], Rule]:
+    """Register what operators hide."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
+@rule(
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+)
+def _loss(args: Sequence[Any], result: Tensor) -> Hidden:
+    """A loss that is reduced keeps its scalar on the storage of all elements."""
+    elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return Hidden(result_bytes={0: result.element_size() * math.prod(elements)})
+
+
+@rule(aten.native_layer_norm.default)
+def _layer_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+    """Mean and deviation have the dtype of the weight, if that is wider than the input's."""
+    weight, mean = args[2], result[1]
+    if weight is None or weight.dtype == mean.dtype:
+        return Hidden()
+    nbytes = weight.element_size() * mean.numel()
+    return Hidden(result_bytes={1: nbytes, 2: nbytes})
+
+
+PAGE_BYTES = 4096
+ONEDNN_STATE_BYTES = 12856
+
+
+@rule(aten.mkldnn_rnn_layer.default)
+def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+    """oneDNN keeps the gates and states of all steps of a layer, each kind on pages of its own."""
+    input, hidden_size, trains = args[0], args[10], args[15]
+    if not trains:
+        return Hidden()
+    steps, batch, size = input.shape
+    width = _leading(max(size, hidden_size))
+    per_step, per_state = steps * batch, 2 * (steps + 1) * batch
+    sections = [
+        per_step * _leading(4 * hidden_size),
+        per_step * _leading(hidden_size),
+        *[per_state * width] * 3,
+        *[per_state * hidden_size] * 2,
+    ]
+    return Hidden(result_bytes={3: sum(-(-4 * count // PAGE_BYTES) * PAGE_BYTES for count in sections)})
+
+
+@rule(aten.mkldnn_rnn_layer_backward.default)
+def _lstm_backward(args: Sequence[Any], result: Any) -> Hidden:
+    """Gradients of the gates of all steps, of weights in oneDNN's layout, and the weights in it if they are not."""
+    input, hx, upstream, hidden_size = args[0], args[5], args[10], args[15]
+    elements, gates = input.shape[0] * input.shape[1], 4 * hidden_size
+    copied = 0 if upstream.is_contiguous() else upstream.numel()
+    floats = elements * _leading(gates) + 2 * hx.numel() + gates + copied
+    for size in (input.shape[2], hidden_size):
+        floats += size * _leading(gates) + (gates * _leading(size) if size != _leading(size) else 0)
+    return Hidden(4 * floats + ONEDNN_STATE_BYTES)
+
+
+def _leading(size: int) -> int:
+    """The leading dimension that oneDNN gives to rows of floats."""
+    rounded = -(-size // 16) * 16
+    return rounded + 16 if rounded % 256 == 0 else rounded
+
+
+def _rehearsed_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Temporaries of one of our operators: two blocks along each axis, run on fake tensors."""
+    name = func._schema.name.split("::")[1]
+    binding = BINDINGS[name.removesuffix("_backward")]
+    function = binding.backward if name.endswith("_backward") else binding.forward
+    with few_tiles(), _Rehearsal() as allocations:
+        for tensor in (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
+            allocations.count(tensor, nbytes=0)
+        result = function(*args)
+        kept = allocations.live_bytes
+        del result
+    return allocations.peak_bytes - kept
+
+
+class _Rehearsal(Allocations):
+    """A value that blocks look at is 1: fake tensors have none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (aten.item.default, aten._local_scalar_dense.default):
+            return 1.0 if args[0].is_floating_point() else 1
+        return super().__torch_dispatch__(func, types, args, kwargs)

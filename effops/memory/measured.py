@@ -1,0 +1,102 @@
+"""Follows a step that really runs on the CPU, by the profiler's record of every allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, record_function
+
+from effops.measure import without_collector
+from effops.memory.timeline import Allocation, Timeline
+from effops.memory.workload import Step, Workload
+
+MARK = "effops.memory"
+
+
+def measured_timeline(workload: Workload, batch_size: int) -> Timeline:
+    """The second of two steps, as it ran; the generator of random numbers is left as it was."""
+    watch = _Watch()
+    with (
+        torch.random.fork_rng(),
+        without_collector(),
+        torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        step = Step(workload, batch_size, watch)
+        step.run()
+        watch.note("begin")
+        step.run()
+        watch.note("end")
+    recorded = profiler.profiler
+    assert recorded is not None
+    assert recorded.kineto_results is not None
+    return watch.timeline(
+        sorted(_events(recorded.kineto_results.experimental_event_tree(), ()), key=lambda one: one[0])
+    )
+
+
+class _Watch:
+    """An observer that leaves notes among the profiler's events."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, str, tuple[int, ...]]] = []
+
+    def note(self, kind: str, what: str = "", addresses: tuple[int, ...] = ()) -> None:
+        self.notes.append((kind, what, addresses))
+        with record_function(MARK):
+            pass
+
+    def enter(self, phase: str) -> None:
+        self.note("enter", phase)
+
+    def mark(self, category: str, found: Iterable[Tensor]) -> None:
+        self.note("mark", category, tuple(tensor.untyped_storage().data_ptr() for tensor in found))
+
+    def timeline(self, events: Sequence[tuple[int, int, int, str]]) -> Timeline:
+        """Put the allocator's events and the notes together; what was there before is not seen."""
+        records: list[Allocation] = []
+        living: dict[int, Allocation] = {}
+        phases: list[tuple[str, int]] = []
+        tick = start = 0
+        notes = iter(self.notes)
+        for _, address, nbytes, operator in events:
+            if operator == MARK:
+                kind, what, addresses = next(notes)
+                if kind == "enter":
+                    phases.append((what, tick))
+                elif kind == "begin":
+                    start = tick
+                elif kind == "end":
+                    break
+                for marked in addresses:
+                    if marked in living:
+                        living[marked].category = what
+            elif nbytes > 0:
+                tick += 1
+                living[address] = Allocation(nbytes, tick, None, operator)
+                records.append(living[address])
+            elif address in living:
+                tick += 1
+                living.pop(address).died = tick
+        return Timeline(records, tuple(phases), start, tick)
+
+
+def _events(nodes: Sequence[Any], operators: tuple[str, ...]) -> Iterator[tuple[int, int, int, str]]:
+    """Of each allocation and release, and of each note: time, address, bytes, and the operator that it happened in."""
+    for node in nodes:
+        kind = node.tag.name
+        if kind == "Allocation":
+            if node.extra_fields.device == torch.device("cpu"):
+                fields = node.extra_fields
+                yield node.start_time_ns, fields.ptr, fields.alloc_size, _operator(operators)
+        elif node.name == MARK:
+            yield node.start_time_ns, 0, 0, MARK
+        yield from _events(node.children, (*operators, node.name) if kind == "TorchOp" else operators)
+
+
+def _operator(operators: Sequence[str]) -> str:
+    """The innermost operator that does more than to allocate."""
+    named = (name for name in reversed(operators) if name.startswith(("aten::", "effops::")))
+    return next((name for name in named if not name.startswith(("aten::empty", "aten::resize"))), "no operator")

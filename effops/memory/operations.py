@@ -1,0 +1,66 @@
+"""Counts what operators compute, in the three classes of Ivanov et al. 2021 (arXiv:2007.00072).
+
+Tensor contractions count each multiplication and addition; statistical normalisations and reductions `PER_ELEMENT`
+operations an element of their input; element-wise operators one an element of their result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+CONTRACTION, NORMALISATION, ELEMENTWISE, UNCOUNTED = CLASSES = (
+    "contractions",
+    "normalisations",
+    "element-wise",
+    "uncounted",
+)
+PER_ELEMENT = 5
+NORMALISATIONS = ("softmax", "norm", "sum", "mean", "var", "amax", "aminmax", "logsumexp", "cumsum")
+
+aten = torch.ops.aten
+
+
+def operations(func: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> tuple[str, int]:
+    """The class of a call of an operator, and how many operations it makes.
+
+    The class "uncounted" has calls, not operations: those of kernels of which only their author knows.
+    """
+    if func in _FORMULAS:
+        return CONTRACTION, _FORMULAS[func](args)
+    if (formula := flop_registry.get(func.overloadpacket)) is not None:
+        return CONTRACTION, int(formula(*args, **options, out_val=result))
+    if func.namespace != "aten":
+        return UNCOUNTED, 1
+    name = func._schema.name.split("::")[1]
+    if any(part in name for part in NORMALISATIONS) and torch.Tag.pointwise not in func.tags:
+        return NORMALISATION, PER_ELEMENT * _elements(args)
+    if torch.Tag.pointwise in func.tags:
+        return ELEMENTWISE, _elements(result)
+    return ELEMENTWISE, 0
+
+
+def _elements(value: Any) -> int:
+    """Of the largest tensor."""
+    return max((leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), default=0)
+
+
+def _lstm(input: Tensor, hidden_size: int) -> int:
+    return 2 * input.shape[0] * input.shape[1] * 4 * hidden_size * (input.shape[2] + hidden_size)
+
+
+_FORMULAS: dict[Any, Callable[[Sequence[Any]], int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda args: sdpa_flop_count(
+        *(tensor.shape for tensor in args[:3])
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda args: sdpa_backward_flop_count(
+        *(tensor.shape for tensor in args[:4])
+    ),
+    aten.mkldnn_rnn_layer.default: lambda args: _lstm(args[0], args[10]),
+    aten.mkldnn_rnn_layer_backward.default: lambda args: 2 * _lstm(args[0], args[15]),
+}

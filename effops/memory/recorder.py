@@ -1,0 +1,97 @@
+"""Follows a step on fake tensors: every storage, its bytes, when it lives, and the operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from effops.memory.hidden import Hidden, hidden
+from effops.memory.operations import operations
+from effops.memory.timeline import Allocation, Timeline
+from effops.predict import Allocations
+
+
+class Recorder(Allocations):
+    """An observer of a step on fake tensors; as a mode it sees all operators.
+
+    `operations` counts those of each phase of the last step, by phase and class.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tick = 0
+        self.records: list[Allocation] = []
+        self.living: dict[weakref.ref[Any], Allocation] = {}
+        self.phases: list[tuple[str, int]] = []
+        self.start = 0
+        self.operations: Counter[tuple[str, str]] = Counter()
+        self.operator = ""
+        self.result_bytes: dict[int, int] = {}
+        self.known: dict[Any, Hidden] = {}
+
+    def begin(self) -> None:
+        """What comes now is the last step."""
+        self.start = self.tick
+        self.operations.clear()
+
+    def enter(self, phase: str) -> None:
+        self.phases.append((phase, self.tick))
+
+    def mark(self, category: str, found: Iterable[Tensor]) -> None:
+        for tensor in found:
+            self.count(tensor)
+            self.living[weakref.ref(tensor.untyped_storage())].category = category
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # a third of all calls; the mode below takes its time for it
+        result = func(*args, **(kwargs or {}))
+        self.operator = func._schema.name
+        found = self._hidden(func, args, result)
+        results = tree_leaves(result)
+        for index, leaf in enumerate(results):
+            if isinstance(leaf, Tensor):
+                self.count(leaf, nbytes=found.result_bytes.get(index))
+        if found.temporary_bytes:
+            self.tick += 1
+            self.records.append(Allocation(found.temporary_bytes, self.tick, self.tick + 1, self.operator))
+            self.tick += 1
+        kind, count = operations(func, args, kwargs or {}, result)
+        self.operations[self.phases[-1][0], kind] += count
+        return result
+
+    def _hidden(self, func: Any, args: Any, result: Any) -> Hidden:
+        """What the operator hides, found once for all calls alike."""
+        if func.namespace != "effops":
+            return hidden(func, args, result)
+        alike = func, tuple(_layout(leaf) for leaf in tree_leaves(args))
+        if alike not in self.known:
+            self.known[alike] = hidden(func, args, result)
+        return self.known[alike]
+
+    def allocate(self, reference: weakref.ref[Any], nbytes: int) -> None:
+        super().allocate(reference, nbytes)
+        self.tick += 1
+        self.living[reference] = Allocation(nbytes, self.tick, None, self.operator)
+        self.records.append(self.living[reference])
+
+    def release(self, reference: weakref.ref[Any]) -> None:
+        super().release(reference)
+        self.tick += 1
+        self.living.pop(reference).died = self.tick
+
+    def timeline(self) -> Timeline:
+        """The record so far."""
+        return Timeline([replace(record) for record in self.records], tuple(self.phases), self.start, self.tick)
+
+
+def _layout(value: Any) -> Any:
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value

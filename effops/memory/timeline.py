@@ -1,0 +1,128 @@
+"""What was allocated during steps, when and in which category: the same record of a predicted and of a measured run."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+CATEGORIES = (
+    "weights",
+    "optimizer states",
+    "gradients",
+    "inputs",
+    "saved activations",
+    "forward temporaries",
+    "backward temporaries",
+    "optimizer temporaries",
+    "generation state",
+    "other",
+)
+
+
+@dataclass
+class Allocation:
+    """Bytes of one storage, from one tick of the clock up to another one, None if it is still there at the end.
+
+    `category` is the one that it was marked with, if any; the others follow from when it lived.
+    """
+
+    nbytes: int
+    born: int
+    died: int | None
+    operator: str
+    category: str | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Allocations in order of birth, and phases by the tick at which each began. `start` is that of the last step."""
+
+    allocations: Sequence[Allocation]
+    phases: Sequence[tuple[str, int]]
+    start: int
+    end: int
+
+    @functools.cached_property
+    def totals(self) -> Sequence[int]:
+        """Bytes at each tick of the last step; those of the first tick are what the step finds."""
+        return [sum(column) for column in zip(*self.curves.values())]
+
+    @functools.cached_property
+    def curves(self) -> Mapping[str, Sequence[int]]:
+        """Bytes of each category at each tick of the last step."""
+        changes = {category: [0] * (self.end - self.start + 2) for category in CATEGORIES}
+        for allocation in self.allocations:
+            for category, begin, end in self._categories(allocation):
+                if end > self.start:
+                    changes[category][max(0, begin - self.start)] += allocation.nbytes
+                    changes[category][end - self.start] -= allocation.nbytes
+        return {category: list(itertools.accumulate(change))[:-1] for category, change in changes.items()}
+
+    @property
+    def peak(self) -> int:
+        """The tick of the last step at which the most bytes were there, the first of several."""
+        return self.start + self.totals.index(self.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.totals)
+
+    def alive(self, tick: int) -> Iterator[Allocation]:
+        """What is there at a tick."""
+        return (one for one in self.allocations if one.born <= tick and (one.died is None or one.died > tick))
+
+    @property
+    def ends(self) -> Mapping[str, int]:
+        """The last tick of each phase of the last step, of its last occurrence."""
+        found = {}
+        bounds = [*(begin for _, begin in self.phases), self.end + 1]
+        for (phase, begin), end in zip(self.phases, bounds[1:]):
+            if begin >= self.start:
+                found[phase] = end - 1
+        return found
+
+    def operators(self, tick: int) -> Counter[tuple[str, int]]:
+        """What is there at a tick, by operator and bytes."""
+        return Counter((one.operator, one.nbytes) for one in self.alive(tick))
+
+    def _categories(self, allocation: Allocation) -> Iterator[tuple[str, int, int]]:
+        """The categories that an allocation has, one after the other, each with its first tick and that after its last.
+
+        What a forward pass leaves is saved for backward until the backward pass ends, and is other from then on: a
+        module keeps it.
+        """
+        died = self.end + 1 if allocation.died is None else allocation.died
+        if allocation.category is not None:
+            yield allocation.category, allocation.born, died
+            return
+        index = self._phase(allocation.born)
+        phase = self.phases[index][0]
+        end = self._begin(index + 1)
+        if allocation.born < self.start or phase in ("setup", "inputs", "release"):
+            yield "other", allocation.born, died
+        elif phase == "between":
+            yield "generation state", allocation.born, died
+        elif phase == "forward":
+            if died <= end:
+                yield "forward temporaries", allocation.born, died
+            elif index + 1 < len(self.phases) and self.phases[index + 1][0] == "backward":
+                kept = min(died, self._begin(index + 2))
+                yield "saved activations", allocation.born, kept
+                yield "other", kept, died
+            else:
+                yield "generation state", allocation.born, died
+        else:
+            kept = min(died, end)
+            yield f"{phase} temporaries", allocation.born, kept
+            yield "other", kept, died
+
+    def _phase(self, tick: int) -> int:
+        """The index of the phase of a tick."""
+        begins = [begin for _, begin in self.phases]
+        return next(i for i in reversed(range(len(begins))) if begins[i] <= tick)
+
+    def _begin(self, index: int) -> int:
+        return self.phases[index][1] if index < len(self.phases) else self.end + 1

@@ -1,0 +1,198 @@
+"""A training or inference step that can be run as it is, or on fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from effops.measure import tensors
+
+Checkpoint = bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step runs. With `loss` and `optimizer` it is a training step, else inference without gradients.
+
+    Attributes:
+        model: builds the model, anew at each call
+        batch: makes a batch of a given size: a tensor, or a tuple or dictionary of arguments
+        loss: of the model and a batch, a scalar
+        optimizer: of the model's parameters
+        autocast: the dtype of `torch.autocast` around model and loss; None for none
+        checkpoint: the modules whose activations are computed again in backward: a class or several, a predicate of a
+            module, or True for each module in a `torch.nn.ModuleList`
+        accumulation_steps: how many batches, of the given size each, make one optimizer step
+        generate: of the model and a batch: what inference runs instead of one call of the model
+
+    Example:
+        >>> workload = effops.memory.Workload(
+        ...     model=lambda: torch.nn.Linear(256, 1),
+        ...     batch=lambda size: (torch.randn(size, 256), torch.randn(size, 1)),
+        ...     loss=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
+        ...     optimizer=torch.optim.Adam,
+        ... )
+        >>> effops.memory.anatomy(workload, 512).peak_bytes
+        533528
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], Tensor] | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+    autocast: torch.dtype | None = None
+    checkpoint: Checkpoint = None
+    accumulation_steps: int = 1
+    generate: Callable[[nn.Module, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.loss is None) != (self.optimizer is None):
+            given, missing = ("loss", "optimizer") if self.optimizer is None else ("optimizer", "loss")
+            raise ValueError(
+                f"Workload: `loss` and `optimizer` must be given together; got `{given}` alone; give `{missing}` too to "
+                "train, or neither for inference"
+            )
+        if self.generate is not None and self.loss is not None:
+            raise ValueError("Workload: `generate` is for inference; got `loss` too; leave one out")
+        if self.accumulation_steps < 1 or (self.accumulation_steps > 1 and self.loss is None):
+            raise ValueError(
+                f"Workload: `accumulation_steps` must be at least 1, and 1 for inference; got {self.accumulation_steps}"
+            )
+
+    @property
+    def trains(self) -> bool:
+        return self.loss is not None
+
+    @property
+    def checkpoints(self) -> Callable[[nn.Module], bool]:
+        """Whether the activations of a module are computed again."""
+        chosen = self.checkpoint
+        if isinstance(chosen, (type, tuple)):
+            return lambda module: isinstance(module, chosen)
+        if callable(chosen):
+            return chosen
+        return lambda module: False
+
+
+class Observer(Protocol):
+    """Who follows a step."""
+
+    def enter(self, phase: str) -> None:
+        """What comes now: setup, inputs, forward, backward, optimizer or release; in inference also between."""
+
+    def mark(self, category: str, found: Iterable[Tensor]) -> None:
+        """The storages of these tensors belong to a category."""
+
+
+class Step:
+    """A model, ready for any number of steps.
+
+    Between the calls of `run` are the model and the states of its optimizer, and what modules keep by themselves.
+    """
+
+    def __init__(self, workload: Workload, batch_size: int, observer: Observer) -> None:
+        self.workload, self.batch_size, self.observer = workload, batch_size, observer
+        observer.enter("setup")
+        self.model = workload.model()
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"Workload: `model` must return a torch.nn.Module; got {type(self.model).__name__}")
+        self.model.train(workload.trains)
+        observer.mark("weights", self.model.parameters())
+        observer.mark("weights", self.model.buffers())
+        self._checkpoint()
+        self.optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
+
+    def _checkpoint(self) -> None:
+        chosen = self.workload.checkpoints
+        modules = list(self.model.modules())
+        if self.workload.checkpoint is True:
+            listed = {id(child) for module in modules if isinstance(module, nn.ModuleList) for child in module}
+            chosen = lambda module: id(module) in listed  # noqa: E731
+        found = [module for module in modules if chosen(module)]
+        if self.workload.checkpoint and not found:
+            raise ValueError(
+                "Workload: `checkpoint` must choose modules of the model; got "
+                f"{self.workload.checkpoint!r}, which chooses none of {type(self.model).__name__}"
+            )
+        for module in found:
+            module.forward = functools.partial(  # type: ignore[method-assign]
+                checkpointed, module.forward, use_reentrant=False
+            )
+
+    def run(self) -> None:
+        """One step of the workload."""
+        if self.workload.trains:
+            self._train()
+        else:
+            self._infer()
+
+    def _train(self) -> None:
+        workload, enter = self.workload, self.observer.enter
+        assert workload.loss is not None
+        assert self.optimizer is not None
+        for _ in range(workload.accumulation_steps):
+            batch = self._batch()
+            enter("forward")
+            with self._autocast():
+                loss = workload.loss(self.model, batch)
+            enter("backward")
+            torch.autograd.backward(loss / workload.accumulation_steps if workload.accumulation_steps > 1 else loss)
+        gradients = (parameter.grad for parameter in self.model.parameters())
+        self.observer.mark("gradients", (gradient for gradient in gradients if gradient is not None))
+        enter("optimizer")
+        self.optimizer.step()
+        self.observer.mark("optimizer states", tensors(dict(self.optimizer.state)))
+        enter("release")
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def _infer(self) -> None:
+        batch = self._batch()
+        self.observer.enter("between")
+        with self._autocast(), self._calls_observed():
+            if self.workload.generate is not None:
+                result = self.workload.generate(self.model, batch)
+            elif isinstance(batch, dict):
+                result = self.model(**batch)
+            else:
+                result = self.model(*batch) if isinstance(batch, (tuple, list)) else self.model(batch)
+        self.observer.enter("release")
+        del result
+
+    def _batch(self) -> Any:
+        self.observer.enter("inputs")
+        batch = self.workload.batch(self.batch_size)
+        self.observer.mark("inputs", tensors(batch))
+        return batch
+
+    def _autocast(self) -> torch.autocast:
+        dtype = self.workload.autocast
+        return torch.autocast(torch.get_default_device().type, dtype=dtype, enabled=dtype is not None)
+
+    @contextmanager
+    def _calls_observed(self) -> Iterator[None]:
+        """Tell calls of the model from what is done between them."""
+
+        def before(module: nn.Module, arguments: Any) -> None:
+            if module is self.model:
+                self.observer.enter("forward")
+
+        def after(module: nn.Module, arguments: Any, result: Any) -> None:
+            if module is self.model:
+                self.observer.enter("between")
+
+        handles = register_module_forward_pre_hook(before), register_module_forward_hook(after)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
