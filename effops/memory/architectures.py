@@ -113,7 +113,7 @@ class Attention(nn.Module):
 
     def _heads(self, projected: Tensor) -> Tensor:
         """(batch, heads, length, d_model / heads)"""
-        return projected.view(*projected.shape[:-1], self.heads, -1).transpose(-3, -2)
+        return projected.view(*projected.shape[:-1], self.heads, projected.shape[-1] // self.heads).transpose(-3, -2)
 
 
 class Norm(nn.Module):
