@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -204,7 +203,7 @@ def _predicted(workload: Workload, batch_size: int, cuda: bool) -> tuple[Timelin
             except UNPREDICTABLE as error:
                 raise NotImplementedError(
                     f"anatomy: {modules.where()} must not depend on the values of tensors, which a prediction does not "
-                    f"have; got {type(error).__name__} from {error.func}; make the shapes and branches there independent "  # type: ignore[union-attr]
+                    f"have; got {type(error).__name__} from {error.func}; make the shapes and branches there independent "
                     'of values, or let `max_batch_size(..., mode="probe")` run the model'
                 ) from error
             return recorder.timeline(), dict(recorder.operations)

@@ -109,10 +109,7 @@ def max_batch_size(
     if mode == "predict":
         if budget_bytes is None:
             raise ValueError('max_batch_size: a prediction needs a `budget`, such as "6 GiB"; got None')
-        device = "cuda" if budget_means == "device" else "cpu"
-
-        def peak(size: int) -> int | None:
-            return anatomy(workload, size, device=device, context_bytes=context_bytes).device_bytes
+        peak = _prediction(workload, budget_means, context_bytes)
     else:
         peak = _probe(workload, budget_bytes, budget_means, context_bytes)
     sizes = _Powers(multiple_of) if power_of_two else _Multiples(multiple_of)
@@ -200,6 +197,11 @@ def _too_little(workload: Workload, size: int, nbytes: int | None, budget_bytes:
     )
 
 
+def _prediction(workload: Workload, budget_means: str, context_bytes: int) -> Callable[[int], int | None]:
+    device = "cuda" if budget_means == "device" else "cpu"
+    return lambda size: anatomy(workload, size, device=device, context_bytes=context_bytes).device_bytes
+
+
 def _probe(
     workload: Workload, budget_bytes: int | None, budget_means: str, context_bytes: int
 ) -> Callable[[int], int | None]:
@@ -211,8 +213,8 @@ def _probe(
     if budget_bytes is None or budget_means != "tensors" or budget_bytes > available // 3:
         raise ValueError(
             'max_batch_size: mode="probe" on a CPU needs a `budget` of tensors of at most a third of the '
-            f"{format_bytes(available)} that are free, for it runs what exceeds it; got {budget_bytes} ({budget_means}); "
-            'give a smaller one, or set a CUDA device by torch.set_default_device("cuda")'
+            f"{format_bytes(available)} that are free, for it runs what exceeds it; got {budget_bytes} "
+            f'({budget_means}); give a smaller one, or set a CUDA device by torch.set_default_device("cuda")'
         )
     return lambda size: measured_timeline(workload, size).peak_bytes
 

@@ -117,7 +117,7 @@ def reserved_bytes(timeline: Timeline) -> int:
     allocator = CachingAllocator()
     born = {one.born: one for one in timeline.allocations}
     died = {one.died: one.born for one in timeline.allocations if one.died is not None}
-    blocks = {}
+    blocks: dict[int, _Block] = {}
     for tick in range(timeline.end + 1):
         if tick in died:
             allocator.release(blocks.pop(died[tick]))

@@ -123,7 +123,8 @@ def _rehearsed_bytes(func: Any, args: Sequence[Any]) -> int:
         result = function(*args)
         kept = allocations.live_bytes
         del result
-    return allocations.peak_bytes - kept
+    hidden_bytes: int = allocations.peak_bytes - kept
+    return hidden_bytes
 
 
 class _Rehearsal(Allocations):

@@ -58,8 +58,8 @@ class Workload:
         if (self.loss is None) != (self.optimizer is None):
             given, missing = ("loss", "optimizer") if self.optimizer is None else ("optimizer", "loss")
             raise ValueError(
-                f"Workload: `loss` and `optimizer` must be given together; got `{given}` alone; give `{missing}` too to "
-                "train, or neither for inference"
+                f"Workload: `loss` and `optimizer` must be given together; got `{given}` alone; give `{missing}` too "
+                "to train, or neither for inference"
             )
         if self.generate is not None and self.loss is not None:
             raise ValueError("Workload: `generate` is for inference; got `loss` too; leave one out")
@@ -124,9 +124,7 @@ class Step:
                 f"{self.workload.checkpoint!r}, which chooses none of {type(self.model).__name__}"
             )
         for module in found:
-            module.forward = functools.partial(  # type: ignore[method-assign]
-                checkpointed, module.forward, use_reentrant=False
-            )
+            module.forward = functools.partial(checkpointed, module.forward, use_reentrant=False)
 
     def run(self) -> None:
         """One step of the workload."""
