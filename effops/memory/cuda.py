@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from effops.measure import CUDA_BLOCK_BYTES
@@ -119,7 +121,7 @@ def reserved_bytes(timeline: Timeline) -> int:
     died = {one.died: one.born for one in timeline.allocations if one.died is not None}
     blocks: dict[int, _Block] = {}
     for tick in range(timeline.end + 1):
-        if tick in died:
+        if died.get(tick) in blocks:
             allocator.release(blocks.pop(died[tick]))
         if tick in born and born[tick].nbytes:
             blocks[tick] = allocator.allocate(born[tick].nbytes)
@@ -127,16 +129,53 @@ def reserved_bytes(timeline: Timeline) -> int:
 
 
 class CudaForms(TorchFunctionMode):
-    """Functions in the form that they have on CUDA, which saves other tensors for backward: dropout keeps booleans."""
+    """Functions in the form that they have on CUDA, which saves other tensors for backward than that on a CPU.
+
+    Dropout keeps booleans, and `scaled_dot_product_attention` never holds all pairs.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
         if func is torch.nn.functional.dropout:
-            return _dropout(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return _dropout(*args, **options)
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _attention(*args, **options)
+        if func is torch.autograd.backward:
+            with self:  # what checkpointing computes again has the same forms
+                (losses,) = args
+                ones = tuple(torch.ones_like(loss) for loss in losses)
+                return _engine_run_backward(
+                    losses, ones, False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+        return func(*args, **options)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0 or inplace:
         return torch.dropout(input, p, training)
     result: Tensor = torch.native_dropout(input, p, training)[0]
+    return result
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        key, value = (tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3) for tensor in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            numbers = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = numbers.masked_fill_(attn_mask.logical_not(), -math.inf)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    result: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale
+    )[0]
     return result

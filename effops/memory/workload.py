@@ -150,7 +150,7 @@ class Step:
         self.optimizer.step()
         self.observer.mark("optimizer states", tensors(dict(self.optimizer.state)))
         enter("release")
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
 
     @torch.no_grad()
     def _infer(self) -> None:
