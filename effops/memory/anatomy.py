@@ -197,7 +197,7 @@ def _predicted(workload: Workload, batch_size: int, cuda: bool) -> tuple[Timelin
                 for group in step.optimizer.param_groups if cuda and step.optimizer else ():
                     if group.get("foreach", True) is None and not group.get("fused"):
                         group["foreach"] = True
-                step.run()
+                step.warm_up()
                 recorder.begin()
                 step.run()
             except UNPREDICTABLE as error:

@@ -25,7 +25,7 @@ def measured_timeline(workload: Workload, batch_size: int) -> Timeline:
         torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         step = Step(workload, batch_size, watch)
-        step.run()
+        step.warm_up()
         watch.note("begin")
         step.run()
         watch.note("end")

@@ -126,24 +126,31 @@ class Step:
         for module in found:
             module.forward = functools.partial(checkpointed, module.forward, use_reentrant=False)
 
-    def run(self) -> None:
-        """One step of the workload."""
+    def warm_up(self) -> None:
+        """A step of one batch, after which there is all that steps leave behind."""
         if self.workload.trains:
-            self._train()
+            self._train(1)
         else:
             self._infer()
 
-    def _train(self) -> None:
+    def run(self) -> None:
+        """One step of the workload."""
+        if self.workload.trains:
+            self._train(self.workload.accumulation_steps)
+        else:
+            self._infer()
+
+    def _train(self, batches: int) -> None:
         workload, enter = self.workload, self.observer.enter
         assert workload.loss is not None
         assert self.optimizer is not None
-        for _ in range(workload.accumulation_steps):
+        for _ in range(batches):
             batch = self._batch()
             enter("forward")
             with self._autocast():
                 loss = workload.loss(self.model, batch)
             enter("backward")
-            torch.autograd.backward(loss / workload.accumulation_steps if workload.accumulation_steps > 1 else loss)
+            torch.autograd.backward(loss / batches if batches > 1 else loss)
         gradients = (parameter.grad for parameter in self.model.parameters())
         self.observer.mark("gradients", (gradient for gradient in gradients if gradient is not None))
         enter("optimizer")
