@@ -6,6 +6,7 @@ may be, not from what some variant happens to reach.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +63,13 @@ def gradient_error_ratio(
 
     A gradient that was not asked for is None; without any, there is nothing right: infinite.
     """
-    expected = op.gradient_bounds(op.prepare(*args, **options), dout)
-    found = [(bounds, gradient) for bounds, gradient in zip(expected, gradients, strict=True) if gradient is not None]
-    return max((bounds.error_ratio(gradient) for bounds, gradient in found), default=float("inf"))
+    return worst_error_ratio(op.gradient_bounds(op.prepare(*args, **options), dout), gradients)
+
+
+def worst_error_ratio(expected: Sequence[Bounds], results: Sequence[Tensor | None]) -> float:
+    """Largest error of results in units of their budgets; infinite if all are None."""
+    found = [(bounds, result) for bounds, result in zip(expected, results, strict=True) if result is not None]
+    return max((bounds.error_ratio(result) for bounds, result in found), default=float("inf"))
 
 
 def normal_sample(

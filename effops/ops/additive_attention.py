@@ -53,16 +53,11 @@ class Additive:
         return exact_scores(*_broadcast(call))
 
     def gradient_bounds(self, call: Call, dscores: Tensor, error: Tensor) -> tuple[Bounds, ...]:
-        query, key, weight = (tensor.double() for tensor in _broadcast(call))
-        found = exact_gradients(*_broadcast(call), dscores)
-        tanh = torch.tanh(query + key)
-        slope = error.unsqueeze(-1) * weight.abs() * (1 - tanh * tanh)
-        of_error = (slope, slope, error.unsqueeze(-1) * tanh.abs())
         u = unit_roundoff(call.arithmetic)
         bounds = []
-        for (value, radius), size, tensor in zip(found, of_error, call.scored):
-            radius = radius + size.sum_to_size(value.shape) + 4 * u * value.abs()
-            bounds.append(Bounds(value.view(tensor.shape), *(radius.view(tensor.shape),) * 2))
+        for (value, radius), tensor in zip(exact_gradients(*_broadcast(call), dscores, error), call.scored):
+            radius = (radius + 4 * u * value.abs()).view(tensor.shape)
+            bounds.append(Bounds(value.view(tensor.shape), radius, radius))
         return tuple(bounds)
 
 

@@ -8,7 +8,7 @@ S Li et al. 2019, arXiv:1907.00235.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -292,9 +292,53 @@ def workload(*, H: int, L: int, E: int, **options: Any) -> tuple[Tensor, ...]:
     return normal_sample((H, L, E), (H, L, E), (H, L, E), **options)
 
 
-class _Exact(NamedTuple):
-    """Attention in float64 with all its pairs: the values, and how far a correct result's may be off."""
+class _Pairs:
+    """The pairs of the pattern, in float64: of each row a column for every offset."""
 
+    def __init__(self, call: Call) -> None:
+        self.length = call.query.shape[-2]
+        self.offsets = log_sparse.Pattern(call.local, call.restart).offsets(self.length)
+        rows = torch.arange(self.length, device=call.device)
+        self.missing = rows.unsqueeze(-1) < torch.tensor(self.offsets, device=call.device)
+
+    def _shifted(self) -> Iterator[tuple[int, slice, slice]]:
+        """Of each offset the column, the rows that have it, and their keys."""
+        for column, offset in enumerate(self.offsets):
+            yield column, slice(offset, self.length), slice(0, self.length - offset)
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        """Dot products of all pairs of the rows of `left` and `right`; 0 where there is no pair."""
+        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        products = left.new_zeros((*batch, self.length, len(self.offsets)))
+        for column, rows, keys in self._shifted():
+            products[..., rows, column] = (left[..., rows, :] * right[..., keys, :]).sum(-1)
+        return products
+
+    def gather(self, weights: Tensor, right: Tensor) -> Tensor:
+        """The weighted sum of the rows of `right` that each row is paired with."""
+        batch = torch.broadcast_shapes(weights.shape[:-2], right.shape[:-2])
+        total = right.new_zeros((*batch, *right.shape[-2:]))
+        for column, rows, keys in self._shifted():
+            total[..., rows, :] += weights[..., rows, column, None] * right[..., keys, :]
+        return total
+
+    def scatter(self, weights: Tensor, left: Tensor) -> Tensor:
+        """Of each row, the weighted sum of the rows of `left` that are paired with it."""
+        batch = torch.broadcast_shapes(weights.shape[:-2], left.shape[:-2])
+        total = left.new_zeros((*batch, *left.shape[-2:]))
+        for column, rows, keys in self._shifted():
+            total[..., keys, :] += weights[..., rows, column, None] * left[..., rows, :]
+        return total
+
+    def lengths(self, left: Tensor, right: Tensor) -> Tensor:
+        """Products of the lengths of the rows."""
+        return self.multiply(left.norm(dim=-1, keepdim=True), right.norm(dim=-1, keepdim=True))
+
+
+class _Exact(NamedTuple):
+    """Attention in float64: the values, and how far a correct result's may be off."""
+
+    pairs: _Pairs
     query: Tensor
     key: Tensor
     value: Tensor
@@ -309,17 +353,17 @@ def _exact(call: Call) -> _Exact:
     """A score is off by its contraction's error, and its share by what that does in the exponent."""
     query, key, value = (tensor.double() for tensor in call.tensors)
     u, scale = unit_roundoff(call.arithmetic), factor(query, call.scale)
-    positions = torch.arange(query.shape[-2], device=call.device)
-    missing = ~allowed(positions.unsqueeze(-1) - positions, call.local, call.restart)
-    scores = (query @ key.mT * scale).masked_fill(missing, -math.inf)
+    pairs = _Pairs(call)
+    scores = (pairs.multiply(query, key) * scale).masked_fill(pairs.missing, -math.inf)
     shares = torch.softmax(scores, -1)
-    sizes = scores.abs().masked_fill(missing, 0)
+    sizes = scores.abs().masked_fill(pairs.missing, 0)
     largest = sizes.amax(-1, keepdim=True) if sizes.numel() else sizes
-    lengths = query.norm(dim=-1).unsqueeze(-1) * key.norm(dim=-1).unsqueeze(-2)
+    lengths = pairs.lengths(query, key)
     error = abs(scale) * _contraction_error(call, query) * u * lengths + 4 * u * (sizes + largest)
-    terms = int((~missing).sum(-1).max()) if missing.numel() else 0
+    terms = len(pairs.offsets)
     in_exponent = error + (shares * error).sum(-1, keepdim=True)
-    return _Exact(query, key, value, scale, shares, shares * (in_exponent.expm1() + (8 + terms) * u), terms, u)
+    shares_error = shares * (in_exponent.expm1() + (8 + terms) * u)
+    return _Exact(pairs, query, key, value, scale, shares, shares_error, terms, u)
 
 
 def _contraction_error(call: Call, operand: Tensor) -> float:
@@ -330,17 +374,16 @@ def bounds(call: Call) -> Bounds:
     """Where a correct result lies."""
     exact = _exact(call)
     sizes = exact.shares_error + (4 + exact.terms) * exact.unit * exact.shares
-    radius = sizes @ exact.value.abs()
-    return Bounds(exact.shares @ exact.value, radius, radius, dtype=call.dtype)
+    radius = exact.pairs.gather(sizes, exact.value.abs())
+    return Bounds(exact.pairs.gather(exact.shares, exact.value), radius, radius, dtype=call.dtype)
 
 
 def gradient_bounds(call: Call, dout: Tensor) -> tuple[Bounds, ...]:
     """Where correct gradients of query, key and value lie: a sum of n terms is off by (4 + n) u of their sizes."""
-    query, key, value, scale, shares, shares_error, terms, u = _exact(call)
+    pairs, query, key, value, scale, shares, shares_error, terms, u = _exact(call)
     dout = dout.double()
-    slopes = dout @ value.mT
-    lengths = dout.norm(dim=-1).unsqueeze(-1) * value.norm(dim=-1).unsqueeze(-2)
-    slopes_error = _contraction_error(call, value) * u * lengths
+    slopes = pairs.multiply(dout, value)
+    slopes_error = _contraction_error(call, value) * u * pairs.lengths(dout, value)
     mean = (shares * slopes).sum(-1, keepdim=True)
     mean_error = (shares_error * slopes.abs() + shares * (slopes_error + (4 + terms) * u * slopes.abs())).sum(
         -1, keepdim=True
@@ -351,17 +394,17 @@ def gradient_bounds(call: Call, dout: Tensor) -> tuple[Bounds, ...]:
         + shares * (slopes_error + mean_error + 4 * u * (slopes.abs() + mean.abs()))
     )
 
-    def of(operand: Tensor, factors: Tensor, errors: Tensor, others: Tensor) -> Bounds:
-        summed = (factors @ others).sum_to_size(operand.shape)
+    def of(operand: Tensor, reduce: Callable[..., Tensor], factors: Tensor, errors: Tensor, others: Tensor) -> Bounds:
         repeats = math.prod(call.batch) * operand.shape[-1] // max(1, operand.numel() // max(1, operand.shape[-2]))
         count = 4 + repeats * others.shape[-2]
-        radius = ((errors + count * u * factors.abs()) @ others.abs()).sum_to_size(operand.shape)
+        summed = reduce(factors, others).sum_to_size(operand.shape)
+        radius = reduce(errors + count * u * factors.abs(), others.abs()).sum_to_size(operand.shape)
         return Bounds(summed, radius, radius, dtype=operand.dtype)
 
     return (
-        of(call.query, weights, weights_error, key),
-        of(call.key, weights.mT, weights_error.mT, query),
-        of(call.value, shares.mT, shares_error.mT, dout),
+        of(call.query, pairs.gather, weights, weights_error, key),
+        of(call.key, pairs.scatter, weights, weights_error, query),
+        of(call.value, pairs.scatter, shares, shares_error, dout),
     )
 
 
