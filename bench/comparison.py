@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -90,6 +90,29 @@ class Contender:
     is_peer: bool = False
 
 
+class Reference:
+    """What every result of a workload is judged by: bounds from float64, computed once, where they are first asked for.
+
+    Those of gradients are for the gradient that `measure.upstream_gradient` makes for a result of any layout.
+    """
+
+    def __init__(self, workload: Workload, args: tuple[Tensor, ...]) -> None:
+        self.op = workload.op
+        self.call = workload.op.prepare(*(arg.detach() for arg in args), **workload.options)
+        self.like = args[0]
+
+    @cached_property
+    def bounds(self) -> testing.Bounds:
+        bounds: testing.Bounds = self.op.bounds(self.call)
+        return bounds
+
+    @cached_property
+    def gradient_bounds(self) -> tuple[testing.Bounds, ...]:
+        result = self.like.new_empty(self.bounds.value.shape, dtype=self.call.dtype)
+        bounds: tuple[testing.Bounds, ...] = self.op.gradient_bounds(self.call, measure.upstream_gradient(result))
+        return bounds
+
+
 @dataclass(frozen=True)
 class Results:
     """What others are compared with by `torch.allclose`: the naive variant's results, and a peer's in float64."""
@@ -163,7 +186,7 @@ def _checked(
 ) -> dict[str, Row]:
     """A row for each contender, in their order, with its error and its memory. The naive variant goes first."""
     rows: dict[str, Row] = {}
-    known = _peer_results(workload, args, progress)
+    reference, known = Reference(workload, args), _peer_results(workload, args, progress)
     for contender in sorted(contenders, key=lambda contender: contender.name != "naive"):
         progress(f"{workload.pass_name}: checking {contender.name}")
         row = _blank(workload, contender)
@@ -172,7 +195,7 @@ def _checked(
             row = replace(row, status="skipped", reason=obstacle)
         else:
             try:
-                row, found = _judged(row, workload, args, contender, known)
+                row, found = _judged(row, workload, args, contender, reference, known)
                 if contender.name == "naive":
                     known = replace(known, naive=found)
             except Exception as error:
@@ -219,10 +242,15 @@ def _peer_results(workload: Workload, args: tuple[Tensor, ...], progress: Progre
 
 
 def _judged(
-    row: Row, workload: Workload, args: tuple[Tensor, ...], contender: Contender, known: Results
+    row: Row,
+    workload: Workload,
+    args: tuple[Tensor, ...],
+    contender: Contender,
+    reference: Reference,
+    known: Results,
 ) -> tuple[Row, tuple[Tensor, ...]]:
     """The row with error and memory, and the results: the forward pass's, or the gradients."""
-    found, error = _results_and_error(workload, args, contender.function)
+    found, error = _results_and_error(workload, args, contender.function, reference)
     row = replace(row, error_ratio=error, allclose=known.allclose(found))
     if not error <= 1 and not contender.is_peer:
         return replace(row, status="failed", reason=f"the error is {error:.3g} times its budget"), found
@@ -231,17 +259,14 @@ def _judged(
 
 
 def _results_and_error(
-    workload: Workload, args: tuple[Tensor, ...], function: Callable[..., Tensor]
+    workload: Workload, args: tuple[Tensor, ...], function: Callable[..., Tensor], reference: Reference
 ) -> tuple[tuple[Tensor, ...], float]:
     out = function(*args)
-    values = tuple(arg.detach() for arg in args)
-    error = testing.error_ratio(workload.op, values, out.detach(), **workload.options)
+    error = reference.bounds.error_ratio(out)
     if not workload.backward:
         return (out,), error
-    upstream = measure.upstream_gradient(out)
-    gradients = torch.autograd.grad(out, args, upstream)
-    gradient_error = testing.gradient_error_ratio(workload.op, values, upstream, gradients, **workload.options)
-    return gradients, max(error, gradient_error)
+    gradients = torch.autograd.grad(out, args, measure.upstream_gradient(out))
+    return gradients, max(error, testing.worst_error_ratio(reference.gradient_bounds, gradients))
 
 
 def _timed(

@@ -115,6 +115,42 @@ def normal_mixture_keops(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Ten
     return (values - 0.5 * squares).logsumexp(1).squeeze(-1)
 
 
+def plain_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """What a user would write: all scores by einsum, scaled, then masked, then their softmax."""
+    scores = torch.einsum("...id,...jd->...ij", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1)
+
+
+def additive_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+    return (weight * torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3))).sum(-1)
+
+
+def additive_sums(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+    return additive_scores(query, key, weight).softmax(-1) @ value
+
+
+def additive_scores_compiled(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+    """torch.compile of the plain expression."""
+    return _compiled(additive_scores)(query, key, weight)
+
+
+def additive_sums_compiled(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+    """torch.compile of the plain expression."""
+    return _compiled(additive_sums)(query, key, value, weight)
+
+
 def _rows(tensor: Tensor) -> Any:
     """(*B, N, 1, D) as KeOps' variable of the axis that is kept."""
     from pykeops.torch import LazyTensor
@@ -148,4 +184,8 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
     "power_spherical_mixture_log_prob": _mixture(power_spherical_log_prob, power_spherical_mixture_keops),
     "von_mises_fisher_mixture_log_prob": _mixture(von_mises_fisher_log_prob, von_mises_fisher_mixture_keops),
     "normal_mixture_log_prob": {"keops": Peer(normal_mixture_keops, "pykeops", memory_like="chunked")},
+    "attention": {"torch_sdpa": Peer(torch.nn.functional.scaled_dot_product_attention, "torch", memory_like="sdpa")},
+    "attention_weights": {"einsum_mask_softmax": Peer(plain_weights, "torch", memory_like="einsum")},
+    "additive_attention_scores": {"plain_compiled": Peer(additive_scores_compiled, "torch", memory_like="compile")},
+    "additive_attention": {"plain_compiled": Peer(additive_sums_compiled, "torch", memory_like="compile")},
 }
