@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.attention import Call, Kind, add_bound, predicted, unpacked
+from effops.attention import Call, Kind, taken_apart
+from effops.attention_op import add_bound, predicted
 from effops.binding import Gradients
 from effops.broadcast import Shape
 from effops.fused import stored_dtype
@@ -59,7 +60,7 @@ def _forward(kind: Kind, call: Call, *, rehearsed: bool = False) -> Tensor:
 def _backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
     from effops.kernels import attention as kernels
 
-    wanted: Any = unpacked(kind, call.reduced, (*needs, *call.settings))
+    need_scored, need_value, need_mask, _ = taken_apart(call.reduced, needs)
     upstream = dout.reshape(*_outer(call), *call.shape[-2:])
 
     def gradient(tensor: Tensor, need: bool) -> Tensor | None:
@@ -69,9 +70,9 @@ def _backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gr
         dtype = call.arithmetic if summed else stored_dtype(tensor.dtype, call.device)
         return tensor.new_empty(shape, dtype=dtype) if need else None
 
-    dquery, dkey = (gradient(tensor, need) for tensor, need in zip(call.scored, wanted.scored))
-    dvalue = None if call.value is None else gradient(call.value, wanted.value)
-    dmask = call.mask.new_empty(_mask_sizes(call), dtype=call.arithmetic) if wanted.mask else None
+    dquery, dkey = (gradient(tensor, need) for tensor, need in zip(call.scored, need_scored))
+    dvalue = None if call.value is None else gradient(call.value, bool(need_value))
+    dmask = call.mask.new_empty(_mask_sizes(call), dtype=call.arithmetic) if need_mask else None
     query, key = (_four_axes(call, tensor) for tensor in call.scored)
     mask, settings = _mask(call), _settings(kind, call)
     if call.value is None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from effops.attention import Call, Kind, in_blocks_backward, predicted, unpacked
+from effops.attention import Call, Kind
+from effops.attention_op import in_blocks_backward, predicted
 from effops.binding import Gradients, is_plain, requires_grad
 from effops.broadcast import Shape
 from effops.op import Cost
@@ -100,7 +101,7 @@ def backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gra
     """Where PyTorch's own backward pass is not at hand: once more, or, inside of an operator, in blocks."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(call.tensors, needs)]
-        result = forward(kind, unpacked(kind, call.reduced, (*leaves, *call.settings)))
+        result = forward(kind, Call.unpacked(call.reduced, (*leaves, *call.settings)))
     if not result.requires_grad:
         if call.dropout_p:
             raise NotImplementedError(

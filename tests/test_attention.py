@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import effops
-from effops.attention import bounds, gradient_bounds
+from effops.attention_bounds import bounds, gradient_bounds
 from effops.measure import Pass, memory
 from effops.op import find_op
 from effops.ops.attention import KIND

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from effops import attend, chunked
 from effops.additive import AdditiveScores, exact_gradients, exact_scores
-from effops.attention import Call, Form, add_blocks, attention_op, rounded_by_autocast
+from effops.attention import Call, Form, rounded_by_autocast
+from effops.attention_op import add_blocks, attention_op
 from effops.broadcast import Plan, Shape, Slices
 from effops.chunked import Block, cut, part
 from effops.jit import needs_triton

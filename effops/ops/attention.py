@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from effops import attend, chunked, fused_attention, sdpa
-from effops.attention import Call, Form, add_bound, attention_op, rounded_by_autocast, summed_bounds
+from effops.attention import Call, Form, rounded_by_autocast
+from effops.attention_bounds import summed_bounds
+from effops.attention_op import add_bound, attention_op
 from effops.dots import Products, contract
 from effops.operands import check_operand
 from effops.precision import (
