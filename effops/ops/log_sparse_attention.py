@@ -7,6 +7,7 @@ S Li et al. 2019, arXiv:1907.00235.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
@@ -33,12 +34,11 @@ CORE_DIMS = {"query": 2, "key": 2, "value": 2}
 
 
 class Call(NamedTuple):
-    """A validated call: its tensors, their batch shape, the dtype of the result, and the settings."""
+    """A validated call: its tensors, the dtype of the result, and the settings. An operator takes these arguments."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    batch: Shape
     dtype: torch.dtype
     local: int
     restart: int | None
@@ -53,8 +53,13 @@ class Call(NamedTuple):
         return self.query, self.key, self.value
 
     @property
-    def settings(self) -> tuple[torch.dtype, int, int | None, float | None]:
-        return self.dtype, self.local, self.restart, self.scale
+    def batch(self) -> Shape:
+        return _batch(*self.tensors)
+
+    @property
+    def factor(self) -> float:
+        """What scores are multiplied with."""
+        return factor(self.query, self.scale)
 
     @property
     def shape(self) -> Shape:
@@ -90,7 +95,7 @@ def prepare(
                 f"{tuple(tensors[name].shape)}; the pattern is that of self-attention: pad or cut the shorter one"
             )
     try:
-        batch = tuple(torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors.values())))
+        _batch(*tensors.values())
     except RuntimeError as error:
         raise ValueError(
             f"{NAME}: batch shapes must broadcast; got query {tuple(query.shape)}, key {tuple(key.shape)}, value "
@@ -102,7 +107,7 @@ def prepare(
             f"{NAME}: `scale` must be a number or None; got {type(scale).__name__}; multiply query by a tensor"
         )
     dtype = wider(wider(query.dtype, key.dtype), value.dtype)
-    return Call(query, key, value, batch, dtype, local, restart, None if scale is None else float(scale))
+    return Call(query, key, value, dtype, local, restart, None if scale is None else float(scale))
 
 
 def _check_pattern(local: int, restart: int | None) -> None:
@@ -153,133 +158,67 @@ def naive(
     return torch.matmul(weights, value.to(arithmetic)).to(dtype)
 
 
-def composite(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dtype: torch.dtype,
-    local: int,
-    restart: int | None,
-    scale: float | None,
-) -> Tensor:
-    return naive(query, key, value, dtype, arithmetic_dtype(dtype), local, restart, scale)
-
-
-def _blocks(
-    query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, local: int, restart: int | None, *, kept: bool
-) -> log_sparse.Blocks:
-    tensors = query, key, value
-    pattern = log_sparse.Pattern(local, restart)
-    return log_sparse.Blocks(pattern, tensors, _batch(*tensors), arithmetic_dtype(dtype), kept=kept)
+def by_form(form: Callable[..., Tensor], call: Call) -> Tensor:
+    return form(*call.tensors, call.dtype, call.arithmetic, call.local, call.restart, call.scale)
 
 
 def _batch(*tensors: Tensor) -> Shape:
     return tuple(torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors)))
 
 
-def empty(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dtype: torch.dtype,
-    local: int,
-    restart: int | None,
-    scale: float | None,
-) -> Tensor:
-    return value.new_empty((*_batch(query, key, value), *value.shape[-2:]), dtype=dtype)
+def empty(call: Call) -> Tensor:
+    return call.value.new_empty(call.shape, dtype=call.dtype)
 
 
-def empty_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in arguments[: len(CORE_DIMS)])
+def _blocks(call: Call, *, kept: bool) -> log_sparse.Blocks:
+    pattern = log_sparse.Pattern(call.local, call.restart)
+    return log_sparse.Blocks(pattern, call.tensors, call.batch, call.arithmetic, kept=kept)
 
 
-def _chunked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dtype: torch.dtype,
-    local: int,
-    restart: int | None,
-    scale: float | None,
-) -> Tensor:
-    blocks = _blocks(query, key, value, dtype, local, restart, kept=False)
-    out = empty(query, key, value, dtype, local, restart, scale)
-    return log_sparse.forward(blocks, query, key, value, factor(query, scale), out)
+def _chunked(call: Call) -> Tensor:
+    return log_sparse.forward(_blocks(call, kept=False), *call.tensors, call.factor, empty(call))
 
 
-def _chunked_backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dtype: torch.dtype,
-    local: int,
-    restart: int | None,
-    scale: float | None,
-    needs: Sequence[bool],
-) -> Gradients:
-    blocks = _blocks(query, key, value, dtype, local, restart, kept=True)
-    return log_sparse.backward(blocks, dout, query, key, value, factor(query, scale), needs)
+def _chunked_backward(dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
+    return log_sparse.backward(_blocks(call, kept=True), dout, *call.tensors, call.factor, needs)
 
 
-def _triton(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dtype: torch.dtype,
-    local: int,
-    restart: int | None,
-    scale: float | None,
-) -> Tensor:
+def _triton(call: Call) -> Tensor:
     from effops.kernels import log_sparse as kernels
 
-    out = empty(query, key, value, stored_dtype(dtype, query.device), local, restart, scale)
-    q, k, v = _matrices(query, key, value)
-    kernels.forward(q, k, v, _flat(out), _scale(query, dtype, scale), local=local, restart=restart)
-    return out.to(dtype)
+    out = empty(call._replace(dtype=stored_dtype(call.dtype, call.device)))
+    q, k, v = _matrices(call)
+    kernels.forward(q, k, v, _flat(out), _scale(call), local=call.local, restart=call.restart)
+    return out.to(call.dtype)
 
 
-def _triton_backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dtype: torch.dtype,
-    local: int,
-    restart: int | None,
-    scale: float | None,
-    needs: Sequence[bool],
-) -> Gradients:
+def _triton_backward(dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
     from effops.kernels import log_sparse as kernels
 
-    tensors = query, key, value
-    matrices = _matrices(*tensors)
+    matrices, batch = _matrices(call), call.batch
     found = [
-        matrix.new_empty(matrix.shape, dtype=_gradient_dtype(tensor, matrix, dtype)) if need else None
-        for tensor, matrix, need in zip(tensors, matrices, needs)
+        matrix.new_empty(matrix.shape, dtype=_gradient_dtype(tensor, matrix, call.dtype)) if need else None
+        for tensor, matrix, need in zip(call.tensors, matrices, needs)
     ]
-    factors = _scale(query, dtype, scale)
     (q, k, v), (dq, dk, dv) = matrices, found
-    kernels.backward(q, k, v, _flat(dout), dq, dk, dv, factors, local=local, restart=restart)
-    batch = _batch(*tensors)
+    kernels.backward(q, k, v, _flat(dout), dq, dk, dv, _scale(call), local=call.local, restart=call.restart)
     return [
         None if own is None else own.view(*batch, *tensor.shape[-2:]).sum_to_size(tensor.shape).to(tensor.dtype)
-        for own, tensor in zip(found, tensors)
+        for own, tensor in zip(found, call.tensors)
     ]
 
 
-def _matrices(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _matrices(call: Call) -> tuple[Tensor, ...]:
     """The tensors with one batch axis."""
-    batch = _batch(*tensors)
-    return tuple(_flat(tensor.expand(*batch, *tensor.shape[-2:])) for tensor in tensors)
+    return tuple(_flat(tensor.expand(*call.batch, *tensor.shape[-2:])) for tensor in call.tensors)
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
 
 
-def _scale(query: Tensor, dtype: torch.dtype, scale: float | None) -> Tensor:
-    return torch.full((1,), factor(query, scale), dtype=arithmetic_dtype(dtype), device=query.device)
+def _scale(call: Call) -> Tensor:
+    return torch.full((1,), call.factor, dtype=call.arithmetic, device=call.device)
 
 
 def _gradient_dtype(tensor: Tensor, matrix: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -352,7 +291,7 @@ class _Exact(NamedTuple):
 def _exact(call: Call) -> _Exact:
     """A score is off by its contraction's error, and its share by what that does in the exponent."""
     query, key, value = (tensor.double() for tensor in call.tensors)
-    u, scale = unit_roundoff(call.arithmetic), factor(query, call.scale)
+    u, scale = unit_roundoff(call.arithmetic), call.factor
     pairs = _Pairs(call)
     scores = (pairs.multiply(query, key) * scale).masked_fill(pairs.missing, -math.inf)
     shares = torch.softmax(scores, -1)
@@ -460,62 +399,70 @@ def _compiled_cost(call: Call) -> Cost:
     return Cost(output, 0, temporary - output if rounded else temporary, operations)
 
 
-def _add_form(variant: str, form: Any, **options: Any) -> None:
+def _cost(call: Call, function: Callable[[Call], Tensor], pairs: int) -> Cost:
+    """As predicted for a function of a call."""
+    bytes_needed = predict_bytes(lambda *tensors: function(Call(*tensors, *call[len(tensors) :])), *call.tensors)
+    return Cost(*bytes_needed, _operations(call, pairs))
+
+
+def _add_form(variant: str, form: Callable[..., Tensor], **options: Any) -> None:
     """A variant made of PyTorch operations."""
-
-    def run(call: Call) -> Tensor:
-        dtype, *settings = call.settings
-        result: Tensor = form(*call.tensors, dtype, arithmetic_dtype(dtype), *settings)
-        return result
-
-    def cost(call: Call) -> Cost:
-        def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return run(call._replace(query=query, key=key, value=value))
-
-        return Cost(*predict_bytes(function, *call.tensors), _operations(call, _all_pairs(call)))
-
-    op.variant(variant, **{"cost": cost, **options})(run)
+    run = functools.partial(by_form, form)
+    op.variant(variant, **{"cost": lambda call: _cost(call, run, _all_pairs(call)), **options})(run)
 
 
 _add_form("naive", naive)
 _add_form("torchscript", script(naive), needs=[needs_torchscript])
 _add_form("compile", compile_by_signature(naive), needs=[needs_inductor], cost=_compiled_cost)
 
-_in_blocks = Binding(
-    f"{NAME}_chunked",
-    forward=_chunked,
-    backward=_chunked_backward,
-    composite=composite,
-    empty=empty,
-    empty_gradients=empty_gradients,
-    core_dims=tuple(CORE_DIMS.values()),
-)
+
+def _add_bound(
+    variant: str,
+    compute: Callable[[Call], Tensor],
+    compute_backward: Callable[[Tensor, Call, Sequence[bool]], Gradients],
+    rehearse: Callable[[Call], Tensor],
+    **options: Any,
+) -> None:
+    """A variant of a pair of functions; `rehearse` allocates what the forward one does."""
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dtype: torch.dtype,
+        local: int,
+        restart: int | None,
+        scale: float | None,
+    ) -> Tensor:
+        return compute(Call(query, key, value, dtype, local, restart, scale))
+
+    def backward(dout: Tensor, *arguments: Any) -> Gradients:
+        return compute_backward(dout, Call(*arguments[:-1]), arguments[-1])
+
+    binding = Binding(
+        f"{NAME}_{variant}",
+        forward=forward,
+        backward=backward,
+        composite=lambda *arguments: by_form(naive, Call(*arguments)),
+        empty=lambda *arguments: empty(Call(*arguments)),
+        empty_gradients=lambda *arguments: [tensor.new_empty(tensor.shape) for tensor in Call(*arguments).tensors],
+        core_dims=tuple(CORE_DIMS.values()),
+    )
+    rehearsed = torch.no_grad()(rehearse)
+    op.variant(variant, cost=lambda call: _cost(call, rehearsed, _own_pairs(call)), **options)(
+        lambda call: binding(*call)
+    )
 
 
-def _chunked_cost(call: Call) -> Cost:
-    @torch.no_grad()
-    def rehearsed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        blocks = _blocks(query, key, value, call.dtype, call.local, call.restart, kept=False)
-        out = empty(query, key, value, *call.settings)
-        return log_sparse.rehearse(blocks, query, key, value, factor(query, call.scale), out)
-
-    return Cost(*predict_bytes(rehearsed, *call.tensors), _operations(call, _own_pairs(call)))
+def _rehearse_chunked(call: Call) -> Tensor:
+    return log_sparse.rehearse(_blocks(call, kept=False), *call.tensors, call.factor, empty(call))
 
 
-@op.variant("chunked", cost=_chunked_cost)
-def _run_chunked(call: Call) -> Tensor:
-    return _in_blocks(*call.tensors, *call.settings)
-
-
-_in_kernel = Binding(
-    f"{NAME}_triton",
-    forward=_triton,
-    backward=_triton_backward,
-    composite=composite,
-    empty=empty,
-    empty_gradients=empty_gradients,
-    core_dims=tuple(CORE_DIMS.values()),
-)
+def _rehearse_triton(call: Call) -> Tensor:
+    matrices = _matrices(call), _scale(call)
+    out = empty(call)
+    del matrices
+    return out
 
 
 def _few_features(call: Call) -> str:
@@ -524,20 +471,10 @@ def _few_features(call: Call) -> str:
     return reason if widest > FEATURES else ""
 
 
-def _triton_cost(call: Call) -> Cost:
-    @torch.no_grad()
-    def rehearsed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        matrices = _matrices(query, key, value), _scale(query, call.dtype, call.scale)
-        out = empty(query, key, value, *call.settings)
-        del matrices
-        return out
-
-    return Cost(*predict_bytes(rehearsed, *call.tensors), _operations(call, _own_pairs(call)))
-
-
-@op.variant("triton", cost=_triton_cost, needs=[needs_triton, _few_features], automatic=on_cuda)
-def _run_triton(call: Call) -> Tensor:
-    return _in_kernel(*call.tensors, *call.settings)
+_add_bound("chunked", _chunked, _chunked_backward, _rehearse_chunked)
+_add_bound(
+    "triton", _triton, _triton_backward, _rehearse_triton, needs=[needs_triton, _few_features], automatic=on_cuda
+)
 
 
 @op.public
