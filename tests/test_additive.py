@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from effops import chunked
+from effops import additive, chunked
 from effops.additive import AdditiveScores, exact_gradients, exact_scores
 from effops.broadcast import broadcast_plan
 from effops.chunked import Block, tiles, whole
@@ -87,15 +87,26 @@ def test_every_shape(shapes, dtype, generator):
     assert_right(tensors, upstream(tensors, generator))
 
 
+@pytest.mark.parametrize("values", [1, 40, additive.EXACT_VALUES], ids=["single pairs", "pieces", "at once"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_oracle_is_the_plain_expression(dtype, generator):
+def test_oracle_is_the_plain_expression(dtype, values, generator, monkeypatch):
+    monkeypatch.setattr(additive, "EXACT_VALUES", values)
     tensors = [tensor.double().requires_grad_() for tensor in sample(SHAPES["heads"], generator, dtype)]
     query, key, weight = tensors
     out = (weight * torch.tanh(query + key)).sum(-1)
     dout = upstream(tensors, generator)
     torch.testing.assert_close(exact_scores(*tensors)[0], out)
-    for found, expected in zip(exact_gradients(*tensors, dout), torch.autograd.grad(out, tensors, dout), strict=True):
-        torch.testing.assert_close(found[0], expected)
+    expected = torch.autograd.grad(out, tensors, dout, retain_graph=True)
+    for found, gradient in zip(exact_gradients(*tensors, dout), expected, strict=True):
+        torch.testing.assert_close(found[0], gradient)
+    # an error of the gradient from above does what it would do if all terms had one sign
+    error = torch.rand(dout.shape, generator=generator, dtype=torch.float64)
+    slope = 1 - torch.tanh(query + key).square()
+    terms = (weight.abs() * slope, weight.abs() * slope, torch.tanh(query + key).abs())
+    pairs = zip(exact_gradients(*tensors, dout), exact_gradients(*tensors, dout, error))
+    for tensor, term, (without, given) in zip(tensors, terms, pairs, strict=True):
+        own = (error.unsqueeze(-1) * term).sum_to_size(tensor.shape)
+        torch.testing.assert_close(given[1] - without[1], own)
 
 
 def test_random_roles(generator):

@@ -283,6 +283,18 @@ def test_a_peer_is_shown_and_does_not_fail_the_run(bench: Bench, monkeypatch: py
     assert "asked" in bench("--variants", "naive", "--peers")[1]
 
 
+def test_bounds_are_computed_once(bench: Bench, toy: Op) -> None:
+    """They cost more than the variants that are judged by them."""
+    calls = []
+    bounds, gradient_bounds = toy.bounds, toy.gradient_bounds
+    toy.bounds = lambda *args: calls.append("forward") or bounds(*args)
+    toy.gradient_bounds = lambda *args: calls.append("backward") or gradient_bounds(*args)
+    code, rows = bench("--variants", "naive,wrong,wrong_gradient", "--pass", "backward")
+    assert code == 1
+    assert (rows["naive"]["status"], rows["wrong_gradient"]["status"]) == ("ok", "failed")
+    assert calls == ["forward", "backward"]
+
+
 def test_options_of_the_op_and_a_sweep(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each size is a table of its own; memory is drawn against them; the option reaches the op."""
     rows, picture = tmp_path / "rows.json", tmp_path / "memory.png"
