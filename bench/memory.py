@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     options = parser.parse_args()
     configuration = Configuration(attention=options.attention, layers=options.layers, seq_len=options.seq_len)
-    report = {**header(torch.device("cpu")), "configuration": vars(configuration), "peaks": peaks(configuration)}
+    report = {**header(torch.device("cpu"), None), "configuration": vars(configuration), "peaks": peaks(configuration)}
     if options.largest:
         report["largest"] = largest(configuration)
     if options.json is not None:
@@ -115,7 +115,9 @@ def peaks(configuration: Configuration) -> list[dict[str, Any]]:
                 )
     repeated = {anatomy(workload, BATCH_SIZES[0]).peak_bytes for _ in range(REPEATS)}
     print(aligned(lines))
-    print(f"\n{REPEATS} predictions of the first size of the last row: {', '.join(f'{one:,}' for one in repeated)} bytes")
+    print(
+        f"\n{REPEATS} predictions of the first size of the last row: {', '.join(f'{one:,}' for one in repeated)} bytes"
+    )
     return rows
 
 

@@ -22,7 +22,7 @@ from effops.measure import tensors
 from effops.memory.cuda import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.memory.measured import measured_timeline
 from effops.memory.operations import CLASSES
-from effops.memory.recorder import Recorder
+from effops.memory.recorder import Recorder, generator_states_recorded
 from effops.memory.table import aligned
 from effops.memory.timeline import CATEGORIES, Timeline
 from effops.memory.workload import Step, Workload
@@ -189,7 +189,7 @@ def _predicted(workload: Workload, batch_size: int, cuda: bool) -> tuple[Timelin
     recorder = Recorder()
     with FakeTensorMode(allow_non_fake_inputs=True), CudaForms() if cuda else nullcontext():
         _check_batch(workload, batch_size)
-        with recorder, _Modules() as modules:
+        with recorder, generator_states_recorded(), _Modules() as modules:
             try:
                 step = Step(workload, batch_size, recorder)
                 modules.model = step.model

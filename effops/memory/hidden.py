@@ -91,7 +91,7 @@ def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
         *[per_state * width] * 3,
         *[per_state * hidden_size] * 2,
     ]
-    return Hidden(result_bytes={3: sum(-(-4 * count // PAGE_BYTES) * PAGE_BYTES for count in sections)})
+    return Hidden(result_bytes={3: sum(_pages(4 * count) for count in sections)})
 
 
 @rule(aten.mkldnn_rnn_layer_backward.default)
@@ -100,10 +100,14 @@ def _lstm_backward(args: Sequence[Any], result: Any) -> Hidden:
     input, hx, upstream, hidden_size = args[0], args[5], args[10], args[15]
     elements, gates = input.shape[0] * input.shape[1], 4 * hidden_size
     copied = 0 if upstream.is_contiguous() else upstream.numel()
-    floats = elements * _leading(gates) + 2 * hx.numel() + gates + copied
+    floats = 2 * hx.numel() + gates + copied
     for size in (input.shape[2], hidden_size):
         floats += size * _leading(gates) + (gates * _leading(size) if size != _leading(size) else 0)
-    return Hidden(4 * floats + ONEDNN_STATE_BYTES)
+    return Hidden(4 * floats + _pages(4 * elements * _leading(gates)) + ONEDNN_STATE_BYTES)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _leading(size: int) -> int:
@@ -128,9 +132,14 @@ def _rehearsed_bytes(func: Any, args: Sequence[Any]) -> int:
 
 
 class _Rehearsal(Allocations):
-    """A value that blocks look at is 1: fake tensors have none."""
+    """Sees what operators are composed of; a value that blocks look at is 1, for fake tensors have none."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (aten.item.default, aten._local_scalar_dense.default):
             return 1.0 if args[0].is_floating_point() else 1
+        if func.namespace == "aten":
+            with self:
+                result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -65,7 +65,7 @@ class _Watch:
             if operator == MARK:
                 kind, what, addresses = next(notes)
                 if kind == "enter":
-                    phases.append((what, tick))
+                    phases.append((what, tick + 1))
                 elif kind == "begin":
                     start = tick
                 elif kind == "end":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,7 @@ class Recorder(Allocations):
         self.operations.clear()
 
     def enter(self, phase: str) -> None:
-        self.phases.append((phase, self.tick))
+        self.phases.append((phase, self.tick + 1))
 
     def mark(self, category: str, found: Iterable[Tensor]) -> None:
         for tensor in found:
@@ -91,6 +92,26 @@ class Recorder(Allocations):
     def timeline(self) -> Timeline:
         """The record so far."""
         return Timeline([replace(record) for record in self.records], tuple(self.phases), self.start, self.tick)
+
+
+@contextmanager
+def generator_states_recorded() -> Iterator[None]:
+    """Let states of the random number generator, which checkpointing keeps, be fake tensors under a fake mode.
+
+    PyTorch has no other place where it could be told so: the states are no results of operators.
+    """
+    get, put = torch.get_rng_state, torch.set_rng_state
+    nbytes = get().nbytes
+
+    def is_fake() -> bool:
+        return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+    torch.get_rng_state = lambda: torch.empty(nbytes, dtype=torch.uint8) if is_fake() else get()
+    torch.set_rng_state = lambda state: None if isinstance(state, FakeTensor) else put(state)
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state = get, put
 
 
 def _layout(value: Any) -> Any:

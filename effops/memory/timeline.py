@@ -38,7 +38,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Allocations in order of birth, and phases by the tick at which each began. `start` is that of the last step."""
+    """Allocations in order of birth, and phases by the first tick of each.
+
+    The last step comes after the tick `start`, at which is there what it finds.
+    """
 
     allocations: Sequence[Allocation]
     phases: Sequence[tuple[str, int]]
@@ -47,7 +50,7 @@ class Timeline:
 
     @functools.cached_property
     def totals(self) -> Sequence[int]:
-        """Bytes at each tick of the last step; those of the first tick are what the step finds."""
+        """Bytes at each tick of the last step, after those that it finds."""
         return [sum(column) for column in zip(*self.curves.values())]
 
     @functools.cached_property
@@ -80,7 +83,7 @@ class Timeline:
         found = {}
         bounds = [*(begin for _, begin in self.phases), self.end + 1]
         for (phase, begin), end in zip(self.phases, bounds[1:]):
-            if begin >= self.start:
+            if begin > self.start:
                 found[phase] = end - 1
         return found
 
@@ -101,12 +104,12 @@ class Timeline:
         index = self._phase(allocation.born)
         phase = self.phases[index][0]
         end = self._begin(index + 1)
-        if allocation.born < self.start or phase in ("setup", "inputs", "release"):
+        if allocation.born <= self.start or phase in ("setup", "inputs", "release"):
             yield "other", allocation.born, died
         elif phase == "between":
             yield "generation state", allocation.born, died
         elif phase == "forward":
-            if died <= end:
+            if died < end:
                 yield "forward temporaries", allocation.born, died
             elif index + 1 < len(self.phases) and self.phases[index + 1][0] == "backward":
                 kept = min(died, self._begin(index + 2))

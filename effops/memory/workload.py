@@ -42,7 +42,7 @@ class Workload:
         ...     optimizer=torch.optim.Adam,
         ... )
         >>> effops.memory.anatomy(workload, 512).peak_bytes
-        533528
+        535576
     """
 
     model: Callable[[], nn.Module]
