@@ -3,14 +3,15 @@
 python bench/memory.py
 python bench/memory.py --largest --json FILE
 
-The first prints, for every architecture, way to train and batch size, the predicted and the measured peak of the tensors,
-how far they are apart, and the seconds that the prediction took. With `--largest` also the largest batch that
+The first prints, for every architecture, way to train and batch size, the predicted and the measured peak of the
+tensors, how far they are apart, and the seconds that the prediction took. With `--largest` also the largest batch that
 fits a budget, beside the largest one of all smaller ones whose measured peak does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -44,7 +45,7 @@ class Convolutions(nn.Sequential):
     def __init__(self) -> None:
         widths = (3, 16, 32, 64)
         layers: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:]):
+        for before, after in itertools.pairwise(widths):
             layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
         super().__init__(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, 1))
 
@@ -110,8 +111,14 @@ def peaks(configuration: Configuration) -> list[dict[str, Any]]:
                 rows.append(row)
                 off = f"{predicted / measured.measured.peak_bytes - 1:+.3%}"
                 lines.append(
-                    [f"{architecture}, {way}", str(batch_size), f"{predicted:,}", f"{measured.measured.peak_bytes:,}"]
-                    + [off, f"{seconds:.1f}"]
+                    [
+                        f"{architecture}, {way}",
+                        str(batch_size),
+                        f"{predicted:,}",
+                        f"{measured.measured.peak_bytes:,}",
+                        off,
+                        f"{seconds:.1f}",
+                    ]
                 )
     repeated = {anatomy(workload, BATCH_SIZES[0]).peak_bytes for _ in range(REPEATS)}
     print(aligned(lines))

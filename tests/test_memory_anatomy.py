@@ -218,6 +218,9 @@ def test_no_input_is_left_changed():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+MADE = nn.Linear(256, 1)
+
+
 class Routed(nn.Module):
     def forward(self, x):
         return x * 2 if x.sum() > 0 else x
@@ -228,7 +231,7 @@ class Routed(nn.Module):
     [
         ({"batch": lambda size: (torch.randn(4, 256), torch.randn(4, 1))}, "`batch` must make a batch of the size"),
         ({"model": lambda: nn.Sequential(nn.Linear(256, 1), Routed())}, r"module `1` \(Routed\) must not depend"),
-        ({"model": lambda made=nn.Linear(256, 1): made}, "`weight` exists already"),
+        ({"model": lambda: MADE}, "`weight` exists already"),
         ({"model": lambda: "model"}, "`model` must return a torch.nn.Module; got str"),
         ({"checkpoint": True}, "`checkpoint` must choose modules"),
     ],

@@ -203,8 +203,8 @@ def _predicted(workload: Workload, batch_size: int, cuda: bool) -> tuple[Timelin
             except UNPREDICTABLE as error:
                 raise NotImplementedError(
                     f"anatomy: {modules.where()} must not depend on the values of tensors, which a prediction does not "
-                    f"have; got {type(error).__name__} from {error.func}; make the shapes and branches there independent "
-                    'of values, or let `max_batch_size(..., mode="probe")` run the model'
+                    f"have; got {type(error).__name__} from {error.func}; make shapes and branches there independent "
+                    'of them, or let `max_batch_size(..., mode="probe")` run the model'
                 ) from error
             return recorder.timeline(), dict(recorder.operations)
 

@@ -174,13 +174,12 @@ class _Powers:
 
 
 def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
-    """Where the line through the two known peaks that are nearest to the budget reaches it."""
+    """Where the line through the last two peaks reaches the budget."""
     known = [(size, nbytes) for size, nbytes in tried.items() if nbytes is not None]
-    if len(known) == 1:
-        return 2 * known[0][0]
-    (size, nbytes), (other_size, other_bytes) = sorted(known, key=lambda one: abs(one[1] - budget_bytes))[:2]
+    size, nbytes = known[-1]
+    other_size, other_bytes = known[-2] if len(known) > 1 else (size, nbytes)
     if nbytes == other_bytes:
-        return 2 * max(size, other_size)
+        return 2 * max(tried)
     return size + (budget_bytes - nbytes) * (other_size - size) / (other_bytes - nbytes)
 
 

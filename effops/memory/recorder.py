@@ -107,7 +107,7 @@ def generator_states_recorded() -> Iterator[None]:
         return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
     torch.get_rng_state = lambda: torch.empty(nbytes, dtype=torch.uint8) if is_fake() else get()
-    torch.set_rng_state = lambda state: None if isinstance(state, FakeTensor) else put(state)
+    torch.set_rng_state = lambda new_state: None if isinstance(new_state, FakeTensor) else put(new_state)
     try:
         yield
     finally:
