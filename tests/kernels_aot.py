@@ -85,31 +85,37 @@ def describe(launch):
 
 
 def every():
-    """All but the bfloat16 launches of the second map: what it brings is reached after the conversion to float32."""
     for family in pairs, mixture:
         yield from family.shipped(power_spherical.MAP)
-        for architecture, launch in family.shipped(von_mises_fisher.MAP):
-            if launch.args[0].dtype != torch.bfloat16:
-                yield architecture, launch
+        yield from family.shipped(von_mises_fisher.MAP)
     yield from distances.shipped()
     yield from log_sparse.shipped()
     yield from attention.shipped()
     yield from additive.shipped()
 
 
-def shipped():
-    """Of launches that are alike on the NVIDIA architectures one, so that these take turns.
+def alike(architecture, launch):
+    """What launches have in common of which one is compiled.
 
-    Alike are those with the same constants and without a matrix product, which alone is compiled otherwise; and of the
-    second map all with the same constants, since those of the first one have the same products.
+    The NVIDIA architectures differ most in exact products of float32, to which narrower dtypes are converted first, and
+    which hold more than other products; without a product a dtype adds conversions alone. The second map has the
+    products and the tiles of the first.
     """
+    if launch.constants.get("phi") is von_mises_fisher.MAP.phi:
+        return architecture, launch.kernel, launch.constants["DTYPE"]
+    dtype = next(value.dtype for value in launch.args if isinstance(value, torch.Tensor))
+    precision = launch.constants.get("PRECISION")
+    if architecture != "gfx942" and (dtype, precision) != (torch.float32, "tf32x3"):
+        architecture = "sm"
+    given = tuple(value is not None for value in launch.args)
+    return architecture, launch.kernel, dtype if precision else None, given, *launch.constants.items()
+
+
+def shipped():
+    """Of launches that are alike one, so that architectures, dtypes and tiles take turns."""
     groups = {}
     for architecture, launch in every():
-        is_second = launch.constants.get("phi") is von_mises_fisher.MAP.phi
-        alike = architecture.startswith("sm_") and ("PRECISION" not in launch.constants or is_second)
-        tensors = tuple(value.dtype if isinstance(value, torch.Tensor) else value is None for value in launch.args)
-        key = "sm" if alike else architecture, launch.kernel, tensors, *launch.constants.items()
-        groups.setdefault(key, []).append((architecture, launch))
+        groups.setdefault(alike(architecture, launch), []).append((architecture, launch))
     return [group[turn % len(group)] for turn, group in enumerate(groups.values())]
 
 
