@@ -1,8 +1,6 @@
 """Every op inside what PyTorch offers: compilers, export, transforms, modes, checkpoints, threads."""
 
-import functools
 import itertools
-import math
 import runpy
 import threading
 from pathlib import Path
@@ -24,6 +22,7 @@ from effops.measure import Pass, memory
 from effops.op import ops
 from effops.testing import error_ratio, gradient_error_ratio
 
+NUMBERS = {name: number for number, name in enumerate(ops())}
 OPS = [pytest.param(op, id=op.name) for op in ops().values()]
 BOUND = [
     pytest.param(op, variant, id=f"{op.name}-{variant}")
@@ -40,6 +39,10 @@ def arguments(op, device, generator, case=None, dtype=torch.float64):
 def interpreted(variant, device):
     """Whether the variant is slow: kernels run by Triton's interpreter."""
     return variant == "triton" and device == "cpu"
+
+
+def smallest(op):
+    return next(case for case in ("single", "one point") if case in op.cases)
 
 
 def leaves(args):
@@ -80,8 +83,7 @@ def test_operators_are_what_they_say(op, variant, device, generator):
     """Schema, and shape, dtype and strides of the fake results, in every case; the rest of opcheck in the first."""
     cases = list(itertools.product(op.cases, (torch.float32, torch.bfloat16)))
     if interpreted(variant, device):  # opcheck runs an operator many times
-        smallest = next(case for case in ("single", "one point") if case in op.cases)
-        cases = [(smallest, torch.float32), *cases[1:6:2]]
+        cases = [(smallest(op), torch.float32), cases[1]]
     for number, (case, dtype) in enumerate(cases):
         args = arguments(op, device, generator, case, dtype)
         checks = ("test_schema", "test_faketensor")
@@ -131,16 +133,18 @@ def same(found, expected, **tolerances):
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_compiled_as_one_graph(op, variant, backend, dynamic, device, generator):
     """The same bits and strides as in eager mode, with and without gradients."""
-    slow = interpreted(variant, device)
-    if slow and dynamic != (backend == "inductor"):
+    slow, turn = interpreted(variant, device), NUMBERS[op.name] % 2 == 1
+    if slow and (backend == "inductor", dynamic) != (turn, turn):
         pytest.skip("interpreted kernels: what surrounds them is that of the chunked variant")
+    if backend == "inductor" and dynamic != turn:
+        pytest.skip("compilation takes seconds: ops take turns")
     torch._dynamo.reset()
 
     def function(*args):
         return op(*args, variant=variant)
 
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
-    for case in list(op.cases)[: 4 if backend == "aot_eager" and not slow else 1]:
+    for case in list(op.cases)[int(dynamic) : 4 : 2] if backend == "aot_eager" and not slow else list(op.cases)[:1]:
         args = leaves(arguments(op, device, generator, case, torch.float32))
         out, expected = compiled(*args), function(*args)
         assert out.stride() == expected.stride()
@@ -273,13 +277,19 @@ def transforms(op, args):
     }
 
 
+JACOBIANS = {"jacrev", "jacfwd", "jacrev of jacrev", "hessian"}
+
+
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_transforms(op, variant, device, generator):
     """Every transform of `torch.func` gives what it gives of the naive form, in every case at smaller sizes."""
-    for case, shapes in itertools.islice(op.cases.items(), 1 if interpreted(variant, device) else None):
-        smaller = [tuple(size if size < 2 else 2 + size % 2 for size in shape) for shape in shapes]
+    slow = interpreted(variant, device)
+    for case in (next(iter(op.cases)), smallest(op)) if slow else op.cases:
+        smaller = [tuple(size if size < 2 else 2 + size % 2 for size in shape) for shape in op.cases[case]]
         args = op.sample(*smaller, dtype=torch.float64, device=device, generator=generator)
         for name, (transform, inputs) in transforms(op, args).items():
+            if slow and name in JACOBIANS and case != smallest(op):
+                continue  # kernels are launched for every element of a result
             found, expected = (transform(lambda *args, v=v: op(*args, variant=v))(*inputs) for v in (variant, "naive"))
             for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
                 torch.testing.assert_close(one, other, msg=lambda text, at=(case, name): f"{at}: {text}")
@@ -298,25 +308,29 @@ def test_transforms_run_the_kernels(op, device, generator):
 
 @pytest.mark.parametrize("op", OPS)
 def test_transforms_keep_the_memory(op, device, generator):
-    """The gradients of what a batch shares are summed inside: no copy of an operand for each example and back."""
+    """What a batch shares is not copied for each example, nor are its gradients: `vmap` needs what broadcasting does."""
     sizes = dict.fromkeys(op.sizes, 48 if len(op.sizes) < 4 else 16)
     args = leaves(op.workload(**sizes, device=device, generator=generator))
-    op_of_blocks = functools.partial(op, variant="chunked" if device == "cpu" else "triton")
-    plain = memory(Pass(lambda *args: op_of_blocks(*args).sum(), args, backward=True))
-    assert plain.temporary_bytes < 2**22
-    batches = [arg.ndim > dims for arg, dims in zip(args, op.core_dims.values())]
-    mapped = len(args) - 1 - batches[::-1].index(True)  # the last argument with a batch axis
-    first = args[mapped].shape[0]
+    batch_dims = [arg.ndim - dims for arg, dims in zip(args, op.core_dims.values())]
+    mapped = max(i for i, dims in enumerate(batch_dims) if dims > 0)
+    own_dims = batch_dims[mapped] - 1  # of an example
+    ones = (1,) * (max(own_dims, *batch_dims[:mapped], *batch_dims[mapped + 1 :]) - own_dims)
+
+    def total(*args):
+        return op(*args, variant="chunked" if device == "cpu" else "triton").sum()
+
+    def broadcast(*args):
+        examples = args[mapped].unflatten(0, (-1, *ones))
+        return total(*args[:mapped], examples, *args[mapped + 1 :])
 
     def by_vmap(*args):
-        return vmap(lambda one: op_of_blocks(*args[:mapped], one, *args[mapped + 1 :]))(args[mapped]).sum()
+        return vmap(lambda one: total(*args[:mapped], one, *args[mapped + 1 :]))(args[mapped]).sum()
 
-    batched = memory(Pass(by_vmap, args, backward=True))
+    expected = memory(Pass(broadcast, args, backward=True))
+    assert memory(Pass(by_vmap, args, backward=True)).temporary_bytes <= expected.temporary_bytes
+    every = memory(Pass(lambda *args: torch.autograd.grad(broadcast(*args), args), args))
     transformed = memory(Pass(grad(by_vmap, all_of(args)), tuple(arg.detach() for arg in args)))
-    call = op.prepare(*args[:mapped], args[mapped][0], *args[mapped + 1 :])
-    out_bytes = first * 4 * math.prod(call.plan.shape if hasattr(call, "plan") else call.shape)
-    for measured in (batched, transformed):
-        assert measured.temporary_bytes <= max(plain.temporary_bytes, 2**22) + 4 * out_bytes  # buffers fill up
+    assert transformed.temporary_bytes <= every.temporary_bytes
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -346,8 +360,17 @@ def test_batched_gradients(op, device, generator):
         assert gradient_error_ratio(op, plain, dout, tuple(gradient[i] for gradient in found)) <= 1
 
 
-@pytest.mark.parametrize("name", ["grad", "vmap", "vmap of grad", "jvp", "jacrev"])
-@pytest.mark.parametrize("op", OPS)
+COMPILED = ("grad", "vmap", "vmap of grad", "jvp", "jacrev")
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        pytest.param(op, name, id=f"{op.name}-{name}")
+        for op, (index, name) in itertools.product(ops().values(), enumerate(COMPILED))
+        if (NUMBERS[op.name] + index) % len(COMPILED) < 2
+    ],
+)
 def test_compiled_transforms(op, name, device, generator):
     torch._dynamo.reset()
     transform, inputs = transforms(op, arguments(op, device, generator))[name]
