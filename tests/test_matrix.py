@@ -198,7 +198,7 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
 def test_derivatives_against_finite_differences(op, variant, device, generator):
     if variant == "compile":
         pytest.skip("compiled functions have no double backward")
-    for case in [smallest(op)] if interpreted(variant) else list(op.cases)[:9]:
+    for case in [smallest(op)] if interpreted(variant) else list(op.cases)[:4]:
         args = op.sample(*op.cases[case], dtype=torch.float64, device=device, generator=generator)
         supported(op, variant, args)
         args = tuple(arg.requires_grad_() for arg in args)

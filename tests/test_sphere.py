@@ -51,19 +51,19 @@ def hard_pairs(dimension, generator, *, identical):
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hard_inputs(op, variant, dimension, dtype, device, generator):
-    if variant == "triton" and device == "cpu" and dimension not in (2, 7, 129):
+    if variant == "triton" and device == "cpu" and dimension not in ((2, 7, 129) if dtype == torch.float32 else (7,)):
         pytest.skip("interpreted kernels take small shapes")
     check_hard_inputs(op, variant, dimension, dtype, device, generator)
 
 
 @pytest.mark.parametrize(
     ("dimension", "dtype"),
-    [*((dimension, torch.float32) for dimension in DIMENSIONS), (128, torch.bfloat16), (128, torch.float64)],
+    [(2, torch.float32), (129, torch.float32), (7, torch.bfloat16), (128, torch.float64)],
     ids=str,
 )
 def test_hard_inputs_compiled(op, dimension, dtype, device, generator):
-    if op is not power_spherical.op and (dimension, dtype) != (128, torch.float32):
-        pytest.skip("compilation takes seconds; the antipode, the hard part, is the PowerSpherical's")
+    if op is not power_spherical.op and (dimension, dtype) != (129, torch.float32):
+        pytest.skip("each dimension is compiled anew; the antipode, the hard part, is the PowerSpherical's")
     check_hard_inputs(op, "compile", dimension, dtype, device, generator)
 
 
@@ -74,13 +74,15 @@ def check_hard_inputs(op, variant, dimension, dtype, device, generator):
     loc, x = (rows.to(device, dtype) for rows in pairs)
     scale = torch.tensor(SCALES, dtype=torch.float64).to(device, dtype)
     if variant == "triton" and device == "cpu":  # the interpreter is slow: every kind of pair, fewer of each
-        loc, x = loc[::3], x[::3]
+        loc, x = loc[::5], x[::5]
     row_by_row = (loc, scale.unsqueeze(-1), x)
     all_pairs = (loc[::5].unsqueeze(1), scale.unsqueeze(-1).unsqueeze(-1), x[::3])
     for args in (row_by_row, all_pairs):
-        assert error_ratio(op, args, op(*args, variant=variant)) <= 1
+        if variant != "compile":  # without gradients it is compiled apart
+            assert error_ratio(op, args, op(*args, variant=variant)) <= 1
         leaves = tuple(arg.clone().requires_grad_() for arg in args)
         out = op(*leaves, variant=variant)
+        assert error_ratio(op, args, out) <= 1
         dout = torch.randn(out.shape, generator=generator).to(device, dtype)
         gradients = torch.autograd.grad(out, leaves, dout)
         # An infinite or NaN scale is in every sum over the scales: the gradients of loc and x say nothing there.
