@@ -20,6 +20,7 @@ import effops
 from effops import cli
 from effops import doctor as module
 from effops import op as registry
+from effops.jit import needs_inductor
 from effops.op import find_op, ops
 
 OP = find_op(effops.power_spherical_log_prob)
@@ -60,9 +61,10 @@ def statuses(content: dict[str, Any], device: str = "cpu") -> dict[str, str]:
 
 
 def test_module_is_the_command(tmp_path: Path) -> None:
-    """All variants, compiled ones too, in an environment like a user's."""
+    """All ops in an environment like a user's, but without compiling each of them, which takes minutes."""
     path = tmp_path / "report.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TORCH_COMPILE_DISABLE"] = "1"
     done = subprocess.run(
         [sys.executable, "-m", "effops", "doctor", "--json", str(path)],
         env=environment,
@@ -95,6 +97,7 @@ def test_module_is_the_command(tmp_path: Path) -> None:
             assert f" {row['variant']} " in done.stdout
         assert f"{op.name} on {check['device']}: auto takes {check['automatic']}" in done.stdout
     assert rows(content)["triton"]["reason"] == "needs CUDA tensors, got cpu"
+    assert rows(content)["compile"]["reason"] == "needs torch.compile, which TORCH_COMPILE_DISABLE=1 turns off"
     assert check_of(content)["automatic"] == "chunked"
 
 
@@ -143,6 +146,16 @@ def test_right_variants_pass(doctor: Doctor, capsys: pytest.CaptureFixture[str])
         "gradient_error_ratio": None,
     }
     assert "needs a compiler, got none" in printed.out
+
+
+def test_compiled_variants_are_checked_too(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(monkeypatch, "compile", needs=[needs_inductor])
+    code, content = doctor()
+    assert (code, statuses(content)["compile"]) == (0, "ok")
+    run = OP.variants["compile"].run
+    change(monkeypatch, "compile", run=lambda call: run(call) + 0.01)
+    code, content = doctor()
+    assert (code, statuses(content)["compile"]) == (1, "failed")
 
 
 def test_auto_is_the_variant_that_a_call_takes(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
