@@ -29,7 +29,6 @@ from effops.memory.workload import Step, Workload
 from effops.op import format_bytes
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
-INSTANTS = ("after setup", "end of forward", "peak", "end of backward", "end of step")
 SHOWN_DIFFERENCES = 8
 
 
@@ -70,7 +69,10 @@ class Anatomy:
 
     @property
     def instants(self) -> dict[str, dict[str, int]]:
-        """Bytes of each category at the instants that the step has of `INSTANTS`."""
+        """Bytes of each category after setup, at the end of forward, at the peak, at the end of backward and of the step.
+
+        Inference has no end of backward.
+        """
         timeline = self.timeline
         ends = timeline.ends
         ticks = {
@@ -109,7 +111,7 @@ class Anatomy:
     def _instants_table(self) -> str:
         shown = [category for category in CATEGORIES if self.categories[category]]
         instants = self.instants
-        rows = [["predicted" if self.measured or self.operations else "measured", *instants, "most"]]
+        rows = [["predicted" if self.operations else "measured", *instants, "most"]]
         for category in shown:
             cells = (instant[category] for instant in instants.values())
             rows.append([category, *map(format_bytes, cells), format_bytes(self.categories[category])])
@@ -118,10 +120,10 @@ class Anatomy:
         return aligned(rows)
 
     def _peaks_table(self) -> str:
-        lines = [f"peak of the tensors at batch size {self.batch_size}: {self.peak_bytes:,} bytes predicted"]
+        lines = [f"peak of the tensors at batch size {self.batch_size}: {self.peak_bytes:,} bytes"]
         if self.measured is not None:
             off = self.peak_bytes / self.measured.peak_bytes - 1
-            lines[0] += f", {self.measured.peak_bytes:,} measured ({off:+.3%})"
+            lines[0] += f" predicted, {self.measured.peak_bytes:,} measured ({off:+.3%})"
             lines += self.differences[:SHOWN_DIFFERENCES]
         rows = [[name, format_bytes(nbytes), ASSUMPTIONS[name]] for name, nbytes in self.overheads.items()]
         if rows:
