@@ -308,7 +308,7 @@ def test_transforms_run_the_kernels(op, device, generator):
 
 @pytest.mark.parametrize("op", OPS)
 def test_transforms_keep_the_memory(op, device, generator):
-    """What a batch shares is not copied for each example, nor are its gradients: `vmap` needs what broadcasting does."""
+    """What a batch shares is not copied for each example, nor are its gradients: vmap needs what broadcasting does."""
     sizes = dict.fromkeys(op.sizes, 48 if len(op.sizes) < 4 else 16)
     args = leaves(op.workload(**sizes, device=device, generator=generator))
     batch_dims = [arg.ndim - dims for arg, dims in zip(args, op.core_dims.values())]

@@ -69,7 +69,7 @@ class Anatomy:
 
     @property
     def instants(self) -> dict[str, dict[str, int]]:
-        """Bytes of each category after setup, at the end of forward, at the peak, at the end of backward and of the step.
+        """Bytes of each category after setup, at the ends of forward, backward and step, and at the peak.
 
         Inference has no end of backward.
         """

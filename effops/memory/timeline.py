@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections import Counter
@@ -124,8 +125,7 @@ class Timeline:
 
     def _phase(self, tick: int) -> int:
         """The index of the phase of a tick."""
-        begins = [begin for _, begin in self.phases]
-        return next(i for i in reversed(range(len(begins))) if begins[i] <= tick)
+        return bisect.bisect_right(self.phases, tick, key=lambda phase: phase[1]) - 1
 
     def _begin(self, index: int) -> int:
         return self.phases[index][1] if index < len(self.phases) else self.end + 1
