@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -39,7 +40,7 @@ class Binding:
         core_dims: for each tensor, how many of its last dimensions are no batch axes: those before broadcast
         saves_result: whether `backward` takes the result
         native: whether `forward` is made of PyTorch operations that have a backward of their own: it is used where it
-            saves what `backward` would compute again
+            saves what `backward` would compute again, on fake tensors as on those that they stand for
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Binding:
     def __call__(self, *arguments: Any) -> Tensor:
         tensors = arguments[: self.count]
         result: Tensor
-        if is_plain(tensors):
+        if self.runs_at_once(tensors):
             if not requires_grad(tensors):
                 return self.forward(*arguments)
             result = (_Native if self.native else _Differentiable).apply(*arguments, self.name)
@@ -112,13 +113,16 @@ class Binding:
             result = self.operator(*arguments)
         return result
 
+    def runs_at_once(self, tensors: Sequence[Tensor]) -> bool:
+        return is_plain(tensors) or (self.native and _is_fake(tensors))
+
     def gradients(self, dout: Tensor, arguments: Sequence[Any], needs: Sequence[bool]) -> Gradients:
         """Gradients of the tensors among `arguments`, which can be differentiated again: arguments of `backward`."""
         tensors = (dout, *arguments[: self.saved])
         # `is_grads_batched` gives a batched gradient of a kind for which operators have no rule.
         if _needs_composite() or torch._C._functorch.is_legacy_batchedtensor(dout):
             found = iter(self.composite_gradients(dout, arguments, needs))
-        elif is_plain(tensors) and not requires_grad(tensors):
+        elif self.runs_at_once(tensors) and not requires_grad(tensors):
             with without_autocast(dout.device):
                 return self.backward(dout, *arguments, needs)
         elif torch._C._are_functorch_transforms_active():
@@ -251,7 +255,7 @@ class _Native(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         binding = BINDINGS[ctx.name]
         graph, ctx.graph = ctx.graph, None
-        again = graph is None or requires_grad((dout, *ctx.saved_tensors)) or not is_plain((dout,))
+        again = graph is None or requires_grad((dout, *ctx.saved_tensors)) or not binding.runs_at_once((dout,))
         if again or torch._C._functorch.is_legacy_batchedtensor(dout):
             return *binding.pull_back(ctx, dout), None
         result, leaves = graph
@@ -310,11 +314,26 @@ class _TransformableGradients(torch.autograd.Function):
 def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether a call is on tensors in memory, and neither traced nor transformed nor seen by a mode."""
     return (
-        not torch.compiler.is_compiling()
+        _is_eager()
         and all(type(tensor) in (Tensor, Parameter) and not tensor.is_meta for tensor in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def _is_fake(tensors: Sequence[Tensor]) -> bool:
+    """Whether a call is on fake tensors, and neither traced nor transformed."""
+    return (
+        _is_eager()
+        and any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+    )
+
+
+def _is_eager() -> bool:
+    return (
+        not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
         and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
     )
 

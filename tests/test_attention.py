@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +14,7 @@ from effops.attention_bounds import bounds, gradient_bounds
 from effops.measure import Pass, memory
 from effops.op import find_op
 from effops.ops.attention import KIND
+from effops.predict import Allocations
 
 FUNCTIONS = [effops.attention_scores, effops.attention_weights, effops.attention]
 ALL = [
@@ -306,6 +308,58 @@ def test_fused_kernels_save_what_pytorch_saves(device):
     saved = memory(Pass(sdpa, (query, key, value))).saved_bytes
     plain = memory(Pass(scaled_dot_product_attention, (query, key, value))).saved_bytes
     assert saved <= plain + 64
+
+
+def test_fused_kernels_allocate_for_fake_tensors_what_pytorch_allocates():
+    """Saved bytes and peaks of a training step, so that predictions of its memory hold."""
+
+    def forward_and_backward(function):
+        with FakeTensorMode(), Allocations() as allocations:
+            args = [torch.empty(2, 512, 4, 64).transpose(1, 2).requires_grad_() for _ in range(3)]
+            out = function(*args)
+            saved, peak = allocations.live_bytes, allocations.peak_bytes
+            torch.autograd.grad(out, args, torch.ones_like(out))
+        return saved, peak, allocations.peak_bytes
+
+    for found, expected in zip(forward_and_backward(sdpa), forward_and_backward(scaled_dot_product_attention)):
+        assert expected <= found <= expected + 9  # what stands for a mask, and a seed
+
+
+def with_gradients(function, args):
+    """The result, and the gradients of two backward passes: the second finds nothing of what PyTorch saved."""
+    args = [arg.detach().requires_grad_() for arg in args]
+    out = function(*args)
+    passes = (torch.autograd.grad(out, args, torch.ones_like(out), retain_graph=True) for _ in range(2))
+    return [out, *itertools.chain(*passes)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strides_of_fused_kernels_are_the_same_in_eager_fake_and_compiled_execution(dtype, device):
+    def heads(*shape):
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    calls = {
+        "contiguous": ({}, *(heads(2, 3, 40, 16) for _ in range(3))),
+        "heads last": ({}, *(heads(2, 40, 3, 16).transpose(1, 2) for _ in range(3))),
+        "causal": ({"is_causal": True}, heads(3, 40, 16), heads(3, 30, 16), heads(3, 30, 16)),
+        "five axes": ({}, *(heads(2, 2, 40, 3, 16).transpose(2, 3) for _ in range(3))),
+        "shared": ({}, heads(2, 3, 40, 16), heads(2, 1, 40, 16), heads(40, 16)),
+        "grouped": ({"enable_gqa": True}, heads(2, 6, 40, 16), heads(2, 2, 40, 16), heads(2, 2, 40, 16)),
+        "never fused": ({}, *(heads(2, 40, 3, 16).transpose(1, 2) for _ in range(2)), heads(2, 3, 40, 5)),
+        "dropout": ({"dropout_p": 0.1}, *(heads(2, 3, 40, 16) for _ in range(3))),
+    }
+    for case, (options, *args) in calls.items():
+
+        def call(*args, options=options):
+            return effops.attention(*args, **options, variant="sdpa")
+
+        expected = [tensor.stride() for tensor in with_gradients(call, args)]
+        with FakeTensorMode() as mode:
+            fakes = with_gradients(call, [mode.from_tensor(arg) for arg in args])
+            assert [tensor.stride() for tensor in fakes] == expected, case
+        if case == "heads last" and dtype == torch.float32:
+            compiled = with_gradients(torch.compile(call, fullgraph=True, backend="aot_eager"), args)
+            assert [tensor.stride() for tensor in compiled] == expected
 
 
 def test_autocast_rounds_as_pytorch_does(device, generator):
