@@ -1,7 +1,30 @@
 """The memory of training: estimated, taken apart, fitted into a budget, and reduced."""
 
+from effops.memory.advise import Advice, advise
 from effops.memory.anatomy import Anatomy, anatomy
-from effops.memory.batches import MaxBatch, max_batch_size, parse_bytes
+from effops.memory.batches import BudgetTooSmallError, MaxBatch, max_batch_size, parse_bytes
+from effops.memory.devices import device_usage, summarize
+from effops.memory.formula import Details, Estimate, estimate_transformer
+from effops.memory.plot import plot_anatomy
+from effops.memory.sweep import Sweep, sweep
 from effops.memory.workload import Workload
 
-__all__ = ["Anatomy", "MaxBatch", "Workload", "anatomy", "max_batch_size", "parse_bytes"]
+__all__ = [
+    "Advice",
+    "Anatomy",
+    "BudgetTooSmallError",
+    "Details",
+    "Estimate",
+    "MaxBatch",
+    "Sweep",
+    "Workload",
+    "advise",
+    "anatomy",
+    "device_usage",
+    "estimate_transformer",
+    "max_batch_size",
+    "parse_bytes",
+    "plot_anatomy",
+    "summarize",
+    "sweep",
+]

@@ -23,6 +23,10 @@ PROBED_STEPS = 3
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
+class BudgetTooSmallError(ValueError):
+    """Not even the smallest batch fits the budget."""
+
+
 @dataclass(frozen=True)
 class MaxBatch:
     """The largest batch size that fits.
@@ -71,6 +75,7 @@ def max_batch_size(
     budget: str | int | None = None,
     *,
     budget_means: str = "tensors",
+    device: str = "cpu",
     mode: str = "predict",
     multiple_of: int = 1,
     power_of_two: bool = False,
@@ -82,6 +87,7 @@ def max_batch_size(
         workload: what a step runs
         budget: bytes, as a number or a text such as "6 GiB"
         budget_means: "tensors", what tensors take; or "device", what a CUDA device holds, its overheads included
+        device: whose forms of operations are predicted, "cpu" or "cuda"; probing runs on PyTorch's default device
         mode: "predict" runs nothing: the peak is nearly affine in the batch size, so that a few predictions lead to a
             size that fits beside a next one that does not. "probe" runs steps of each size that it looks at on
             PyTorch's default device, doubling until memory runs out and then halving the gap; on CUDA without a
@@ -91,7 +97,8 @@ def max_batch_size(
         context_bytes: what a CUDA device holds before there are tensors
 
     Raises:
-        ValueError: the smallest batch exceeds the budget; says what a step without any batch takes
+        BudgetTooSmallError: a ValueError; the smallest batch exceeds the budget, and what takes most of it
+        ValueError: an argument is out of range
 
     Example:
         >>> effops.memory.max_batch_size(workload, "6 GiB").batch_size
@@ -109,7 +116,12 @@ def max_batch_size(
     if mode == "predict":
         if budget_bytes is None:
             raise ValueError('max_batch_size: a prediction needs a `budget`, such as "6 GiB"; got None')
-        peak = _prediction(workload, budget_means, context_bytes)
+        if budget_means == "device" and device != "cuda":
+            raise ValueError(
+                'max_batch_size: `budget_means="device"` counts what a CUDA device holds; got '
+                f'device={device!r}; give device="cuda"'
+            )
+        peak = _prediction(workload, budget_means, device, context_bytes)
     else:
         peak = _probe(workload, budget_bytes, budget_means, context_bytes)
     sizes = _Powers(multiple_of) if power_of_two else _Multiples(multiple_of)
@@ -121,7 +133,7 @@ def max_batch_size(
         return nbytes is not None and (budget_bytes is None or nbytes <= budget_bytes)
 
     if not fits(0):
-        raise ValueError(_too_little(workload, sizes.at(0), tried[sizes.at(0)], budget_bytes))
+        raise BudgetTooSmallError(_too_little(workload, sizes.at(0), tried[sizes.at(0)], budget_bytes))
     low, high = 0, None
     while high is None or high - low > 1:
         if mode == "predict" and len(tried) < PATIENCE:
@@ -196,9 +208,12 @@ def _too_little(workload: Workload, size: int, nbytes: int | None, budget_bytes:
     )
 
 
-def _prediction(workload: Workload, budget_means: str, context_bytes: int) -> Callable[[int], int | None]:
-    device = "cuda" if budget_means == "device" else "cpu"
-    return lambda size: anatomy(workload, size, device=device, context_bytes=context_bytes).device_bytes
+def _prediction(workload: Workload, budget_means: str, device: str, context_bytes: int) -> Callable[[int], int | None]:
+    def peak_bytes(size: int) -> int:
+        found = anatomy(workload, size, device=device, context_bytes=context_bytes)
+        return found.device_bytes if budget_means == "device" else found.peak_bytes
+
+    return peak_bytes
 
 
 def _probe(

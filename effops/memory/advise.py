@@ -1,0 +1,457 @@
+"""What would lower the memory of a step, each method by a prediction of the step with it, and which together fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import SGD, AdamW
+
+from effops.memory.anatomy import Anatomy, anatomy
+from effops.memory.batches import parse_bytes
+from effops.memory.operations import CONTRACTION, UNCOUNTED
+from effops.memory.optimizers import Adafactor, AdamW8bit
+from effops.memory.table import aligned
+from effops.memory.timeline import Timeline
+from effops.memory.workload import Workload
+from effops.nn import MultiheadAttention
+from effops.op import format_bytes
+
+SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
+OPTIMIZERS = {
+    "AdamW": AdamW,
+    "AdamW with 8-bit states": AdamW8bit,
+    "Adafactor": Adafactor,
+    "SGD with momentum": lambda parameters: SGD(parameters, momentum=0.9),
+    "SGD": SGD,
+}
+STAGES = ("optimizer states", "gradients", "weights")
+COMMUNICATION = {1: "as much as", 2: "as much as", 3: "1.5 times as much as"}
+FAMILIES = ("operation", "mixed precision", "gradient accumulation", "ZeRO", "checkpointing", "optimizer", "batch size")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to lower memory.
+
+    Attributes:
+        name: of the method
+        helps: "memory", "speed" or "both", as published
+        peak_bytes: of a step with it, predicted; None if there is no such step, for the reason that `note` tells
+        operations: tensor contractions a sample, relative to the step as it is; None if there are none, or if kernels
+            are called whose operations are not counted
+        note: what it costs, changes or assumes
+    """
+
+    name: str
+    helps: str
+    peak_bytes: int | None
+    operations: float | None
+    note: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would help.
+
+    Attributes:
+        batch_size: samples of an optimizer step on one device, over `Workload.accumulation_steps`
+        peak_bytes: of the step as it is, predicted
+        methods: those with the lowest peak first, those that cannot be applied last
+        budget_bytes: as given
+        combination: methods by name that together fit the budget, each with the peak of it and all before; the lowest
+            peak found if none fits; empty without a budget, and where the step fits as it is
+
+    `str()` is a table.
+    """
+
+    batch_size: int
+    peak_bytes: int
+    methods: tuple[Method, ...]
+    budget_bytes: int | None
+    combination: Mapping[str, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step with `combination` is within the budget."""
+        least = min(self.combination.values(), default=self.peak_bytes)
+        return self.budget_bytes is None or least <= self.budget_bytes
+
+    def __str__(self) -> str:
+        rows = [("method", "helps", "peak", "saves", "operations")]
+        rows.append(("as it is", "", format_bytes(self.peak_bytes), "", "x 1.00"))
+        for method in self.methods:
+            peak = method.peak_bytes
+            saved = "-" if peak is None else f"{1 - peak / self.peak_bytes:.1%}"
+            ratio = "-" if peak is None else "uncounted" if method.operations is None else f"x {method.operations:.2f}"
+            rows.append((method.name, method.helps, "-" if peak is None else format_bytes(peak), saved, ratio))
+        notes = ("note", "", *(method.note for method in self.methods))
+        table = "\n".join(f"{line}  {note}".rstrip() for line, note in zip(aligned(rows).splitlines(), notes))
+        head = f"a step of batch size {self.batch_size}; operations are tensor contractions a sample"
+        return "\n\n".join(part for part in (head, table, self._combination_text()) if part)
+
+    def _combination_text(self) -> str:
+        if self.budget_bytes is None:
+            return ""
+        budget = f"the budget of {format_bytes(self.budget_bytes)}"
+        if not self.combination:
+            return f"{budget} holds the step as it is" if self.fits else f"nothing here lowers the peak to {budget}"
+        rows = [("as it is", format_bytes(self.peak_bytes))]
+        rows += [(f"and {name}", format_bytes(nbytes)) for name, nbytes in self.combination.items()]
+        head = f"within {budget}:" if self.fits else f"no combination fits {budget}; the lowest peak found:"
+        return f"{head}\n{aligned(rows)}"
+
+
+def advise(
+    workload: Workload,
+    batch_size: int,
+    budget: str | int | None = None,
+    *,
+    devices: int = 1,
+    device: str = "cpu",
+    alternatives: Mapping[str, Workload] | None = None,
+) -> Advice:
+    """What would lower the memory of a step, and by how much.
+
+    Each method is predicted by `anatomy` of the step with it. ZeRO divides the curves of optimizer states, gradients
+    and weights by the number of devices, instant by instant, and keeps one module's gradients and weights whole: those
+    of the largest. Towards a budget the methods are put together one by one, first those that leave the training as it
+    is, with the fewest operations first, and each stays if it lowers the peak.
+
+    Args:
+        workload: what a step runs
+        batch_size: of each of its forward passes; with ZeRO on each device
+        budget: bytes of tensors, as a number or a text such as "6 GiB"
+        devices: for ZeRO
+        device: "cpu" or "cuda", as in `anatomy`
+        alternatives: workloads that may stand in for this one, by name: first one that computes the same
+
+    Raises:
+        ValueError: as `anatomy`; or `devices` is below 1
+        NotImplementedError: as `anatomy`
+
+    Example:
+        >>> print(effops.memory.advise(workload, 32, "1 GiB"))
+
+    Source: Hugging Face transformers, "Efficient training on a single GPU"; Rajbhandari et al. 2019, arXiv:1910.02054.
+    """
+    if devices < 1:
+        raise ValueError(f"advise: `devices` must be at least 1; got {devices}")
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    predict = _Predictor(devices, device)
+    start = _Setting(workload, batch_size)
+    present = predict(start)
+    model = fake_model(workload)
+    options = list(_options(workload, batch_size, model, devices, alternatives or {}))
+    tried = [(option, option.predicted(start, present, predict)) for option in options]
+    methods = [method for _, method in tried]
+    methods += _missing_attention(present.anatomy, model)
+    methods.append(
+        Method(
+            "data loading", "speed", present.peak_bytes, 1.0, "no memory of the device: workers and pins are the host's"
+        )
+    )
+    combination = {}
+    if budget_bytes is not None:
+        combination = _combination(start, tried, predict, budget_bytes)
+    return Advice(
+        batch_size * workload.accumulation_steps,
+        present.peak_bytes,
+        tuple(sorted(methods, key=lambda method: (method.peak_bytes is None, method.peak_bytes))),
+        budget_bytes,
+        combination,
+    )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A step with some of the methods."""
+
+    workload: Workload
+    batch_size: int
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """Of a step. `contractions` are those of a sample, None where kernels are not counted."""
+
+    anatomy: Anatomy
+    peak_bytes: int
+    contractions: float | None
+
+
+class _Predictor:
+    """Predicts settings, each once."""
+
+    def __init__(self, devices: int, device: str) -> None:
+        self.devices, self.device = devices, device
+        self.known: dict[tuple[Workload, int], _Prediction] = {}
+
+    def __call__(self, setting: _Setting) -> _Prediction:
+        key = setting.workload, setting.batch_size
+        if key not in self.known:
+            self.known[key] = self._predicted(*key)
+        found = self.known[key]
+        if not setting.stage:
+            return found
+        model = fake_model(setting.workload)
+        return replace(
+            found,
+            peak_bytes=sharded_peak_bytes(
+                found.anatomy.timeline,
+                setting.stage,
+                self.devices,
+                max(_bytes(module.parameters(recurse=False)) for module in model.modules()),
+                _bytes(model.buffers()),
+            ),
+        )
+
+    def _predicted(self, workload: Workload, batch_size: int) -> _Prediction:
+        steps = min(workload.accumulation_steps, 2)  # each batch after the second one finds what the second one does
+        found = anatomy(replace(workload, accumulation_steps=steps), batch_size, device=self.device)
+        computed = {key: count for key, count in found.operations.items() if key[0] not in ("optimizer", "release")}
+        counts = {
+            kind: sum(count for (_, of), count in computed.items() if of == kind) for kind in (CONTRACTION, UNCOUNTED)
+        }
+        contractions = None if counts[UNCOUNTED] else counts[CONTRACTION] / (batch_size * steps)
+        return _Prediction(found, found.peak_bytes, contractions)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A method. Of each family one applies; `change` is None if it cannot, for the reason that `note` tells.
+
+    `alters` says that what is trained becomes another thing.
+    """
+
+    family: str
+    name: str
+    helps: str
+    change: Callable[[_Setting], _Setting] | None
+    note: str = ""
+    alters: bool = False
+
+    def predicted(self, start: _Setting, present: _Prediction, predict: _Predictor) -> Method:
+        if self.change is None:
+            return Method(self.name, self.helps, None, None, self.note)
+        try:
+            found = predict(self.change(start))
+        except (ValueError, RuntimeError) as error:
+            return Method(self.name, self.helps, None, None, f"cannot be predicted: {error}")
+        ratio = found.contractions / present.contractions if found.contractions and present.contractions else None
+        return Method(self.name, self.helps, found.peak_bytes, ratio, self.note)
+
+
+def _options(
+    workload: Workload, batch_size: int, model: nn.Module, devices: int, alternatives: Mapping[str, Workload]
+) -> Iterator[_Option]:
+    for index, (name, other) in enumerate(alternatives.items()):
+        yield _Option("operation", name, "memory", _instead(other), "the alternative that was given", index > 0)
+    swappable = sum(_is_swappable(module) for module in model.modules())
+    if swappable:
+        yield _Option(
+            "operation",
+            "effops.nn.MultiheadAttention",
+            "memory",
+            lambda setting: _with(setting, model=_Swapped(setting.workload.model)),
+            f"in place of {swappable} torch.nn.MultiheadAttention, whose state it loads",
+        )
+    yield (
+        _Option(
+            "mixed precision",
+            "mixed precision",
+            "speed",
+            lambda setting: _with(setting, autocast=torch.bfloat16),
+            "autocast to bfloat16, weights and optimizer states stay as they are",
+        )
+        if workload.autocast is None
+        else _Option("mixed precision", "mixed precision", "speed", None, f"is there: {workload.autocast}")
+    )
+    if workload.trains:
+        yield from _training_options(workload, batch_size, model, devices)
+    if batch_size > 1:
+        yield _Option(
+            "batch size",
+            f"batch size {batch_size // 2}",
+            "both",
+            lambda setting: replace(setting, batch_size=max(1, setting.batch_size // 2)),
+            "fewer samples a step" + (", noisier gradients" if workload.trains else ""),
+            alters=True,
+        )
+
+
+def _training_options(workload: Workload, batch_size: int, model: nn.Module, devices: int) -> Iterator[_Option]:
+    normalises = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    parts = [2**power for power in range(1, batch_size.bit_length()) if batch_size % 2**power == 0]
+    for count in parts:
+        yield _Option(
+            "gradient accumulation",
+            f"gradient accumulation, {count} x {batch_size // count}",
+            "memory",
+            _accumulated(count),
+            "smaller kernels" + (", batch normalisation of smaller batches" if normalises else ""),
+        )
+    if not parts:
+        yield _Option("gradient accumulation", "gradient accumulation", "memory", None, "needs an even batch size")
+    for stage in (1, 2, 3):
+        name, note = f"ZeRO stage {stage}", "needs more than one of `devices`"
+        if devices > 1:
+            name += f", {devices} devices"
+            note = f"{', '.join(STAGES[:stage])} divided; communicates {COMMUNICATION[stage]} data parallelism"
+        yield _Option("ZeRO", name, "memory", _sharded(stage) if devices > 1 else None, note)
+    yield _checkpointing(workload, model)
+    for name, optimizer in OPTIMIZERS.items():
+        note = "its states as bitsandbytes documents them" if optimizer is AdamW8bit else ""
+        yield _Option("optimizer", f"optimizer {name}", "both", _optimized(optimizer), note, alters=True)
+
+
+def _checkpointing(workload: Workload, model: nn.Module) -> _Option:
+    family, name, helps = "checkpointing", "activation checkpointing", "memory"
+    if workload.checkpoint:
+        return _Option(family, name, helps, None, "is there")
+    if not any(isinstance(module, nn.ModuleList) for module in model.modules()):
+        note = "needs a torch.nn.ModuleList of layers; give Workload(checkpoint=...) the classes to compute again"
+        return _Option(family, name, helps, None, note)
+    note = "each module of a torch.nn.ModuleList is computed again in backward"
+    return _Option(family, name, helps, lambda setting: _with(setting, checkpoint=True), note)
+
+
+def _with(setting: _Setting, **changes: object) -> _Setting:
+    return replace(setting, workload=replace(setting.workload, **changes))  # type: ignore[arg-type]
+
+
+def _instead(other: Workload) -> Callable[[_Setting], _Setting]:
+    return lambda setting: replace(setting, workload=other)
+
+
+def _accumulated(count: int) -> Callable[[_Setting], _Setting]:
+    def change(setting: _Setting) -> _Setting:
+        split = replace(setting, batch_size=setting.batch_size // count)
+        return _with(split, accumulation_steps=setting.workload.accumulation_steps * count)
+
+    return change
+
+
+def _sharded(stage: int) -> Callable[[_Setting], _Setting]:
+    return lambda setting: replace(setting, stage=stage)
+
+
+def _optimized(optimizer: object) -> Callable[[_Setting], _Setting]:
+    return lambda setting: _with(setting, optimizer=optimizer)
+
+
+@dataclass(frozen=True)
+class _Swapped:
+    """Builds a model whose layers of `torch.nn.MultiheadAttention` are effops'."""
+
+    model: Callable[[], nn.Module]
+
+    def __call__(self) -> nn.Module:
+        model = self.model()
+        if _is_swappable(model):
+            return _swapped(model)
+        for parent in list(model.modules()):
+            for name, child in parent.named_children():
+                if _is_swappable(child):
+                    setattr(parent, name, _swapped(child))
+        return model
+
+
+def _is_swappable(module: nn.Module) -> bool:
+    return type(module) is nn.MultiheadAttention and module.bias_k is None and not module.add_zero_attn
+
+
+def _swapped(layer: nn.Module) -> MultiheadAttention:
+    assert isinstance(layer, nn.MultiheadAttention)
+    return MultiheadAttention(
+        layer.embed_dim,
+        layer.num_heads,
+        layer.dropout,
+        layer.in_proj_bias is not None,
+        kdim=layer.kdim,
+        vdim=layer.vdim,
+        batch_first=layer.batch_first,
+        device=layer.out_proj.weight.device,
+        dtype=layer.out_proj.weight.dtype,
+    )
+
+
+def _missing_attention(present: Anatomy, model: nn.Module) -> list[Method]:
+    """Softmax that is held at the peak outside of layers that can be exchanged."""
+    if any(_is_swappable(module) for module in model.modules()):
+        return []
+    timeline = present.timeline
+    held = [one.nbytes for one in timeline.alive(timeline.peak) if one.operator in SOFTMAX]
+    if not held:
+        return []
+    note = (
+        f"{len(held)} results of softmax take {format_bytes(sum(held))} at the peak; where they are weights of "
+        "attention, write effops.attention(query, key, value, attn_mask, dropout_p), which holds none"
+    )
+    return [Method("effops.attention", "memory", None, None, note)]
+
+
+def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_bytes: int, buffer_bytes: int) -> int:
+    """The peak of one device of several under ZeRO.
+
+    Args:
+        timeline: of a step on one device
+        stage: 1 divides optimizer states and what the optimizer's step needs, 2 gradients too, 3 also weights
+        devices: how many
+        module_bytes: of the parameters of the largest module: as much of gradients and of weights is whole at a time
+        buffer_bytes: of the model's buffers, which are counted with the weights and never divided
+    """
+
+    def divided(curve: Sequence[int], whole: int = 0, buffers: int = 0) -> list[int]:
+        return [min(nbytes, buffers - (buffers - nbytes) // devices + whole) for nbytes in curve]
+
+    curves = dict(timeline.curves)
+    for category in ("optimizer states", "optimizer temporaries"):
+        curves[category] = divided(curves[category])
+    if stage > 1:
+        curves["gradients"] = divided(curves["gradients"], module_bytes)
+    if stage > 2:
+        curves["weights"] = divided(curves["weights"], module_bytes, buffer_bytes)
+    return max(map(sum, zip(*curves.values())))
+
+
+def fake_model(workload: Workload) -> nn.Module:
+    """The workload's model without any memory."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return workload.model()
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _combination(
+    start: _Setting, tried: Iterable[tuple[_Option, Method]], predict: _Predictor, budget_bytes: int
+) -> dict[str, int]:
+    """Options that together fit the budget, tried in the order of what they cost."""
+    usable = [(option, method) for option, method in tried if method.peak_bytes is not None]
+    usable.sort(key=lambda one: (one[0].alters, round(one[1].operations or 1.0, 2)))
+    chosen: dict[str, _Option] = {}
+    peak_bytes = predict(start).peak_bytes
+    for option, _ in usable:
+        if peak_bytes <= budget_bytes:
+            break
+        candidate = {**chosen, option.family: option}
+        found = predict(_applied(start, candidate.values())).peak_bytes
+        if found < peak_bytes:
+            chosen, peak_bytes = candidate, found
+    together = list(chosen.values())
+    return {
+        option.name: predict(_applied(start, together[: index + 1])).peak_bytes for index, option in enumerate(together)
+    }
+
+
+def _applied(setting: _Setting, options: Iterable[_Option]) -> _Setting:
+    for option in sorted(options, key=lambda option: FAMILIES.index(option.family)):
+        assert option.change is not None
+        setting = option.change(setting)
+    return setting

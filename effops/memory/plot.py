@@ -1,0 +1,82 @@
+"""Pictures of memory: over a step, and against what a model's sizes are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from effops.memory.anatomy import Anatomy
+from effops.memory.timeline import Timeline
+
+if TYPE_CHECKING:
+    from effops.memory.sweep import Sweep
+
+MIB = 2**20
+LEAST_LABELLED = 0.04
+
+
+def plot_anatomy(anatomy: Anatomy, path: str | Path) -> None:
+    """Draw what each category takes over the ticks of a step, one upon the other, with its phases and its peak.
+
+    A tick is an allocation or a release, so that the picture tells order and not time. The ending of `path` chooses
+    the format, such as .png or .svg.
+
+    Raises:
+        ImportError: matplotlib is not installed
+
+    Example:
+        >>> effops.memory.plot_anatomy(effops.memory.anatomy(workload, 32), "step.png")
+    """
+    figure = _figure("plot_anatomy", (10, 5))
+    axes = figure.add_subplot()
+    timeline = anatomy.timeline
+    ticks = range(timeline.start, timeline.end + 1)
+    curves = {category: [nbytes / MIB for nbytes in curve] for category, curve in timeline.curves.items() if any(curve)}
+    axes.stackplot(ticks, curves.values(), labels=curves, step="post")
+    axes.plot(timeline.peak, timeline.peak_bytes / MIB, "kv", label="peak")
+    top = axes.get_xaxis_transform()
+    for phase, begin, end in _phases(timeline):
+        axes.axvline(begin, color="black", linewidth=0.5, alpha=0.5)
+        if end - begin > LEAST_LABELLED * len(ticks):
+            axes.text((begin + end) / 2, 1.01, phase, transform=top, ha="center", va="bottom", fontsize="small")
+    axes.set(
+        xlabel="allocations and releases",
+        ylabel="tensors, MiB",
+        xlim=(ticks[0], ticks[-1]),
+        title=f"a step of batch size {anatomy.batch_size}: {anatomy.peak_bytes / MIB:,.1f} MiB at its peak\n",
+    )
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path)
+
+
+def plot_sweep(sweep: Sweep, path: str | Path) -> None:
+    """Draw the largest batch, or the peak, against each axis that was swept."""
+    figure = _figure("Sweep.plot", (3 * len(sweep.axes) + 1, 3.5))
+    unit = 1 if sweep.batch_size is None else MIB
+    every = figure.subplots(1, len(sweep.axes), sharey=True, squeeze=False)[0]
+    for axes, (name, results) in zip(every, sweep.axes.items()):
+        axes.plot([str(value) for value in results], [result / unit for result in results.values()], "o-")
+        axes.set(xlabel=name, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    every[0].set_ylabel(sweep.quantity if unit == 1 else f"{sweep.quantity}, MiB")
+    figure.savefig(path)
+
+
+def _phases(timeline: Timeline) -> Iterator[tuple[str, int, int]]:
+    """The phases of the last step, with the ticks at which each begins and ends; equal ones that follow are one."""
+    begun = [(phase, max(begin, timeline.start)) for phase, begin in timeline.phases if begin >= timeline.start]
+    begins = [(phase, next(group)[1]) for phase, group in itertools.groupby(begun, key=lambda one: one[0])]
+    for (phase, begin), end in zip(begins, [*(begin for _, begin in begins[1:]), timeline.end]):
+        yield phase, begin, end
+
+
+def _figure(caller: str, size: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"{caller}: needs the package matplotlib, which cannot be imported; pip install 'effops[bench]'"
+        ) from error
+    return Figure(figsize=size, layout="constrained")

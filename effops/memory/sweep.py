@@ -1,0 +1,114 @@
+"""How the largest batch, or the peak, answers to each size of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from effops.memory.anatomy import anatomy
+from effops.memory.batches import BudgetTooSmallError, max_batch_size, parse_bytes
+from effops.memory.plot import plot_sweep
+from effops.memory.table import aligned
+from effops.memory.workload import Workload
+from effops.op import format_bytes
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What was found of each axis, the others at their base.
+
+    Attributes:
+        axes: by axis and value, the largest batch size that fits the budget, 0 if none does; or the bytes at the peak
+        base: the value of each axis where another one is varied
+        budget_bytes, batch_size: what was given; the other is None
+
+    `str()` is a table.
+    """
+
+    axes: Mapping[str, Mapping[Any, int]]
+    base: Mapping[str, Any]
+    budget_bytes: int | None
+    batch_size: int | None
+
+    @property
+    def quantity(self) -> str:
+        return "largest batch" if self.batch_size is None else "peak"
+
+    def __str__(self) -> str:
+        rows = [("axis", "value", self.quantity, "of the base")]
+        for axis, results in self.axes.items():
+            at_base = results.get(self.base[axis])
+            for value, result in results.items():
+                shown = f"{result:,}" if self.batch_size is None else format_bytes(result)
+                rows.append((axis, str(value), shown, f"x {result / at_base:.2f}" if at_base else "-"))
+        base = ", ".join(f"{axis}={value}" for axis, value in self.base.items())
+        given = f"batch size {self.batch_size}"
+        if self.budget_bytes is not None:
+            given = f"a budget of {format_bytes(self.budget_bytes)}"
+        return f"{self.quantity} with {given}, each axis varied alone around {base}\n\n{aligned(rows)}"
+
+    def plot(self, path: str | Path) -> None:
+        """Draw it; needs matplotlib. The ending of `path` chooses the format."""
+        plot_sweep(self, path)
+
+
+def sweep(
+    workload_of: Callable[..., Workload],
+    axes: Mapping[str, Sequence[Any]],
+    budget: str | int | None = None,
+    batch_size: int | None = None,
+    *,
+    base: Mapping[str, Any] | None = None,
+    power_of_two: bool = False,
+    device: str = "cpu",
+) -> Sweep:
+    """Vary each axis alone around a base, and predict the largest batch that fits a budget, or the peak of a batch.
+
+    Args:
+        workload_of: the workload of a value for each axis, given by name
+        axes: the values of each axis
+        budget: bytes of tensors, as a number or a text such as "6 GiB": asks for the largest batch
+        batch_size: asks for the peak
+        base: the value of each axis where another one is varied; the first one of those that are not here
+        power_of_two: the largest batch is a power of two
+        device: "cpu" or "cuda", as in `anatomy`
+
+    Raises:
+        ValueError: not exactly one of `budget` and `batch_size` is given, an axis has no values, or `base` has a name
+            that is no axis
+
+    Example:
+        >>> effops.memory.sweep(workload_of, {"layers": [2, 4, 8], "heads": [4, 8]}, "6 GiB").axes["layers"]
+    """
+    if (budget is None) == (batch_size is None):
+        raise ValueError(
+            f"sweep: give `budget` for the largest batch or `batch_size` for the peak; got {budget!r}, {batch_size!r}"
+        )
+    if not axes or not all(axes.values()):
+        raise ValueError(f"sweep: `axes` must have at least one axis, each with values; got {dict(axes)!r}")
+    middle = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
+    if unknown := [axis for axis in middle if axis not in axes]:
+        raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown)}")
+    known: dict[tuple[Any, ...], int] = {}
+
+    def result(values: Mapping[str, Any]) -> int:
+        key = tuple(values.values())
+        if key not in known:
+            workload = workload_of(**values)
+            if batch_size is not None:
+                known[key] = anatomy(workload, batch_size, device=device).peak_bytes
+            else:
+                known[key] = _largest(workload, budget, power_of_two, device)
+        return known[key]
+
+    found = {axis: {value: result({**middle, axis: value}) for value in values} for axis, values in axes.items()}
+    return Sweep(found, middle, None if budget is None else parse_bytes(budget), batch_size)
+
+
+def _largest(workload: Workload, budget: str | int | None, power_of_two: bool, device: str) -> int:
+    try:
+        return max_batch_size(workload, budget, power_of_two=power_of_two, device=device).batch_size
+    except BudgetTooSmallError:
+        return 0
