@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,36 +16,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="effops", description="Memory-efficient operations for PyTorch.")
+    parser = Parser(prog="effops", description="Memory-efficient operations for PyTorch.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     what = "what this machine can run: versions, devices, the variants of every op, each checked against float64"
     doctor_parser = commands.add_parser("doctor", help=what, description=f"Tell {what}. Exit code 1 if a check fails.")
     doctor_parser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
     doctor_parser.set_defaults(run=doctor)
+    what = "the memory of a training step: where it goes, the largest batch that fits, and what would help"
+    commands.add_parser("memory", help=what, description=f"Tell {what}, without running it.", fill=memory_commands)
     return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that `fill` gives its arguments when it is first used."""
+
+    def __init__(self, *args: Any, fill: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.fill = fill
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        if self.fill is not None:
+            self.fill(self)
+            self.fill = None
+        return super().parse_known_args(*args, **options)
+
+
+def memory_commands(parser: argparse.ArgumentParser) -> None:
+    from effops.memory.console import add_commands
+
+    add_commands(parser)
 
 
 def doctor(options: argparse.Namespace) -> int:
     """Print what this machine can run; returns 1 if a self-check fails, 2 if the JSON file cannot be written."""
-    from effops.console import plain_or_rich_console, shown_progress
+    from effops.console import shown_progress, shown_result
     from effops.doctor import diagnose, json_text, print_report
 
     with shown_progress() as progress:
         report = diagnose(progress)
-    if options.json == "-":
-        sys.stdout.write(json_text(report))
-    else:
-        print_report(report, plain_or_rich_console())
+    code = int(not report.passes)
+    try:
+        shown_result(options.json, json_text(report), lambda console: print_report(report, console))
+    except OSError as error:
+        print(f"effops doctor: {error}", file=sys.stderr)
+        code = 2
     for failure in report.failures():
         print(f"failed: {failure}", file=sys.stderr)
-    if options.json not in (None, "-"):
-        try:
-            Path(options.json).write_text(json_text(report))
-        except OSError as error:
-            print(
-                f"effops doctor: argument --json: expected a file that can be written; got {options.json!r}: {error}; "
-                "name another, or - for standard output",
-                file=sys.stderr,
-            )
-            return 2
-    return int(not report.passes)
+    return code

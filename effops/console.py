@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
@@ -28,3 +30,23 @@ def shown_progress() -> Iterator[Progress]:
     with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda text: bar.update(task, description=text)
+
+
+def shown_result(json_file: str | None, json_text: str, show: Callable[[Console], None]) -> None:
+    """Show a result on standard output and write its JSON to a file, if one is named; "-" gives the JSON alone.
+
+    Raises:
+        OSError: the file cannot be written
+    """
+    if json_file == "-":
+        sys.stdout.write(json_text)
+        return
+    show(plain_or_rich_console())
+    if json_file is not None:
+        try:
+            Path(json_file).write_text(json_text)
+        except OSError as error:
+            raise OSError(
+                f"argument --json: expected a file that can be written; got {json_file!r}: {error}; name another, or - "
+                "for standard output"
+            ) from error

@@ -58,8 +58,11 @@ def plot_sweep(sweep: Sweep, path: str | Path) -> None:
     every = figure.subplots(1, len(sweep.axes), sharey=True, squeeze=False)[0]
     for axes, (name, results) in zip(every, sweep.axes.items()):
         axes.plot([str(value) for value in results], [result / unit for result in results.values()], "o-")
-        axes.set(xlabel=name, ylim=(0, None))
+        axes.set_xlabel(name)
+        axes.margins(x=0.15)
+        axes.tick_params("x", rotation=20 if any(isinstance(value, str) for value in results) else 0)
         axes.grid(alpha=0.3)
+    every[0].set_ylim(bottom=0)
     every[0].set_ylabel(sweep.quantity if unit == 1 else f"{sweep.quantity}, MiB")
     figure.savefig(path)
 
