@@ -325,12 +325,12 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
     found = getattr(importlib.import_module(module), name, None) if module and name else None
     if found is None:
         raise ValueError(f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, where there is none")
-    if values or not isinstance(found, Workload):
-        if not callable(found):
-            raise ValueError(
-                f"argument --workload: expected a function of {', '.join(values)}; got {place!r}, a workload"
-            )
+    if callable(found):
         found = found(**values)
+    elif values:
+        raise ValueError(
+            f"argument --axis: expected {place!r} to be a function of {', '.join(values)}; got {type(found).__name__}"
+        )
     if not isinstance(found, Workload):
         raise ValueError(
             f"argument --workload: expected a Workload, or a function that returns one; got {type(found).__name__} "
