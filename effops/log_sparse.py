@@ -45,6 +45,13 @@ class Pattern(NamedTuple):
         return sum(length - offset for offset in self.offsets(length))
 
 
+def allowed(distance: Tensor, local: int, restart: int | None) -> Tensor:
+    """Whether a query attends to a key `distance` positions before; scriptable."""
+    offset = distance if restart is None else distance % restart
+    beyond = offset - (local - 1)
+    return (distance >= 0) & ((beyond <= 0) | ((beyond & (beyond - 1)) == 0))
+
+
 class Tile(Protocol):
     """Some offsets of a block of rows: a matrix (rows, columns) for each entry of the batch.
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import effops
 from effops.log_sparse import Pattern
@@ -45,7 +46,7 @@ def test_published_counts():
 
 @pytest.mark.parametrize("shapes", [((2, 200, 5), (2, 200, 5), (2, 200, 3)), ((3, 1, 70, 4), (2, 70, 4), (70, 4))])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("variant", [name for name in op.variants if name != "compile"])
+@pytest.mark.parametrize("variant", [name for name in op.variants if name not in ("compile", "flex")])
 def test_settings(variant, settings, shapes, device, generator):
     """Offsets alone and close together, in blocks and in the rows that are left."""
     if variant == "triton" and device == "cpu" and (len(shapes[0]) > 3 or settings not in SETTINGS[1:3]):
@@ -62,6 +63,55 @@ def test_settings(variant, settings, shapes, device, generator):
     gradients = torch.autograd.grad(out, leaves, dout)
     for bounds, gradient in zip(op.gradient_bounds(call, dout), gradients, strict=True):
         assert bounds.error_ratio(gradient) <= 1
+
+
+def flex(*args, **options):
+    return effops.log_sparse_attention(*args, **options, variant="flex")
+
+
+@pytest.mark.parametrize("settings", [(1, None, None), (3, 140, -2.0)], ids=str)
+def test_flex(settings, device, generator):
+    """Several blocks, of which the last has few rows; compiled once for any length and number of heads."""
+    compiled = 0
+    for heads, length in (((2,), 300), ((3, 2), 1100), ((4,), 257)):
+        shapes = [(*heads[1:], length, 16), (*heads[:1], *(1,) * len(heads[1:]), length, 16), (length, 5)]
+        args = op.sample(*shapes, device=device, generator=generator)
+        obstacle = op.variants["flex"].obstacle(op.prepare(*args))
+        if obstacle:
+            pytest.skip(f"flex {obstacle}")
+        call = op.prepare(*args, *settings)
+        run = Pass(lambda *args: flex(*args, **dict(zip(("local", "restart", "scale"), settings))), args)
+        measured = memory(run)
+        out = run.function(*args)
+        assert op.bounds(call).error_ratio(out) <= 1
+        assert out.is_contiguous()
+        assert not compiled or counters["stats"]["unique_graphs"] == compiled
+        compiled = counters["stats"]["unique_graphs"]
+        if device == "cpu":
+            predicted = effops.explain(op.name, *args, *settings).variants["flex"]
+            assert predicted.output_bytes == measured.output_bytes
+            assert abs(predicted.temporary_bytes - measured.temporary_bytes) <= max(
+                2**12, 0.01 * measured.temporary_bytes
+            )
+
+
+def test_flex_refuses_what_it_cannot_do(device, generator):
+    args = op.sample((2, 9, 3), (2, 9, 3), (2, 9, 3), device=device, generator=generator)
+    for change, message in (
+        (lambda arg: arg.clone().requires_grad_(), "computes no gradients"),
+        (lambda arg: arg.bfloat16(), "needs float32 tensors.*; got torch.bfloat16"),
+        (lambda arg: arg.double(), "needs float32 tensors.*; got torch.float64"),
+        (lambda arg: arg[:, :0], "needs at least one head, position and feature"),
+        (lambda arg: arg.to("meta"), "needs tensors in memory"),
+    ):
+        changed = [change(arg) for arg in args]
+        with pytest.raises(NotImplementedError, match=message):
+            flex(*changed)
+        assert effops.explain(effops.log_sparse_attention, *changed).chosen != "flex"
+    with pytest.raises(NotImplementedError, match=r"cannot be transformed by torch\.func"):
+        torch.func.vmap(flex)(*args)
+    with pytest.raises(NotImplementedError, match="needs tensors in memory"):
+        torch.compile(flex, backend="eager")(*args)
 
 
 @pytest.mark.parametrize("settings", [(1, None), (4, 9)], ids=str)

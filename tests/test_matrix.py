@@ -14,11 +14,14 @@ from effops.testing import error_ratio, gradient_error_ratio
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTERPRETED = not torch.cuda.is_available()  # the kernels, by Triton's interpreter
+APART = ("flex",)  # without gradients, and seconds to compile: tested with its op
 NUMBERS = {name: number for number, name in enumerate(ops())}
 
 
 def chosen(op, variant, index, case, dtype):
     """Whether a case is tested in a dtype; ops and dtypes take turns where it takes seconds."""
+    if variant in APART:
+        return False
     number = NUMBERS[op.name]
     if variant == "compile":  # the first case, and another one
         if index == 0:
@@ -38,7 +41,7 @@ EVERYTHING = [
     if chosen(op, variant, index, case, dtype)
 ]
 OPS = [pytest.param(op, id=op.name) for op in ops().values()]
-VARIANTS = [pytest.param(op, v, id=f"{op.name}-{v}") for op in ops().values() for v in op.variants]
+VARIANTS = [pytest.param(op, v, id=f"{op.name}-{v}") for op in ops().values() for v in op.variants if v not in APART]
 
 
 def supported(op, variant, args):

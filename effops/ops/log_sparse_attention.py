@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from effops import log_sparse
+from effops import flex, log_sparse
 from effops.attention import rounded_by_autocast
 from effops.binding import Binding, Gradients, requires_grad
 from effops.broadcast import Shape
 from effops.fused import stored_dtype
 from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
+from effops.log_sparse import allowed
 from effops.op import Cost, Op, on_cuda
 from effops.operands import check_devices, check_operand
 from effops.precision import arithmetic_dtype, contraction_error, unit_roundoff, wider
@@ -134,13 +135,6 @@ def factor(query: Tensor, scale: float | None) -> float:
     return scale
 
 
-def allowed(distance: Tensor, local: int, restart: int | None) -> Tensor:
-    """Whether a query attends to a key `distance` positions before; scriptable."""
-    offset = distance if restart is None else distance % restart
-    beyond = offset - (local - 1)
-    return (distance >= 0) & ((beyond <= 0) | ((beyond & (beyond - 1)) == 0))
-
-
 def naive(
     query: Tensor,
     key: Tensor,
@@ -181,6 +175,11 @@ def _chunked(call: Call) -> Tensor:
 
 def _chunked_backward(dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
     return log_sparse.backward(_blocks(call, kept=True), dout, *call.tensors, call.factor, needs)
+
+
+def _flex(call: Call) -> Tensor:
+    pattern = log_sparse.Pattern(call.local, call.restart)
+    return flex.forward(_matrices(call), pattern, call.factor).view(call.shape)
 
 
 def _triton(call: Call) -> Tensor:
@@ -363,7 +362,7 @@ def _own_pairs(call: Call) -> int:
 op = Op(
     NAME,
     prepare=prepare,
-    preference=("triton", "chunked", "compile", "torchscript", "naive"),
+    preference=("triton", "chunked", "flex", "compile", "torchscript", "naive"),
     cases={
         # query, key, value
         "founding": ((2, 3, 13, 5), (2, 3, 13, 5), (2, 3, 13, 4)),
@@ -472,6 +471,18 @@ def _few_features(call: Call) -> str:
 
 
 _add_bound("chunked", _chunked, _chunked_backward, _rehearse_chunked)
+
+
+def _rehearse_flex(call: Call) -> Tensor:
+    return flex.rehearse(_matrices(call)).view(call.shape)
+
+
+op.variant(
+    "flex",
+    cost=lambda call: _cost(call, torch.no_grad()(_rehearse_flex), _own_pairs(call)),
+    needs=[needs_inductor, flex.needs_flex],
+    automatic=lambda call: False,
+)(_flex)
 _add_bound(
     "triton", _triton, _triton_backward, _rehearse_triton, needs=[needs_triton, _few_features], automatic=on_cuda
 )
@@ -508,6 +519,8 @@ def log_sparse_attention(
         `torch.nn.functional.scaled_dot_product_attention`.
 
     Variants chunked and triton save the three tensors for backward, no more, and take O(L log L) time and memory.
+    Variant flex, PyTorch's FlexAttention, computes no gradients, takes float32 alone and compiles for seconds for each
+    pattern, scale and number of features; it has not run on CUDA yet. It is never chosen unless it is named.
 
     Raises:
         TypeError: a tensor is none, or not of a floating-point dtype; `local` or `restart` is no integer
