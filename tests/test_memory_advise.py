@@ -1,5 +1,7 @@
 """Advice on memory: every figure is that of a prediction with the method, and the combination is one that fits."""
 
+import doctest
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -226,3 +228,10 @@ def test_an_alternative_that_cannot_be_predicted_says_why():
 def test_too_few_devices_are_an_error():
     with pytest.raises(ValueError, match="`devices` must be at least 1; got 0"):
         advise(workload(), 2, devices=0)
+
+
+def test_examples():
+    module = importlib.import_module("effops.memory.advise")  # the package has the function by that name
+    results = doctest.testmod(module, extraglobs={"effops": effops, "torch": torch})
+    assert results.attempted
+    assert not results.failed

@@ -104,10 +104,12 @@ def test_a_probe_runs_what_it_returns():
 
 def test_a_device_holds_more_than_tensors():
     tensors = max_batch_size(perceptron(), "700 MiB").batch_size
-    device = max_batch_size(perceptron(), "700 MiB", budget_means="device")
+    device = max_batch_size(perceptron(), "700 MiB", budget_means="device", device="cuda")
     assert 0 < device.batch_size < tensors
     assert device.predicted_peak_bytes > 600 * MIB
-    more = max_batch_size(perceptron(), "700 MiB", budget_means="device", context_bytes=300 * MIB).batch_size
+    more = max_batch_size(
+        perceptron(), "700 MiB", budget_means="device", device="cuda", context_bytes=300 * MIB
+    ).batch_size
     assert device.batch_size < more < tensors
 
 
@@ -118,6 +120,7 @@ def test_a_device_holds_more_than_tensors():
         ({"budget": None}, "needs a `budget`"),
         ({"budget": "6 gigs"}, "expected a number and"),
         ({"budget_means": "all"}, "`budget_means` must be"),
+        ({"budget_means": "device"}, 'give device="cuda"'),
         ({"mode": "guess"}, "`mode` must be"),
         ({"multiple_of": 0}, "`multiple_of` must be"),
         ({"multiple_of": 3, "power_of_two": True}, "`multiple_of` must be"),

@@ -1,11 +1,14 @@
 """Sweeps of a model's sizes, and pictures of memory."""
 
+import doctest
+import importlib
 import sys
 
 import pytest
 import torch
 from torch import nn
 
+import effops
 from effops.memory import Workload, anatomy, max_batch_size, plot_anatomy, sweep
 
 
@@ -70,3 +73,10 @@ def test_pictures_without_matplotlib_are_an_error(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"plot_anatomy: needs the package matplotlib.*pip install 'effops\[bench\]'"):
         plot_anatomy(anatomy(workload_of(8, 2), 6), tmp_path / "step.png")
+
+
+def test_examples():
+    module = importlib.import_module("effops.memory.sweep")  # the package has the function by that name
+    results = doctest.testmod(module, extraglobs={"effops": effops, "torch": torch})
+    assert results.attempted
+    assert not results.failed

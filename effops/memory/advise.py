@@ -134,7 +134,15 @@ def advise(
         NotImplementedError: as `anatomy`
 
     Example:
-        >>> print(effops.memory.advise(workload, 32, "1 GiB"))
+        >>> workload = effops.memory.Workload(
+        ...     model=lambda: torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))),
+        ...     batch=lambda size: torch.randn(size, 64),
+        ...     loss=lambda model, batch: model(batch).square().mean(),
+        ...     optimizer=torch.optim.Adam,
+        ... )
+        >>> advice = effops.memory.advise(workload, 512, "600 KiB")
+        >>> advice.peak_bytes, dict(advice.combination)
+        (1379368, {'mixed precision': 945188, 'gradient accumulation, 4 x 128': 471078})
 
     Source: Hugging Face transformers, "Efficient training on a single GPU"; Rajbhandari et al. 2019, arXiv:1910.02054.
     """

@@ -80,7 +80,14 @@ def sweep(
             that is no axis
 
     Example:
-        >>> effops.memory.sweep(workload_of, {"layers": [2, 4, 8], "heads": [4, 8]}, "6 GiB").axes["layers"]
+        >>> workload_of = lambda width: effops.memory.Workload(
+        ...     model=lambda: torch.nn.Linear(width, width),
+        ...     batch=lambda size: torch.randn(size, width),
+        ...     loss=lambda model, batch: model(batch).square().mean(),
+        ...     optimizer=torch.optim.SGD,
+        ... )
+        >>> effops.memory.sweep(workload_of, {"width": [64, 256]}, "1 MiB").axes
+        {'width': {64: 671, 256: 127}}
     """
     if (budget is None) == (batch_size is None):
         raise ValueError(
