@@ -198,6 +198,16 @@ def test_what_alters_the_training_comes_last():
     assert "no combination fits the budget of 1 B" in str(advice)
 
 
+def test_a_combination_has_nothing_to_spare():
+    def model():
+        return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+
+    one = workload(model, batch=lambda size: torch.randn(size, 256))
+    stage = by_name(advise(one, 2, devices=8))["ZeRO stage 2, 8 devices"].peak_bytes
+    (name,) = advise(one, 2, stage, devices=8).combination  # accumulation is tried first, and lowers the peak alone
+    assert name.startswith("ZeRO")
+
+
 def test_a_step_that_fits_needs_nothing():
     advice = advise(workload(), 2, "1 GiB")
     assert advice.fits

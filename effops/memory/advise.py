@@ -119,7 +119,7 @@ def advise(
     Each method is predicted by `anatomy` of the step with it. ZeRO divides the curves of optimizer states, gradients
     and weights by the number of devices, instant by instant, and keeps one module's gradients and weights whole: those
     of the largest. Towards a budget the methods are put together one by one, first those that leave the training as it
-    is, with the fewest operations first, and each stays if it lowers the peak.
+    is, with the fewest operations first; each stays if it lowers the peak, unless the others make do without it.
 
     Args:
         workload: what a step runs
@@ -142,7 +142,7 @@ def advise(
         ... )
         >>> advice = effops.memory.advise(workload, 512, "600 KiB")
         >>> advice.peak_bytes, dict(advice.combination)
-        (1379368, {'mixed precision': 945188, 'gradient accumulation, 4 x 128': 471078})
+        (1379368, {'gradient accumulation, 4 x 128': 561196})
 
     Source: Hugging Face transformers, "Efficient training on a single GPU"; Rajbhandari et al. 2019, arXiv:1910.02054.
     """
@@ -440,22 +440,27 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def _combination(
     start: _Setting, tried: Iterable[tuple[_Option, Method]], predict: _Predictor, budget_bytes: int
 ) -> dict[str, int]:
-    """Options that together fit the budget, tried in the order of what they cost."""
+    """Options that together fit the budget, tried in the order of what they cost; none that the others can spare."""
     usable = [(option, method) for option, method in tried if method.peak_bytes is not None]
     usable.sort(key=lambda one: (one[0].alters, round(one[1].operations or 1.0, 2)))
+
+    def peak_of(options: Iterable[_Option]) -> int:
+        return predict(_applied(start, options)).peak_bytes
+
     chosen: dict[str, _Option] = {}
-    peak_bytes = predict(start).peak_bytes
+    peak_bytes = peak_of([])
     for option, _ in usable:
         if peak_bytes <= budget_bytes:
             break
         candidate = {**chosen, option.family: option}
-        found = predict(_applied(start, candidate.values())).peak_bytes
-        if found < peak_bytes:
+        if (found := peak_of(candidate.values())) < peak_bytes:
             chosen, peak_bytes = candidate, found
     together = list(chosen.values())
-    return {
-        option.name: predict(_applied(start, together[: index + 1])).peak_bytes for index, option in enumerate(together)
-    }
+    for option in reversed(list(together)):
+        others = [other for other in together if other is not option]
+        if peak_of(others) <= max(peak_bytes, budget_bytes):
+            together = others
+    return {option.name: peak_of(together[: index + 1]) for index, option in enumerate(together)}
 
 
 def _applied(setting: _Setting, options: Iterable[_Option]) -> _Setting:
