@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from report import header
 from torch import nn
 
-from effops.memory import Workload, anatomy, max_batch_size
+from effops.memory import Anatomy, Workload, anatomy, max_batch_size
 from effops.memory.architectures import ARCHITECTURES, Configuration, workload_parts
 from effops.memory.measured import measured_timeline
 from effops.memory.table import aligned
@@ -95,27 +96,26 @@ def peaks(configuration: Configuration) -> list[dict[str, Any]]:
             workload = Workload(**workload_parts(architecture, configuration), **options)
             for batch_size in BATCH_SIZES:
                 start = time.perf_counter()
-                predicted = anatomy(workload, batch_size).peak_bytes
+                predicted = anatomy(workload, batch_size)
                 seconds = time.perf_counter() - start
-                measured = anatomy(workload, batch_size, measure=True)
-                assert measured.measured is not None
+                measured = Anatomy(batch_size, measured_timeline(workload, batch_size))
                 row = {
                     "architecture": architecture,
                     "way": way,
                     "batch_size": batch_size,
-                    "predicted_bytes": predicted,
-                    "measured_bytes": measured.measured.peak_bytes,
+                    "predicted_bytes": predicted.peak_bytes,
+                    "measured_bytes": measured.peak_bytes,
                     "seconds": round(seconds, 2),
-                    "differences": measured.differences,
+                    "differences": replace(predicted, measured=measured).differences,
                 }
                 rows.append(row)
-                off = f"{predicted / measured.measured.peak_bytes - 1:+.3%}"
+                off = f"{predicted.peak_bytes / measured.peak_bytes - 1:+.3%}"
                 lines.append(
                     [
                         f"{architecture}, {way}",
                         str(batch_size),
-                        f"{predicted:,}",
-                        f"{measured.measured.peak_bytes:,}",
+                        f"{predicted.peak_bytes:,}",
+                        f"{measured.peak_bytes:,}",
                         off,
                         f"{seconds:.1f}",
                     ]

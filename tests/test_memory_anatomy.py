@@ -3,6 +3,8 @@ fake tensors do not show."""
 
 import dataclasses
 import doctest
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from effops.memory import Workload, anatomy
 from effops.memory import workload as workload_module
 from effops.memory.architectures import ARCHITECTURES, Configuration, workload_parts
 from effops.memory.timeline import CATEGORIES, Allocation, Timeline
+from effops.memory.workload import Step
 
 WAYS = {
     "plain": {},
@@ -216,6 +219,112 @@ def test_no_input_is_left_changed():
     state = torch.get_rng_state()
     anatomy(linear(), 4, measure=True)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class LastState(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.LSTM(8, 32, batch_first=True), nn.Linear(32, 1)
+
+    def forward(self, x):
+        return self.head(self.layers(x)[1][0][0])
+
+
+def test_lstm_of_which_the_last_state_is_used():
+    """Its result has no gradient, which once was looked at."""
+    found = anatomy(training(LastState, 30, 8), 8, measure=True)
+    assert abs(found.peak_bytes / found.measured.peak_bytes - 1) < 0.005, found.differences
+
+
+def test_copied_layers_are_of_the_same_mode():
+    """Parameters that deepcopy made had other storages in every operator."""
+
+    def model():
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
+
+    assert is_right(anatomy(training(model, 16, 32), 4, measure=True))
+
+
+def test_models_may_be_moved_and_cast():
+    def model():
+        return nn.Sequential(
+            nn.Linear(64, 64).to(torch.float64).to("cpu").float(), nn.Linear(64, 64).bfloat16().float()
+        )
+
+    assert anatomy(training(model, 64), 4).categories["weights"] == 4 * 2 * 64 * 65
+
+
+def test_tensors_that_exist_stay_as_they_are():
+    seen, teacher = torch.zeros(()), nn.Linear(256, 1).requires_grad_(False)
+
+    def loss(model, batch):
+        seen.add_(1)
+        return (model(batch[0]) - teacher(batch[0])).sum()
+
+    assert anatomy(linear(loss=loss), 4).peak_bytes > 0
+    assert seen == 0
+    teacher.requires_grad_()
+    with pytest.raises(ValueError, match="what requires gradients must be made by `model`"):
+        anatomy(linear(loss=loss), 4)
+    assert teacher.weight.grad is None
+
+
+def test_a_whole_dataset_is_a_batch():
+    data = torch.randn(100, 256)
+    workload = linear(batch=lambda size: data[:size], loss=lambda model, x: model(x).sum())
+    assert anatomy(workload, 100).peak_bytes > 0
+    fours = linear(batch=lambda size: data[:size].view(-1, 4, 256), loss=lambda model, x: model(x).sum())
+    assert anatomy(fours, 100).peak_bytes > 0  # though no batch of 99 is possible
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "huber_loss"])
+def test_losses_have_their_elements_twice(loss):
+    function = getattr(nn.functional, loss)
+    workload = Workload(
+        nn.Identity, lambda size: torch.randn(size, 1000), generate=lambda model, x: function(model(x), x)
+    )
+    assert is_right(anatomy(workload, 8, measure=True))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_our_attention_takes_what_pytorch_takes(is_causal):
+    """On fake tensors its fused kernels computed again in backward, as those of others do."""
+    peaks = []
+    for attention in (effops.attention, nn.functional.scaled_dot_product_attention):
+        workload = Workload(
+            lambda: nn.Linear(16, 16),
+            lambda size: torch.randn(size, 2, 100, 16),
+            lambda model, x, attention=attention: attention(*[model(x)] * 3, is_causal=is_causal).sum(),
+            torch.optim.SGD,
+        )
+        peaks.append(anatomy(workload, 8).peak_bytes)
+    assert abs(peaks[0] - peaks[1]) <= 64
+
+
+def test_the_outermost_lists_are_checkpointed():
+    inner = nn.ModuleList([nn.Linear(8, 8)])
+    step = Step(
+        linear(
+            model=lambda: nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"own": inner})])}), checkpoint=True
+        ),
+        1,
+        SimpleNamespace(enter=lambda phase: None, mark=lambda category, found: None),
+    )
+    assert "forward" in vars(step.model["layers"][0])
+    assert "forward" not in vars(inner[0])
+
+
+@pytest.mark.parametrize("shape", [(40, 16), (3, 40, 16), (2, 3, 40, 16)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_cuda(shape, masked):
+    def loss(model, x):
+        mask = torch.ones(40, 40, dtype=torch.bool) if masked else None
+        x = model(x)
+        return nn.functional.scaled_dot_product_attention(x, x, x, mask, dropout_p=0.1).sum()
+
+    workload = Workload(lambda: nn.Linear(16, 16), lambda size: torch.randn(size, *shape[1:]), loss, torch.optim.SGD)
+    cpu, cuda = (anatomy(workload, shape[0], device=device).peak_bytes for device in ("cpu", "cuda"))
+    assert cuda < cpu - math.prod(shape[:-2]) * 40 * 40  # of all pairs the CPU holds weights and what is dropped
 
 
 MADE = nn.Linear(256, 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -18,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from effops.measure import tensors
+from effops.measure import tensors, without_collector
 from effops.memory.cuda import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.memory.measured import measured_timeline
 from effops.memory.operations import CLASSES
@@ -188,35 +190,51 @@ def anatomy(
 
 
 def _predicted(workload: Workload, batch_size: int, cuda: bool) -> tuple[Timeline, Mapping[tuple[str, str], int]]:
-    recorder = Recorder()
-    with FakeTensorMode(allow_non_fake_inputs=True), CudaForms() if cuda else nullcontext():
-        _check_batch(workload, batch_size)
-        with recorder, generator_states_recorded(), _Modules() as modules:
-            try:
-                step = Step(workload, batch_size, recorder)
-                modules.model = step.model
-                _check_model(step.model)
-                for group in step.optimizer.param_groups if cuda and step.optimizer else ():
-                    if group.get("foreach", True) is None and not group.get("fused"):
-                        group["foreach"] = True
-                step.warm_up()
-                recorder.begin()
-                step.run()
-            except UNPREDICTABLE as error:
-                raise NotImplementedError(
-                    f"anatomy: {modules.where()} must not depend on the values of tensors, which a prediction does not "
-                    f"have; got {type(error).__name__} from {error.func}; make shapes and branches there independent "
-                    'of them, or let `max_batch_size(..., mode="probe")` run the model'
-                ) from error
-            return recorder.timeline(), dict(recorder.operations)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(mode)
+    workload = replace(workload, model=functools.partial(_of_one_mode, workload.model, mode))
+    with (
+        torch.random.fork_rng(),
+        without_collector(),
+        mode,
+        CudaForms() if cuda else nullcontext(),
+        recorder,
+        generator_states_recorded(),
+        _Modules() as modules,
+    ):
+        try:
+            recorder.enter("setup")
+            _check_batch(workload, batch_size)
+            step = Step(workload, batch_size, recorder)
+            modules.model = step.model
+            for group in step.optimizer.param_groups if cuda and step.optimizer else ():
+                if group.get("foreach", True) is None and not group.get("fused"):
+                    group["foreach"] = True
+            step.warm_up()
+            recorder.begin()
+            step.run()
+        except UNPREDICTABLE as error:
+            raise NotImplementedError(
+                f"anatomy: {modules.where()} must not depend on the values of tensors, which a prediction does not "
+                f"have; got {type(error).__name__} from {error.func}; make shapes and branches there independent "
+                'of them, or let `max_batch_size(..., mode="probe")` run the model'
+            ) from error
+        return recorder.timeline(), dict(recorder.operations)
 
 
 def _check_batch(workload: Workload, batch_size: int) -> None:
-    sizes = [_shapes(workload.batch(size)) for size in (batch_size, batch_size + 1)]
-    if sizes[0] == sizes[1]:
+    other = batch_size - 1 if batch_size > 1 else 2
+    shapes = _shapes(workload.batch(batch_size))
+    try:
+        others = _shapes(workload.batch(other))
+    except UNPREDICTABLE:
+        raise
+    except Exception:  # not every size has to be possible
+        return
+    if shapes and shapes == others:
         raise ValueError(
-            f"Workload: `batch` must make a batch of the size that it is given; got {sizes[0]} for batch sizes "
-            f"{batch_size} and {batch_size + 1}; make the first dimension of its tensors the argument"
+            f"Workload: `batch` must make a batch of the size that it is given; got {shapes} for batch sizes "
+            f"{batch_size} and {other}; make the first dimension of its tensors the argument"
         )
 
 
@@ -224,13 +242,27 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors(batch)]
 
 
-def _check_model(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, FakeTensor):
-            raise ValueError(
-                f"Workload: `model` must build the model anew at each call; got one whose parameter `{name}` exists "
-                "already; construct the module inside of the function"
-            )
+def _of_one_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+    """A new model, whose parameters and buffers are fake tensors of the mode: copies by deepcopy are of another."""
+    model = build()
+    if not isinstance(model, nn.Module):
+        return model
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for own in cast(tuple[dict[str, Any], ...], (module._parameters, module._buffers)):
+            for name, tensor in list(own.items()):
+                if isinstance(tensor, nn.Parameter) and not isinstance(tensor, FakeTensor):
+                    raise ValueError(
+                        f"Workload: `model` must build the model anew at each call; got one whose parameter `{name}` "
+                        "exists already; construct the module inside of the function"
+                    )
+                if isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode:
+                    if id(tensor) not in made:
+                        fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
+                    own[name] = made[id(tensor)]
+    return model
 
 
 class _Modules:

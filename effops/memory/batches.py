@@ -20,6 +20,7 @@ from effops.op import format_bytes
 
 PATIENCE = 12
 PROBED_STEPS = 3
+MOST = 2**40
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -133,15 +134,22 @@ def max_batch_size(
         return nbytes is not None and (budget_bytes is None or nbytes <= budget_bytes)
 
     if not fits(0):
-        raise BudgetTooSmallError(_too_little(workload, sizes.at(0), tried[sizes.at(0)], budget_bytes))
+        parts = anatomy(workload, sizes.at(0)).instants["peak"] if mode == "predict" else {}
+        raise BudgetTooSmallError(_too_little(sizes.at(0), tried[sizes.at(0)], budget_bytes, parts))
     low, high = 0, None
     while high is None or high - low > 1:
         if mode == "predict" and len(tried) < PATIENCE:
             assert budget_bytes is not None
-            index = max(low + 1, sizes.last(_crossing(tried, budget_bytes)))
+            index = max(low + 1, sizes.last(min(_crossing(tried, budget_bytes), 2 * MOST)))
         else:
             index = sizes.last(2 * sizes.at(low)) if high is None else (low + high) // 2
         index = index if high is None else min(index, high - 1)
+        if sizes.at(low) >= MOST:
+            raise ValueError(
+                "max_batch_size: the peak must grow with the batch size; got "
+                f"{format_bytes(tried[sizes.at(low)] or 0)} for a batch of {sizes.at(low):,}; make the first dimension "
+                "of what `batch` returns the argument"
+            )
         if fits(index):
             low = index
         else:
@@ -195,16 +203,14 @@ def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
     return size + (budget_bytes - nbytes) * (other_size - size) / (other_bytes - nbytes)
 
 
-def _too_little(workload: Workload, size: int, nbytes: int | None, budget_bytes: int | None) -> str:
+def _too_little(size: int, nbytes: int | None, budget_bytes: int | None, parts: Mapping[str, int]) -> str:
     took = "more than the device has" if nbytes is None else format_bytes(nbytes)
     given = "none" if budget_bytes is None else format_bytes(budget_bytes)
-    parts = anatomy(workload, size).instants["peak"]
-    most = ", ".join(
-        f"{name} {format_bytes(part)}" for name, part in sorted(parts.items(), key=lambda one: -one[1])[:3]
-    )
+    largest = sorted(parts.items(), key=lambda one: -one[1])[:3]
+    most = ", ".join(f"{name} {format_bytes(part)}" for name, part in largest)
     return (
-        f"max_batch_size: `budget` must hold a step of batch size {size}, which takes {took} (at its peak {most}); got "
-        f"{given}; raise it, or see what `advise` says of the workload"
+        f"max_batch_size: `budget` must hold a step of batch size {size}, which takes {took}"
+        f"{f' (at its peak {most})' if most else ''}; got {given}; raise it, or see what `advise` says of the workload"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,12 +142,26 @@ class CudaForms(TorchFunctionMode):
             return _attention(*args, **options)
         if func is torch.autograd.backward:
             with self:  # what checkpointing computes again has the same forms
-                (losses,) = args
-                ones = tuple(torch.ones_like(loss) for loss in losses)
-                return _engine_run_backward(
-                    losses, ones, False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
+                return _backward(*args, **options)
         return func(*args, **options)
+
+
+def _backward(
+    losses: Sequence[Tensor],
+    grad_tensors: Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """`torch.autograd.backward`, without the switch that turns modes off."""
+    upstream = tuple(
+        torch.ones_like(loss) if gradient is None else gradient
+        for loss, gradient in zip(losses, grad_tensors or [None] * len(losses))
+    )
+    keep = create_graph if retain_graph is None else retain_graph
+    _engine_run_backward(
+        tuple(losses), upstream, keep, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -167,6 +181,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    batch = query.shape[:-2]
     if enable_gqa:
         key, value = (tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3) for tensor in (key, value))
     if attn_mask is not None:
@@ -174,8 +189,11 @@ def _attention(
             numbers = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = numbers.masked_fill_(attn_mask.logical_not(), -math.inf)
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    if query.ndim != 4:
+        query, key, value = (tensor.reshape(1, -1, *tensor.shape[-2:]) for tensor in (query, key, value))
+        attn_mask = None if attn_mask is None else attn_mask.reshape(1, -1, *attn_mask.shape[-2:])
     saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     result: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale
     )[0]
-    return result
+    return result.reshape(*batch, *result.shape[-2:])

@@ -1,7 +1,8 @@
 """What PyTorch's operators allocate on a CPU that fake tensors do not show, as measured with torch 2.13.
 
 An operator that is not here allocates what its results take, as far as a prediction knows; `anatomy(..., measure=True)`
-tells where that is wrong.
+tells where that is wrong. Not known are the workspaces of convolutions, of the LSTM without gradients, and of
+PyTorch's fast path of attention in inference.
 """
 
 from __future__ import annotations
@@ -57,9 +58,19 @@ def rule(*operators: Any) -> Callable[[Rule], Rule]:
     aten.soft_margin_loss.default,
 )
 def _loss(args: Sequence[Any], result: Tensor) -> Hidden:
-    """A loss that is reduced keeps its scalar on the storage of all elements."""
-    elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
-    return Hidden(result_bytes={0: result.element_size() * math.prod(elements)})
+    """A loss that is reduced keeps its scalar on the storage of all elements, which it has once more meanwhile."""
+    nbytes = _elements_bytes(args, result)
+    return Hidden(0 if result.shape else nbytes, {0: nbytes})
+
+
+@rule(aten.huber_loss.default)
+def _huber_loss(args: Sequence[Any], result: Tensor) -> Hidden:
+    return Hidden(0 if result.shape else _elements_bytes(args, result))
+
+
+def _elements_bytes(args: Sequence[Any], result: Tensor) -> int:
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return int(result.element_size() * math.prod(shape))
 
 
 @rule(aten.native_layer_norm.default)
@@ -97,9 +108,9 @@ def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
 @rule(aten.mkldnn_rnn_layer_backward.default)
 def _lstm_backward(args: Sequence[Any], result: Any) -> Hidden:
     """Gradients of the gates of all steps, of weights in oneDNN's layout, and the weights in it if they are not."""
-    input, hx, upstream, hidden_size = args[0], args[5], args[10], args[15]
+    input, hx, output, upstream, hidden_size = args[0], args[5], args[7], args[10], args[15]
     elements, gates = input.shape[0] * input.shape[1], 4 * hidden_size
-    copied = 0 if upstream.is_contiguous() else upstream.numel()
+    copied = output.numel() if upstream is None or not upstream.is_contiguous() else 0
     floats = 2 * hx.numel() + gates + copied
     for size in (input.shape[2], hidden_size):
         floats += size * _leading(gates) + (gates * _leading(size) if size != _leading(size) else 0)

@@ -11,23 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from effops.memory.hidden import Hidden, hidden
 from effops.memory.operations import operations
 from effops.memory.timeline import Allocation, Timeline
 from effops.predict import Allocations
 
+LIFTS = (
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.lift_fresh_copy.default,
+)  # of new constants, which have values
+
 
 class Recorder(Allocations):
-    """An observer of a step on fake tensors; as a mode it sees all operators.
+    """An observer of a step on fake tensors of a mode; as a mode itself it sees all operators.
 
     `operations` counts those of each phase of the last step, by phase and class.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
+        self.mode = mode
         self.tick = 0
         self.records: list[Allocation] = []
         self.living: dict[weakref.ref[Any], Allocation] = {}
@@ -37,6 +43,7 @@ class Recorder(Allocations):
         self.operator = ""
         self.result_bytes: dict[int, int] = {}
         self.known: dict[Any, Hidden] = {}
+        self.outside: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self) -> None:
         """What comes now is the last step."""
@@ -54,7 +61,10 @@ class Recorder(Allocations):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a third of all calls; the mode below takes its time for it
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in LIFTS:
+            args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
+        result = func(*args, **kwargs)
         self.operator = func._schema.name
         found = self._hidden(func, args, result)
         results = tree_leaves(result)
@@ -65,9 +75,26 @@ class Recorder(Allocations):
             self.tick += 1
             self.records.append(Allocation(found.temporary_bytes, self.tick, self.tick + 1, self.operator))
             self.tick += 1
-        kind, count = operations(func, args, kwargs or {}, result)
+        kind, count = operations(func, args, kwargs, result)
         self.operations[self.phases[-1][0], kind] += count
+        # What the mode remembers of a tensor would keep `Module.to` from putting another one in its place.
+        self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return result
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """In place of a real tensor, which a step may not change: a fake one, which is not the step's own."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "Workload: what requires gradients must be made by `model`; got a tensor of shape "
+                f"{tuple(tensor.shape)} that exists already; construct it inside of the function"
+            )
+        if id(tensor) not in self.outside:
+            fake = self.mode.from_tensor(tensor)
+            self.count(fake, nbytes=0)
+            self.outside[id(tensor)] = tensor, fake
+        return self.outside[id(tensor)][1]
 
     def _hidden(self, func: Any, args: Any, result: Any) -> Hidden:
         """What the operator hides, found once for all calls alike."""

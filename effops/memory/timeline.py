@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,10 +86,6 @@ class Timeline:
             if begin > self.start:
                 found[phase] = end - 1
         return found
-
-    def operators(self, tick: int) -> Counter[tuple[str, int]]:
-        """What is there at a tick, by operator and bytes."""
-        return Counter((one.operator, one.nbytes) for one in self.alive(tick))
 
     def _categories(self, allocation: Allocation) -> Iterator[tuple[str, int, int]]:
         """The categories that an allocation has, one after the other, each with its first tick and that after its last.

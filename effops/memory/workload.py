@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as checkpointed
 
@@ -30,7 +29,7 @@ class Workload:
         optimizer: of the model's parameters
         autocast: the dtype of `torch.autocast` around model and loss; None for none
         checkpoint: the modules whose activations are computed again in backward: a class or several, a predicate of a
-            module, or True for each module in a `torch.nn.ModuleList`
+            module, or True for each module in an outermost `torch.nn.ModuleList`
         accumulation_steps: how many batches, of the given size each, make one optimizer step
         generate: of the model and a batch: what inference runs instead of one call of the model
 
@@ -113,11 +112,10 @@ class Step:
 
     def _checkpoint(self) -> None:
         chosen = self.workload.checkpoints
-        modules = list(self.model.modules())
         if self.workload.checkpoint is True:
-            listed = {id(child) for module in modules if isinstance(module, nn.ModuleList) for child in module}
-            chosen = lambda module: id(module) in listed  # noqa: E731
-        found = [module for module in modules if chosen(module)]
+            found = list(_listed(self.model))
+        else:
+            found = [module for module in self.model.modules() if chosen(module)]
         if self.workload.checkpoint and not found:
             raise ValueError(
                 "Workload: `checkpoint` must choose modules of the model; got "
@@ -129,14 +127,16 @@ class Step:
     def warm_up(self) -> None:
         """A step of one batch, after which there is all that steps leave behind."""
         if self.workload.trains:
-            self._train(1)
+            with torch.enable_grad():
+                self._train(1)
         else:
             self._infer()
 
     def run(self) -> None:
         """One step of the workload."""
         if self.workload.trains:
-            self._train(self.workload.accumulation_steps)
+            with torch.enable_grad():
+                self._train(self.workload.accumulation_steps)
         else:
             self._infer()
 
@@ -186,18 +186,21 @@ class Step:
     @contextmanager
     def _calls_observed(self) -> Iterator[None]:
         """Tell calls of the model from what is done between them."""
-
-        def before(module: nn.Module, arguments: Any) -> None:
-            if module is self.model:
-                self.observer.enter("forward")
-
-        def after(module: nn.Module, arguments: Any, result: Any) -> None:
-            if module is self.model:
-                self.observer.enter("between")
-
-        handles = register_module_forward_pre_hook(before), register_module_forward_hook(after)
+        handles = (
+            self.model.register_forward_pre_hook(lambda module, arguments: self.observer.enter("forward")),
+            self.model.register_forward_hook(lambda module, arguments, result: self.observer.enter("between")),
+        )
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in the outermost lists."""
+    if isinstance(module, nn.ModuleList):
+        yield from module
+    else:
+        for child in module.children():
+            yield from _listed(child)
