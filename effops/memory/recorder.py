@@ -41,7 +41,6 @@ class Recorder(Allocations):
         self.start = 0
         self.operations: Counter[tuple[str, str]] = Counter()
         self.operator = ""
-        self.result_bytes: dict[int, int] = {}
         self.known: dict[Any, Hidden] = {}
         self.outside: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -62,7 +61,7 @@ class Recorder(Allocations):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a third of all calls; the mode below takes its time for it
         kwargs = kwargs or {}
-        if func not in LIFTS:
+        if func not in LIFTS and _has_real((*args, *kwargs.values())):
             args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
         result = func(*args, **kwargs)
         self.operator = func._schema.name
@@ -83,7 +82,7 @@ class Recorder(Allocations):
 
     def _fake(self, tensor: Tensor) -> Tensor:
         """In place of a real tensor, which a step may not change: a fake one, which is not the step's own."""
-        if isinstance(tensor, FakeTensor):
+        if not _is_real(tensor):
             return tensor
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -139,6 +138,15 @@ def generator_states_recorded() -> Iterator[None]:
         yield
     finally:
         torch.get_rng_state, torch.set_rng_state = get, put
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+def _has_real(arguments: Iterable[Any]) -> bool:
+    """Whether there is a real tensor among the arguments of an operator, or in a list of them."""
+    return any(any(map(_is_real, one)) if isinstance(one, (list, tuple)) else _is_real(one) for one in arguments)
 
 
 def _layout(value: Any) -> Any:

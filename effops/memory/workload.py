@@ -127,19 +127,18 @@ class Step:
     def warm_up(self) -> None:
         """A step of one batch, after which there is all that steps leave behind."""
         if self.workload.trains:
-            with torch.enable_grad():
-                self._train(1)
+            self._train(1)
         else:
             self._infer()
 
     def run(self) -> None:
         """One step of the workload."""
         if self.workload.trains:
-            with torch.enable_grad():
-                self._train(self.workload.accumulation_steps)
+            self._train(self.workload.accumulation_steps)
         else:
             self._infer()
 
+    @torch.enable_grad()
     def _train(self, batches: int) -> None:
         workload, enter = self.workload, self.observer.enter
         assert workload.loss is not None
