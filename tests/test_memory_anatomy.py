@@ -14,6 +14,7 @@ import effops
 from effops.memory import Workload, anatomy
 from effops.memory import workload as workload_module
 from effops.memory.architectures import ARCHITECTURES, Configuration, workload_parts
+from effops.memory.outcomes import Call
 from effops.memory.timeline import CATEGORIES, Allocation, Timeline
 from effops.memory.workload import Step
 
@@ -394,3 +395,41 @@ def test_examples_of_docstrings():
     results = doctest.testmod(workload_module, extraglobs={"effops": effops, "torch": torch})
     assert results.attempted
     assert not results.failed
+
+
+class Varied(nn.Module):
+    """Operators that change, view, list and count, on tensors of which some differ in one respect alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(12))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        halves = x.split(6, dim=-1)
+        turned = x.mT.contiguous().mT
+        mixed = (
+            torch.add(x, turned) + torch.add(x, turned.double()).float() + torch.add(x.clone(), 2) + torch.add(x, 2.5)
+        )
+        mixed = mixed.relu_().mul_(self.scale).view(-1, 3, 12)
+        shorts = (x > 0).to(torch.int16)
+        counted = (shorts + 2).sum() + (shorts + 2.0).sum()
+        resized = torch.empty(0).resize_(x.numel() * 2).fill_(1.0)
+        starts = [row[:4] for row in (torch.rand(2, 12)[1], torch.rand(12))]
+        assert [start.storage_offset() for start in starts] == [12, 0]
+        others = [torch.empty(7).set_(other) for other in (torch.rand(7), torch.rand(7))]
+        pieces = torch.stack([half.square() for half in halves]).flatten(0, 1)[1:].unbind()
+        top, index = mixed.flatten(1).topk(2)
+        parts = *pieces, counted, *starts, *others, resized, top, index.float()
+        return sum(part.sum() for part in parts)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_remembered_operators_allocate_what_they_did(device, monkeypatch):
+    workload = training(Varied, 5, 3, 12)
+    remembered = anatomy(workload, 4, device=device)
+    monkeypatch.setattr(Call, "_key", lambda self: None)
+    anew = anatomy(workload, 4, device=device)
+    assert remembered.timeline == anew.timeline
+    assert remembered.operations == anew.operations

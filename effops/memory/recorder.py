@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from effops.memory.hidden import Hidden, hidden
 from effops.memory.operations import operations
+from effops.memory.outcomes import Call, Outcome
 from effops.memory.timeline import Allocation, Timeline
 from effops.predict import Allocations
 
@@ -41,7 +42,7 @@ class Recorder(Allocations):
         self.start = 0
         self.operations: Counter[tuple[str, str]] = Counter()
         self.operator = ""
-        self.known: dict[Any, Hidden] = {}
+        self.known: dict[Any, tuple[Outcome, Hidden, tuple[str, int]]] = {}
         self.outside: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self) -> None:
@@ -63,22 +64,32 @@ class Recorder(Allocations):
         kwargs = kwargs or {}
         if func not in LIFTS and _has_real((*args, *kwargs.values())):
             args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
-        result = func(*args, **kwargs)
         self.operator = func._schema.name
-        found = self._hidden(func, args, result)
-        results = tree_leaves(result)
-        for index, leaf in enumerate(results):
+        result, found, (kind, count) = self._run(Call(func, args, kwargs))
+        for index, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 self.count(leaf, nbytes=found.result_bytes.get(index))
         if found.temporary_bytes:
             self.tick += 1
             self.records.append(Allocation(found.temporary_bytes, self.tick, self.tick + 1, self.operator))
             self.tick += 1
-        kind, count = operations(func, args, kwargs, result)
         self.operations[self.phases[-1][0], kind] += count
         # What the mode remembers of a tensor would keep `Module.to` from putting another one in its place.
         self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return result
+
+    def _run(self, call: Call) -> tuple[Any, Hidden, tuple[str, int]]:
+        """The result of a call, what the operator hides, and what operations it makes."""
+        if call.key in self.known:
+            outcome, found, counted = self.known[call.key]
+            return outcome(call.tensors), found, counted
+        func, args, kwargs = call.func, call.args, call.kwargs
+        result = func(*args, **kwargs)
+        found, counted = hidden(func, args, result), operations(func, args, kwargs, result)
+        made = call.outcome(result)
+        if made is not None:
+            self.known[call.key] = made, found, counted
+        return result, found, counted
 
     def _fake(self, tensor: Tensor) -> Tensor:
         """In place of a real tensor, which a step may not change: a fake one, which is not the step's own."""
@@ -94,15 +105,6 @@ class Recorder(Allocations):
             self.count(fake, nbytes=0)
             self.outside[id(tensor)] = tensor, fake
         return self.outside[id(tensor)][1]
-
-    def _hidden(self, func: Any, args: Any, result: Any) -> Hidden:
-        """What the operator hides, found once for all calls alike."""
-        if func.namespace != "effops":
-            return hidden(func, args, result)
-        alike = func, tuple(_layout(leaf) for leaf in tree_leaves(args))
-        if alike not in self.known:
-            self.known[alike] = hidden(func, args, result)
-        return self.known[alike]
 
     def allocate(self, reference: weakref.ref[Any], nbytes: int) -> None:
         super().allocate(reference, nbytes)
@@ -147,7 +149,3 @@ def _is_real(value: Any) -> bool:
 def _has_real(arguments: Iterable[Any]) -> bool:
     """Whether there is a real tensor among the arguments of an operator, or in a list of them."""
     return any(any(map(_is_real, one)) if isinstance(one, (list, tuple)) else _is_real(one) for one in arguments)
-
-
-def _layout(value: Any) -> Any:
-    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value

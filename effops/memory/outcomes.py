@@ -1,0 +1,107 @@
+"""What operators make of fake tensors, found once for all calls alike: a step has many calls, of few kinds.
+
+FakeTensorMode remembers operators itself, for more kinds of arguments than occur here and at several times the cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+NAMESPACES = ("aten", "effops")
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+Outcome = Callable[[Sequence[FakeTensor]], Any]
+
+
+class Call:
+    """A call of an operator on fake tensors.
+
+    Attributes:
+        tensors: among its arguments
+        key: equal for calls alike; None where results may depend on more than layouts and plain values
+    """
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.tensors: list[FakeTensor] = []
+        self.key = self._key()
+
+    def outcome(self, result: Any) -> Outcome | None:
+        """What makes results of the tensors of calls alike, as this one's `result` was made; None if unknown."""
+        if self.key is None or Call(self.func, self.args, self.kwargs).key != self.key:  # it may change its arguments
+            return None
+        if not isinstance(result, (tuple, list)):
+            return self._maker(result)
+        makers = [maker for leaf in result if (maker := self._maker(leaf)) is not None]
+        storages = {leaf.untyped_storage()._cdata for leaf in result if isinstance(leaf, Tensor)}
+        if len(makers) < len(result) or len(storages) < sum(isinstance(leaf, Tensor) for leaf in result):
+            return None
+        kind = type(result)
+        return lambda tensors: kind(make(tensors) for make in makers)
+
+    def _key(self) -> tuple[Any, ...] | None:
+        if self.func.namespace not in NAMESPACES or torch.Tag.inplace_view in self.func.tags:
+            return None
+        parts: list[Any] = [self.func, torch.get_default_dtype(), *self.kwargs]
+        is_known = self._describe(self.args, parts) and self._describe(self.kwargs.values(), parts)
+        return tuple(parts) if is_known and self.tensors else None
+
+    def _describe(self, values: Iterable[Any], parts: list[Any]) -> bool:
+        """Add what matters of arguments to a key; False if something else may."""
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                if not _is_ordinary(value):
+                    return False
+                parts.append((*_layout(value), id(value.fake_mode)))
+                self.tensors.append(value)
+            elif kind is list or kind is tuple:
+                parts.append(len(value))
+                if not self._describe(value, parts):
+                    return False
+            elif kind in PLAIN:
+                parts.append((kind, value))
+            else:
+                return False
+        return True
+
+    def _maker(self, result: Any) -> Outcome | None:
+        """The same for one of several results: a plain value, an argument, a view of one, or a new tensor."""
+        if type(result) in PLAIN:
+            return lambda tensors: result
+        if type(result) is not FakeTensor or not _is_ordinary(result):
+            return None
+        same = next((index for index, tensor in enumerate(self.tensors) if tensor is result), None)
+        if same is not None:
+            return lambda tensors: tensors[same]
+        shape, stride, offset, dtype, device = _layout(result)
+        mode, storage = result.fake_mode, result.untyped_storage()
+        own = [tensor.untyped_storage()._cdata for tensor in self.tensors]
+        if storage._cdata in own:
+            base = own.index(storage._cdata)
+
+            def view(tensors: Sequence[FakeTensor]) -> FakeTensor:
+                with in_kernel_invocation_manager(mode):
+                    return FakeTensor(mode, tensors[base].as_strided(shape, stride, offset), device)
+
+            return view if dtype == self.tensors[base].dtype else None
+
+        def new(tensors: Sequence[FakeTensor]) -> FakeTensor:
+            with torch._C._DisableTorchDispatch():
+                return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+        return new if new(()).untyped_storage().nbytes() == storage.nbytes() else None
+
+
+def _is_ordinary(tensor: FakeTensor) -> bool:
+    """Whether its layout is all that is known of it."""
+    return tensor.constant is None and tensor.layout is torch.strided and not tensor.dtype.is_complex
+
+
+def _layout(tensor: FakeTensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device
