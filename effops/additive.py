@@ -18,20 +18,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from effops.broadcast import Plan, Slices
+from effops.broadcast import Plan, Shape, Slices
 from effops.chunked import Block, cut, fit, part, tiles, whole
 from effops.parts import Operand, depths, pieces, sizes
 from effops.precision import arithmetic_dtype, unit_roundoff, wider
 
 PAIR_BYTES = 128 * 1024  # of the pairs of a block: 64 x 512 in float32, for callers that reduce it
-PIECE_BYTES = 2**21  # of what is computed at once: larger than a cache of level 2, since smaller is not worth its calls
+PIECE_BYTES = 3 * 2**20  # of what is computed at once: more than a cache of level 2, as less is not worth its calls
 TERM_ERROR = 8  # roundoffs of |weight| that a term of a score may be off
 SLOPE_ERROR = 24  # and of |G weight| a term of a gradient
 EXACT_VALUES = 2**17  # terms that are computed at once in float64
+
+
+class _Weights(NamedTuple):
+    """Of some pairs and coordinates: the weights, their sum, and whether no sum of some of them overflows.
+
+    If pairs share them they have a single axis.
+    """
+
+    values: Tensor
+    total: Tensor
+    is_summable: bool
 
 
 class AdditiveScores:
@@ -68,8 +80,9 @@ class AdditiveScores:
         self.largest = torch.finfo(arithmetic).max / 8  # of sum |weight|, so that no partial sum overflows
         all_axes = range(len(plan.order))
         self.weight_of_pairs = self.weight.varies(all_axes[len(plan.batch) :])
+        self.weight_varies = self.weight.varies(all_axes)
         values = PIECE_BYTES // arithmetic.itemsize
-        if any(needs) or self.weight.varies(all_axes):  # there is a second buffer, or a piece of it may be converted
+        if any(needs) or self.weight_varies:  # there is a second buffer, or a piece of it may be converted
             values //= 2
         self.piece = fit(self.extents.pairs, values // self.extents.depth)
         pairs = math.prod(self.piece)
@@ -83,6 +96,11 @@ class AdditiveScores:
         ]
         self.ratios, self.sums = empty(pairs * self.extents.depth), empty(pairs)
         self.terms = torch.empty_like(self.ratios) if any(needs) else None
+        self.rooms: dict[tuple[int, Shape], Tensor] = {}
+        self.expands = any(
+            size != 1 and self.query.view.shape[axis] == self.key.view.shape[axis] == 1
+            for axis, size in enumerate(self.extents.pairs)
+        )
         self.one = query.new_ones((), dtype=arithmetic)
 
     def walk(self) -> Iterator[Block]:
@@ -100,13 +118,10 @@ class AdditiveScores:
         out.zero_()
         for depth in self._depths():
             factors = self._factors(block, depth)
+            shared = None if self.weight_varies else self._weights(block.pairs, depth)
             for pairs, inside in pieces(block, self.piece):
-                weight = self.weight.part(pairs, depth).to(self.arithmetic)
                 ratios = self._ratios(factors, inside, depth)
-                if torch.linalg.vector_norm(weight, 1) <= self.largest:
-                    out[inside].add_(self._weigh(ratios, weight), alpha=-2).add_(weight.sum(-1))
-                else:  # a sum of infinite weights is not one of their terms
-                    out[inside].add_(self._weigh(ratios.mul_(-2).add_(1), weight))
+                out[inside].add_(self._weigh(ratios, shared or self._weights(pairs, depth)))
 
     def rehearse(self, block: Block, out: Tensor) -> None:
         """The buffers made at the start are all but a few of the size of the rows or columns of a block."""
@@ -166,21 +181,37 @@ class AdditiveScores:
     def _ratios(self, factors: tuple[bool, Tensor, Tensor], inside: Slices, depth: slice) -> Tensor:
         """r of every pair and coordinate of a piece."""
         as_product, query, key = factors
-        shape = (*sizes(inside), depth.stop - depth.start)
-        query, key = part(query, inside).expand(shape), part(key, inside).expand(shape)
-        out = self.ratios[: math.prod(shape)].view(shape)
+        out = self._room(self.ratios, (*sizes(inside), depth.stop - depth.start))
+        query, key = part(query, inside), part(key, inside)
+        if self.expands:
+            query, key = query.expand(out.shape), key.expand(out.shape)
         if as_product:
             return torch.addcmul(self.one, query, key, out=out).reciprocal_()
         return torch.add(query, key, out=out).mul_(-2).sigmoid_()
 
-    def _weigh(self, values: Tensor, weight: Tensor) -> Tensor:
-        """sum_d weight values, which may be overwritten."""
-        shape, depth = values.shape[:-1], values.shape[-1]
-        sums = self.sums[: math.prod(shape)]
-        if weight.numel() == depth:
-            vector = weight.reshape(depth).contiguous()  # with strides the terms are added one after the other
-            return torch.mv(values.view(-1, depth), vector, out=sums).view(shape)
-        return torch.sum(values.mul_(weight), -1, out=sums.view(shape))
+    def _weights(self, pairs: Slices, depth: slice) -> _Weights:
+        values = self.weight.part(pairs, depth).to(self.arithmetic)
+        if values.numel() == values.shape[-1]:
+            values = values.reshape(-1).contiguous()  # with strides the terms are added one after the other
+        return _Weights(values, values.sum(-1), bool(torch.linalg.vector_norm(values, 1) <= self.largest))
+
+    def _weigh(self, ratios: Tensor, weights: _Weights) -> Tensor:
+        """sum_d weight (1 - 2 r) of a piece, which is overwritten."""
+        values, total, is_summable = weights
+        sums = self._room(self.sums, ratios.shape[:-1])
+        if not is_summable:  # a sum of infinite weights is not one of their terms
+            return torch.sum(ratios.mul_(-2).add_(1).mul_(values), -1, out=sums)
+        if values.ndim > 1:
+            return torch.sum(ratios.mul_(values), -1, out=sums).mul_(-2).add_(total)
+        torch.addmv(total, ratios.view(-1, len(values)), values, alpha=-2, out=sums.view(-1))
+        return sums
+
+    def _room(self, buffer: Tensor, shape: Shape) -> Tensor:
+        """The start of a buffer, in a shape."""
+        at = id(buffer), shape
+        if at not in self.rooms:
+            self.rooms[at] = buffer[: math.prod(shape)].view(shape)
+        return self.rooms[at]
 
 
 def exact_scores(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
