@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes between the lines of tables
     options = argument_parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     return run(options)
