@@ -8,14 +8,15 @@ from __future__ import annotations
 import statistics
 import timeit
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-import effops
 from effops.binding import BINDINGS
-from effops.measure import Pass, memory, times
+from effops.measure import Pass, memory, times, without_collector
 from effops.op import format_bytes
-from effops.ops.power_spherical import naive, op
+from effops.ops.power_spherical import op
+from effops.precision import without_autocast
 
 COMPARED = ("chunked", "einsum", "compile", "torchscript")
 
@@ -61,42 +62,75 @@ def report(title: str, timings) -> None:
 
 
 def report_overhead(*args: torch.Tensor) -> None:
-    call = op.prepare(*args)
-    chosen = effops.explain(op.name, *args).chosen
+    """What Python adds to a call of three pairs, on one thread.
+
+    A part costs more in a call than in a loop of its own, as what computes the call turns out of the caches what the
+    part needs: here every part is followed by the body.
+    """
+    torch.set_num_threads(1)
+    call, naive = op.prepare(*args), op.variants["naive"]
+    chosen = op.choose(call, None)
     report_differences(
         "a call of 3 pairs, over the naive body",
         {
-            "naive body": lambda: naive(call),
-            f"variant={chosen!r}": lambda: op(*args, variant=chosen),
+            "naive body": lambda: naive.run(call),
+            f"variant={chosen.name!r}": lambda: op(*args, variant=chosen.name),
             "automatic": lambda: op(*args),
         },
     )
-    binding = BINDINGS[f"{op.name}_{chosen}"]
-    leaves = tuple(arg.clone().requires_grad_() for arg in args)
-    plain, differentiated = (*call.tensors, call.dtype), (*leaves, call.dtype)
-    dout = torch.ones(call.plan.shape)
+    binding = BINDINGS[f"{op.name}_{chosen.name}"]
+    plain = *call.tensors, call.dtype
+
+    def body() -> torch.Tensor:
+        return binding.forward(*plain)
+
+    def without_autocast_body() -> torch.Tensor:
+        with without_autocast(call.device):
+            return body()
+
     report_differences(
-        f"the same without gradients, over the body of {chosen}",
+        f"the same without gradients, over the body of {chosen.name}",
         {
-            "body": lambda: binding.forward(*plain),
+            "body": body,
+            "after validation": lambda: (op.prepare(*args), body()),
+            "after the choice": lambda: (op.choose(call, None), body()),
+            "autocast switched off": without_autocast_body,
             "with binding": lambda: binding(*plain),
             "with dispatch": lambda: op(*args),
         },
     )
+    leaves = tuple(arg.clone().requires_grad_() for arg in args)
+    differentiated = *leaves, call.dtype
+
+    class Least(torch.autograd.Function):
+        """The least that a function with a backward pass of its own can do in Python."""
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+            ctx.save_for_backward(*arguments[:-1])
+            return binding.forward(*arguments)
+
+        @staticmethod
+        def backward(ctx: Any, dout: torch.Tensor) -> Any:
+            return *binding.backward(dout, *ctx.saved_tensors, call.dtype, needs), None
+
     report_differences(
         "the same recorded for backward",
         {
-            "body": lambda: binding.forward(*plain),
+            "body": body,
+            "in a bare Function": lambda: Least.apply(*differentiated),
             "with binding": lambda: binding(*differentiated),
             "with dispatch": lambda: op(*leaves),
         },
     )
-    out = op(*leaves)
+    out, least = op(*leaves), Least.apply(*differentiated)
     needs = (True,) * len(args)
+    dout = torch.ones_like(out)
     report_differences(
         "the backward pass alone",
         {
             "body": lambda: binding.backward(dout, *plain, needs),
+            "in a bare Function": lambda: torch.autograd.grad(least, leaves, dout, retain_graph=True),
             "with binding": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
         },
     )
@@ -104,14 +138,15 @@ def report_overhead(*args: torch.Tensor) -> None:
 
 def report_differences(title: str, functions: Mapping[str, Callable[[], object]]) -> None:
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(31):
-        for name, function in functions.items():
-            samples[name].append(timeit.timeit(function, number=100) * 1e4)
+    with without_collector():
+        for _ in range(101):
+            for name, function in functions.items():
+                samples[name].append(timeit.timeit(function, number=20) * 1e6 / 20)
     base = next(iter(samples.values()))
-    print(f"\n{title}: the least of 31 rounds, and the median difference within a round")
+    print(f"\n{title}: the least of {len(base)} rounds, and the median difference within a round")
     for name, values in samples.items():
         over = statistics.median(value - first for value, first in zip(values, base))
-        print(f"  {name:20} {min(values):8.1f} us  {over:+8.1f} us")
+        print(f"  {name:22} {min(values):8.1f} us  {over:+8.1f} us")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -118,6 +119,12 @@ def bench(run: ModuleType, toy: Op, tmp_path: Path) -> Bench:
         return code, {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
 
     return call
+
+
+@pytest.mark.parametrize("script", sorted(BENCH.glob("*.py")), ids=lambda script: script.stem)
+def test_scripts_find_what_they_import(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    runpy.run_path(str(script))
 
 
 def test_command(tmp_path: Path) -> None:
