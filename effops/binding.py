@@ -7,17 +7,22 @@ direction, of which PyTorch knows the results' layout (fake), how to batch them 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from effops.precision import without_autocast
 
 Gradients = Sequence[Tensor | None]
+
+_PLAIN_TYPES = frozenset((Tensor, Parameter))
+_is_meta = attrgetter("is_meta")
 
 BINDINGS: dict[str, Binding] = {}  # tracers pass a name on where they could not pass an object
 
@@ -102,10 +107,12 @@ class Binding:
         if self.runs_at_once(tensors):
             if not requires_grad(tensors):
                 return self.forward(*arguments)
-            result = (_Native if self.native else _Differentiable).apply(*arguments, self.name)
+            function = _Native if self.native else _Differentiable
+            # Past `Function.apply`, which asks again for transforms, and takes as long as all else that it does.
+            result = super(torch.autograd.Function, function).apply(*arguments, self.name)  # type: ignore[misc]
         elif _needs_composite():
             result = self.composite(*arguments)
-        elif torch.compiler.is_compiling() and self.native:
+        elif is_compiling() and self.native:
             result = self.forward(*arguments)
         elif torch._C._are_functorch_transforms_active():
             result = _Transformable.apply(*arguments, self.name)
@@ -315,8 +322,10 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether a call is on tensors in memory, and neither traced nor transformed nor seen by a mode."""
     return (
         _is_eager()
-        and all(type(tensor) in (Tensor, Parameter) and not tensor.is_meta for tensor in tensors)
         and torch._C._len_torch_dispatch_stack() == 0
+        and _PLAIN_TYPES.issuperset(map(type, tensors))
+        and not any(map(_is_meta, tensors))
+        and not any(map(torch._C._functorch.is_gradtrackingtensor, tensors))  # they outlived their transform
     )
 
 
@@ -331,7 +340,7 @@ def _is_fake(tensors: Sequence[Tensor]) -> bool:
 
 def _is_eager() -> bool:
     return (
-        not torch.compiler.is_compiling()
+        not is_compiling()
         and forward_ad._current_level < 0
         and not torch._C._are_functorch_transforms_active()
         and torch._C._get_tracing_state() is None
@@ -346,4 +355,4 @@ def _needs_composite() -> bool:
     """Whether the call is differentiated where an operator cannot be: in forward mode, or by a compiled transform."""
     if forward_ad._current_level >= 0:
         return True
-    return torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return is_compiling() and torch._C._are_functorch_transforms_active()

@@ -307,6 +307,25 @@ def test_transforms_run_the_kernels(op, device, generator):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_gradients_of_what_outlived_its_transform(op, device, generator):
+    """A transform leaves wrappers behind that look like any other tensor."""
+    args = leaves(arguments(op, device, generator, smallest(op)))
+    kept = []
+
+    def keep(*args):
+        kept[:] = args
+        return args[0].sum()
+
+    def gradients(*inputs):
+        out = op(*inputs)
+        return torch.autograd.grad(out, args, torch.ones_like(out))
+
+    for transform in (grad(keep, all_of(args)), lambda *args: jvp(keep, args, args)):
+        transform(*args)
+        same(gradients(*kept), gradients(*args))
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_transforms_keep_the_memory(op, device, generator):
     """What a batch shares is not copied for each example, nor are its gradients: vmap needs what broadcasting does."""
     sizes = dict.fromkeys(op.sizes, 48 if len(op.sizes) < 4 else 16)
