@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
@@ -133,7 +134,7 @@ def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
 
 def broadcast_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
     """`make_plan`, remembered for the shapes seen last, unless they are symbolic."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return make_plan(x, loc, *others)
     try:
         return _remembered_plan(x, loc, *others)

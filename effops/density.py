@@ -21,7 +21,7 @@ from effops.broadcast import Plan, Shape, broadcast_plan
 from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
 from effops.op import Cost, Need, Op, on_cuda
 from effops.operands import check_devices, check_operand
-from effops.precision import arithmetic_dtype, autocast_enabled, promote, wider
+from effops.precision import INPUT_SLACK, arithmetic_dtype, autocast_enabled, promote, wider
 from effops.predict import predict_bytes
 from effops.testing import Bounds
 
@@ -147,32 +147,35 @@ def prepare(density: Density, function: str, loc: Tensor, scale: Tensor | float,
     """Validate shapes, dtypes and devices (never values)."""
     check_operand(function, "loc", loc, dims=1)
     check_operand(function, "x", x, dims=1)
-    if loc.shape[-1] != x.shape[-1]:
+    dimension = x.shape[-1]
+    if loc.shape[-1] != dimension:
         raise ValueError(
             f"{function}: last dimension of `x` must equal that of `loc`; got x {tuple(x.shape)}, loc "
             f"{tuple(loc.shape)}; expand the one of size 1, or transpose"
         )
-    if x.shape[-1] < density.smallest:
+    if dimension < density.smallest:
         raise ValueError(
             f"{function}: the last dimension must be at least {density.smallest}; got x {tuple(x.shape)}; "
             "put the coordinates of a point into the last dimension"
         )
-    check_devices(function, loc=loc, x=x)
+    if loc.device != x.device:
+        check_devices(function, loc=loc, x=x)
     common = wider(loc.dtype, x.dtype)
-    number, given = not isinstance(scale, Tensor), getattr(scale, "ndim", 0)
-    scale = _prepare_scale(density, function, scale, common, x)
-    name, dims = density.scale_name, density.scale_dims
+    given, scale = scale, _prepare_scale(density, function, scale, common, x)
+    dims = density.scale_dims
     batch_shape = scale.shape[: scale.ndim - dims]
     try:
         plan = broadcast_plan(x.shape[:-1], loc.shape[:-1], batch_shape)
     except RuntimeError as error:
         raise ValueError(
-            f"{function}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {name} "
+            f"{function}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {density.scale_name} "
             f"{tuple(batch_shape)}{' + (D or 1,)' * dims}, x {tuple(x.shape[:-1])} + (D,); unsqueeze the axes that "
             "should pair up"
         ) from error
-    ndim = max(loc.ndim, x.ndim) + dims - 1  # 0-d tensors do not widen others
-    dtype = common if number else promote(common, ndim, scale.dtype, given)
+    dtype = common
+    if isinstance(given, Tensor) and scale.dtype != common:
+        ndim = max(loc.ndim, x.ndim) + dims - 1  # 0-d tensors do not widen others
+        dtype = promote(common, ndim, scale.dtype, given.ndim)
     if dtype.itemsize < 4 and autocast_enabled(x.device):
         dtype = torch.float32
     return Call(loc, scale, x, plan, dtype)
@@ -187,8 +190,10 @@ def _prepare_scale(density: Density, function: str, scale: Tensor | float, commo
         return torch.full((1,) * dims, float(scale), dtype=arithmetic_dtype(common), device=x.device)
     if scale.layout != torch.strided:
         raise TypeError(f"{function}: `{name}` must be dense; got {scale.layout}; use .to_dense()")
-    if scale.is_complex() or scale.dtype == torch.bool or (scale.is_floating_point() and scale.dtype.itemsize < 2):
-        raise TypeError(f"{function}: `{name}` must be real; got {scale.dtype}; convert it first")
+    if scale.dtype not in INPUT_SLACK:
+        if scale.is_complex() or scale.is_floating_point() or scale.dtype == torch.bool:  # floats are of 8 bits or less
+            raise TypeError(f"{function}: `{name}` must be real; got {scale.dtype}; convert it first")
+        scale = scale.to(common)
     if scale.device != x.device:
         if scale.ndim:
             check_devices(function, **{name: scale, "x": x})
@@ -200,7 +205,7 @@ def _prepare_scale(density: Density, function: str, scale: Tensor | float, commo
             f"{function}: last dimension of `{name}` must be that of `x`, or 1; got {name} {tuple(scale.shape)}, x "
             f"{tuple(x.shape)}; unsqueeze it if it has one value for all coordinates"
         )
-    return scale if scale.is_floating_point() else scale.to(common)
+    return scale
 
 
 def tensor_dims(density: Density) -> dict[str, int]:

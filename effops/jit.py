@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from effops.op import Call
 
@@ -43,7 +44,7 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def needs_torchscript(call: Call) -> str:
     if sys.version_info >= (3, 14):
         return "needs torch.jit.script, which does not work on Python 3.14 and later"
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return "cannot be traced by torch.compile: call it outside of the compiled function"
     return ""
 
@@ -54,7 +55,7 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
     objects: dict[Any, Callable[..., Tensor]] = {}
 
     def call(*args: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # by the caller, with what surrounds it
+        if is_compiling():  # by the caller, with what surrounds it
             return function(*args)
         grad = torch.is_grad_enabled()
         signature = tuple(
@@ -88,7 +89,7 @@ def _without_cpp_compiler() -> str:
 
 
 def needs_inductor(call: Call) -> str:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return ""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "needs torch.compile, which TORCH_COMPILE_DISABLE=1 turns off"
@@ -116,7 +117,7 @@ def _import_error(module: str) -> str:
 def needs_triton(call: Call) -> str:
     if call.device.type != "cuda" and not (call.device.type == "cpu" and INTERPRETED):
         return f"needs CUDA tensors, got {call.device.type}"
-    if torch.compiler.is_compiling():  # an import cannot be traced; the operator raises what it raises
+    if is_compiling():  # an import cannot be traced; the operator raises what it raises
         return ""
     error = _import_error("effops.kernels.pairs")
     return f"needs effops.kernels, which cannot be imported: {error}" if error else ""

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from effops.broadcast import Shape
-from effops.precision import without_autocast
+from effops.precision import CPU, without_autocast
 
 
 class Call(Protocol):
@@ -49,7 +50,7 @@ def anywhere(call: Call) -> bool:
 
 
 def on_cuda(call: Call) -> bool:
-    return call.device.type == "cuda"
+    return call.device != CPU and call.device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ class Variant:
 
     def obstacle(self, call: Call) -> str:
         """Why this variant cannot run `call`; empty if it can."""
-        return next((reason for need in self.needs if (reason := need(call))), "")
+        for need in self.needs:
+            if reason := need(call):
+                return reason
+        return ""
 
 
 @dataclass
@@ -234,7 +238,7 @@ _in_thread = _ThreadState()
 
 def current_variant() -> str | None:
     """The variant that the innermost `use_variant` around this call names, or None."""
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return _in_context.get()
     if _in_thread.tasks:
         raise NotImplementedError(
@@ -262,7 +266,7 @@ class use_variant:
         self._traced_outer: str | None = None
 
     def __enter__(self) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             self._traced_outer, _in_thread.variant = _in_thread.variant, self.name
             return
         in_task = _running_in_task()
@@ -275,7 +279,7 @@ class use_variant:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             _in_thread.variant = self._traced_outer
             return
         outer, in_task, token = self._outer.pop()

@@ -8,9 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 # What rounding the coordinates of a unit vector to this dtype does to the sum of their products.
 INPUT_SLACK = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+CPU = torch.device("cpu")  # to compare with: the type of a device is a string made anew
+_UNCHANGED = nullcontext()
 
 
 def wider(first: torch.dtype, second: torch.dtype) -> torch.dtype:
@@ -39,12 +43,14 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def autocast_enabled(device: torch.device) -> bool:
+    if device == CPU:
+        return torch.is_autocast_enabled("cpu")
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """In this context no operand is rounded by autocast."""
-    return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else _UNCHANGED
 
 
 def contraction_error(dimension: int, arithmetic: torch.dtype, precision: str = "highest") -> float:
@@ -64,7 +70,7 @@ def contraction_error(dimension: int, arithmetic: torch.dtype, precision: str = 
 
 def matmul_precision() -> str:
     """`torch.get_float32_matmul_precision()`; in traced code, which can guard on no more, "medium" for "high" too."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return "medium" if torch.backends.cuda.matmul.allow_tf32 else "highest"
     return torch.get_float32_matmul_precision()
 
