@@ -108,7 +108,7 @@ class Binding:
             if not requires_grad(tensors):
                 return self.forward(*arguments)
             function = _Native if self.native else _Differentiable
-            # Past `Function.apply`, which asks again for transforms, and takes as long as all else that it does.
+            # Past `Function.apply`: it looks for transforms again, which is a third of what it does.
             result = super(torch.autograd.Function, function).apply(*arguments, self.name)  # type: ignore[misc]
         elif _needs_composite():
             result = self.composite(*arguments)
