@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW
 
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.batches import parse_bytes
+from effops.memory.hidden import caution
 from effops.memory.operations import CONTRACTION, UNCOUNTED
 from effops.memory.optimizers import Adafactor, AdamW8bit
 from effops.memory.table import aligned
@@ -64,6 +65,7 @@ class Advice:
         budget_bytes: as given
         combination: methods by name that together fit the budget, each with the peak of it and all before; the lowest
             peak found if none fits; empty without a budget, and where the step fits as it is
+        unknown: operators, in any of the steps, that may allocate more inside than is predicted
 
     `str()` is a table.
     """
@@ -73,6 +75,7 @@ class Advice:
     methods: tuple[Method, ...]
     budget_bytes: int | None
     combination: Mapping[str, int]
+    unknown: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -91,7 +94,7 @@ class Advice:
         notes = ("note", "", *(method.note for method in self.methods))
         table = "\n".join(f"{line}  {note}".rstrip() for line, note in zip(aligned(rows).splitlines(), notes))
         head = f"a step of batch size {self.batch_size}; operations are tensor contractions a sample"
-        return "\n\n".join(part for part in (head, table, self._combination_text()) if part)
+        return "\n\n".join(part for part in (head, table, caution(self.unknown), self._combination_text()) if part)
 
     def _combination_text(self) -> str:
         if self.budget_bytes is None:
@@ -171,6 +174,7 @@ def advise(
         tuple(sorted(methods, key=lambda method: (method.peak_bytes is None, method.peak_bytes))),
         budget_bytes,
         combination,
+        tuple(sorted({name for found in predict.known.values() for name in found.anatomy.unknown})),
     )
 
 

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from effops.measure import tensors, without_collector
 from effops.memory.cuda import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
+from effops.memory.hidden import caution
 from effops.memory.measured import measured_timeline
 from effops.memory.operations import CLASSES
 from effops.memory.recorder import Recorder, generator_states_recorded
@@ -43,6 +44,7 @@ class Anatomy:
         timeline: every allocation of the step
         overheads: on a CUDA device, what it holds beside the tensors, by the names of `effops.memory.cuda.ASSUMPTIONS`
         operations: how many of each class of `effops.memory.operations` each phase makes; empty if measured
+        unknown: operators of the step that may allocate more inside than is known and predicted
         measured: the same step as it ran, if it did
 
     `str()` is a table of the categories at several instants.
@@ -52,6 +54,7 @@ class Anatomy:
     timeline: Timeline = field(repr=False)
     overheads: Mapping[str, int] = field(default_factory=dict)
     operations: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
     measured: Anatomy | None = None
 
     @property
@@ -127,6 +130,8 @@ class Anatomy:
             off = self.peak_bytes / self.measured.peak_bytes - 1
             lines[0] += f" predicted, {self.measured.peak_bytes:,} measured ({off:+.3%})"
             lines += self.differences[:SHOWN_DIFFERENCES]
+        if self.unknown:
+            lines.append(caution(self.unknown))
         rows = [[name, format_bytes(nbytes), ASSUMPTIONS[name]] for name, nbytes in self.overheads.items()]
         if rows:
             rows.append(["device", format_bytes(self.device_bytes), "tensors and all of these"])
@@ -179,17 +184,20 @@ def anatomy(
         raise ValueError('anatomy: `measure` runs the step on the CPU; leave `device="cpu"`, or `measure=False`')
     if batch_size < 1:
         raise ValueError(f"anatomy: `batch_size` must be at least 1; got {batch_size}")
-    timeline, operations = _predicted(workload, batch_size, device == "cuda")
+    timeline, operations, unknown = _predicted(workload, batch_size, device == "cuda")
     return Anatomy(
         batch_size,
         timeline,
         overheads(timeline, context_bytes) if device == "cuda" else {},
         operations,
+        unknown,
         Anatomy(batch_size, measured_timeline(workload, batch_size)) if measure else None,
     )
 
 
-def _predicted(workload: Workload, batch_size: int, cuda: bool) -> tuple[Timeline, Mapping[tuple[str, str], int]]:
+def _predicted(
+    workload: Workload, batch_size: int, cuda: bool
+) -> tuple[Timeline, Mapping[tuple[str, str], int], tuple[str, ...]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(mode)
     workload = replace(workload, model=functools.partial(_of_one_mode, workload.model, mode))
@@ -219,7 +227,7 @@ def _predicted(workload: Workload, batch_size: int, cuda: bool) -> tuple[Timelin
                 f"have; got {type(error).__name__} from {error.func}; make shapes and branches there independent "
                 'of them, or let `max_batch_size(..., mode="probe")` run the model'
             ) from error
-        return recorder.timeline(), dict(recorder.operations)
+        return recorder.timeline(), dict(recorder.operations), tuple(sorted(recorder.unknown))
 
 
 def _check_batch(workload: Workload, batch_size: int) -> None:

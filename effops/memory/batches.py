@@ -13,6 +13,7 @@ from torch import Tensor
 from effops.measure import available_bytes
 from effops.memory.anatomy import anatomy
 from effops.memory.cuda import CONTEXT_BYTES
+from effops.memory.hidden import caution
 from effops.memory.measured import measured_timeline
 from effops.memory.table import aligned
 from effops.memory.workload import Step, Workload
@@ -38,6 +39,7 @@ class MaxBatch:
         next_peak_bytes: the same for the next larger batch that was allowed, which does not fit
         budget_bytes, budget_means: as given
         tried: what was predicted or measured of each batch size that was looked at; None where memory ran out
+        unknown: operators that may allocate more inside than is predicted, by which too large a batch may be found
     """
 
     batch_size: int
@@ -46,6 +48,7 @@ class MaxBatch:
     budget_bytes: int | None
     budget_means: str
     tried: dict[int, int | None] = field(repr=False)
+    unknown: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         limit = "" if self.budget_bytes is None else f" of {format_bytes(self.budget_bytes)} ({self.budget_means})"
@@ -53,7 +56,8 @@ class MaxBatch:
         for size, nbytes in sorted(self.tried.items()):
             verdict = "fits" if size <= self.batch_size else "does not fit"
             rows.append([f"{size:,}", "out of memory" if nbytes is None else format_bytes(nbytes), verdict])
-        return f"largest batch within the budget{limit}: {self.batch_size:,}\n\n{aligned(rows)}"
+        head = f"largest batch within the budget{limit}: {self.batch_size:,}"
+        return "\n\n".join(part for part in (head, aligned(rows), caution(self.unknown)) if part)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -114,6 +118,7 @@ def max_batch_size(
             f"{multiple_of}"
         )
     budget_bytes = None if budget is None else parse_bytes(budget)
+    unknown: set[str] = set()
     if mode == "predict":
         if budget_bytes is None:
             raise ValueError('max_batch_size: a prediction needs a `budget`, such as "6 GiB"; got None')
@@ -122,7 +127,7 @@ def max_batch_size(
                 'max_batch_size: `budget_means="device"` counts what a CUDA device holds; got '
                 f'device={device!r}; give device="cuda"'
             )
-        peak = _prediction(workload, budget_means, device, context_bytes)
+        peak = _prediction(workload, budget_means, device, context_bytes, unknown)
     else:
         peak = _probe(workload, budget_bytes, budget_means, context_bytes)
     sizes = _Powers(multiple_of) if power_of_two else _Multiples(multiple_of)
@@ -162,6 +167,7 @@ def max_batch_size(
         budget_bytes,
         budget_means,
         tried,
+        tuple(sorted(unknown)),
     )
 
 
@@ -214,9 +220,14 @@ def _too_little(size: int, nbytes: int | None, budget_bytes: int | None, parts: 
     )
 
 
-def _prediction(workload: Workload, budget_means: str, device: str, context_bytes: int) -> Callable[[int], int | None]:
+def _prediction(
+    workload: Workload, budget_means: str, device: str, context_bytes: int, unknown: set[str]
+) -> Callable[[int], int | None]:
+    """A function that predicts the peak of a batch size, and adds to the operators that are not known."""
+
     def peak_bytes(size: int) -> int:
         found = anatomy(workload, size, device=device, context_bytes=context_bytes)
+        unknown.update(found.unknown)
         return found.device_bytes if budget_means == "device" else found.peak_bytes
 
     return peak_bytes

@@ -184,7 +184,7 @@ def _anatomy_content(found: Anatomy) -> dict[str, Any]:
     operations: dict[str, dict[str, int]] = defaultdict(dict)
     for (phase, kind), count in found.operations.items():
         operations[phase][kind] = count
-    names = ("batch_size", "peak_bytes", "device_bytes", "categories", "instants", "differences")
+    names = ("batch_size", "peak_bytes", "device_bytes", "categories", "instants", "unknown", "differences")
     return {
         **{name: getattr(found, name) for name in names},
         "overheads": dict(found.overheads),

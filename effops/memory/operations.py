@@ -35,6 +35,8 @@ def operations(func: Any, args: Sequence[Any], options: Mapping[str, Any], resul
         return CONTRACTION, _FORMULAS[func](args)
     if (formula := flop_registry.get(func.overloadpacket)) is not None:
         return CONTRACTION, int(formula(*args, **options, out_val=result))
+    if func.namespace in ("prim", "profiler"):
+        return ELEMENTWISE, 0
     if func.namespace != "aten":
         return UNCOUNTED, 1
     name = func._schema.name.split("::")[1]

@@ -29,7 +29,8 @@ LIFTS = (
 class Recorder(Allocations):
     """An observer of a step on fake tensors of a mode; as a mode itself it sees all operators.
 
-    `operations` counts those of each phase of the last step, by phase and class.
+    Of the last step `operations` counts those of each phase, by phase and class, and `unknown` names the operators that
+    may allocate more than is recorded.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -41,6 +42,7 @@ class Recorder(Allocations):
         self.phases: list[tuple[str, int]] = []
         self.start = 0
         self.operations: Counter[tuple[str, str]] = Counter()
+        self.unknown: set[str] = set()
         self.operator = ""
         self.known: dict[Any, tuple[Outcome, Hidden, tuple[str, int]]] = {}
         self.outside: dict[int, tuple[Tensor, Tensor]] = {}
@@ -49,6 +51,7 @@ class Recorder(Allocations):
         """What comes now is the last step."""
         self.start = self.tick
         self.operations.clear()
+        self.unknown.clear()
 
     def enter(self, phase: str) -> None:
         self.phases.append((phase, self.tick + 1))
@@ -73,6 +76,8 @@ class Recorder(Allocations):
             self.tick += 1
             self.records.append(Allocation(found.temporary_bytes, self.tick, self.tick + 1, self.operator))
             self.tick += 1
+        if not found.known:
+            self.unknown.add(self.operator)
         self.operations[self.phases[-1][0], kind] += count
         # What the mode remembers of a tensor would keep `Module.to` from putting another one in its place.
         self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

@@ -9,6 +9,7 @@ from typing import Any
 
 from effops.memory.anatomy import anatomy
 from effops.memory.batches import BudgetTooSmallError, max_batch_size, parse_bytes
+from effops.memory.hidden import caution
 from effops.memory.plot import plot_sweep
 from effops.memory.table import aligned
 from effops.memory.workload import Workload
@@ -23,6 +24,7 @@ class Sweep:
         axes: by axis and value, the largest batch size that fits the budget, 0 if none does; or the bytes at the peak
         base: the value of each axis where another one is varied
         budget_bytes, batch_size: what was given; the other is None
+        unknown: operators, in any of the steps, that may allocate more inside than is predicted
 
     `str()` is a table.
     """
@@ -31,6 +33,7 @@ class Sweep:
     base: Mapping[str, Any]
     budget_bytes: int | None
     batch_size: int | None
+    unknown: tuple[str, ...] = ()
 
     @property
     def quantity(self) -> str:
@@ -47,7 +50,8 @@ class Sweep:
         given = f"batch size {self.batch_size}"
         if self.budget_bytes is not None:
             given = f"a budget of {format_bytes(self.budget_bytes)}"
-        return f"{self.quantity} with {given}, each axis varied alone around {base}\n\n{aligned(rows)}"
+        head = f"{self.quantity} with {given}, each axis varied alone around {base}"
+        return "\n\n".join(part for part in (head, aligned(rows), caution(self.unknown)) if part)
 
     def plot(self, path: str | Path) -> None:
         """Draw it; needs matplotlib. The ending of `path` chooses the format."""
@@ -96,26 +100,31 @@ def sweep(
     if not axes or not all(axes.values()):
         raise ValueError(f"sweep: `axes` must have at least one axis, each with values; got {dict(axes)!r}")
     middle = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
-    if unknown := [axis for axis in middle if axis not in axes]:
-        raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown)}")
+    if strangers := [axis for axis in middle if axis not in axes]:
+        raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(strangers)}")
     known: dict[tuple[Any, ...], int] = {}
+    unknown: set[str] = set()
 
     def result(values: Mapping[str, Any]) -> int:
         key = tuple(values.values())
         if key not in known:
             workload = workload_of(**values)
             if batch_size is not None:
-                known[key] = anatomy(workload, batch_size, device=device).peak_bytes
+                predicted = anatomy(workload, batch_size, device=device)
+                known[key] = predicted.peak_bytes
+                unknown.update(predicted.unknown)
             else:
-                known[key] = _largest(workload, budget, power_of_two, device)
+                known[key] = largest(workload)
         return known[key]
 
+    def largest(workload: Workload) -> int:
+        try:
+            fitting = max_batch_size(workload, budget, power_of_two=power_of_two, device=device)
+        except BudgetTooSmallError:
+            return 0
+        unknown.update(fitting.unknown)
+        return fitting.batch_size
+
     found = {axis: {value: result({**middle, axis: value}) for value in values} for axis, values in axes.items()}
-    return Sweep(found, middle, None if budget is None else parse_bytes(budget), batch_size)
-
-
-def _largest(workload: Workload, budget: str | int | None, power_of_two: bool, device: str) -> int:
-    try:
-        return max_batch_size(workload, budget, power_of_two=power_of_two, device=device).batch_size
-    except BudgetTooSmallError:
-        return 0
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    return Sweep(found, middle, budget_bytes, batch_size, tuple(sorted(unknown)))
