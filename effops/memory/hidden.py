@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 from effops.binding import BINDINGS
 from effops.chunked import few_tiles
+from effops.memory.convolutions import convolution_backward_bytes, convolution_bytes
 from effops.predict import Allocations
 
 aten = torch.ops.aten
 
 KNOWN_NAMESPACES = "aten", "prim", "prims", "profiler", "effops"
 UNKNOWN = {
-    aten.convolution.default,
-    aten.convolution_backward.default,
     aten._native_multi_head_attention.default,
     aten._transformer_encoder_layer_fwd.default,
+    aten._euclidean_dist.default,
     aten._embedding_bag.default,
     aten._embedding_bag_forward_only.default,
     aten._fft_c2c.default,
@@ -35,12 +35,15 @@ UNKNOWN = {
     aten._trilinear.default,
     aten._upsample_bicubic2d_aa.default,
     aten._upsample_bilinear2d_aa.default,
+    aten.bucketize.Tensor,
     aten.col2im.default,
     aten.im2col.default,
     aten.kthvalue.default,
     aten.linalg_inv_ex.default,
     aten.linalg_matrix_exp.default,
     aten.multinomial.default,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_bilinear2d.default,
 }
 
 
@@ -108,29 +111,116 @@ def _elements_bytes(args: Sequence[Any], result: Tensor) -> int:
     return int(result.element_size() * math.prod(shape))
 
 
+@rule(aten.binary_cross_entropy_with_logits.default)
+def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Hidden:
+    """The logarithm of the sigmoid beside the loss of all elements, and weights of positives changed."""
+    weights_bytes = args[3].numel() * args[3].element_size() if len(args) > 3 and args[3] is not None else 0
+    return Hidden(_elements_bytes(args, result) * (1 if result.shape else 2) + weights_bytes)
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+    """A block of weights, its maxima and sums, and results of each thread; weights once more in a narrow dtype."""
+    query, wide_bytes = args[0], result[1].element_size()
+    rows, pairs = _attention_block(query, args[1])
+    wide = pairs + rows * (2 + query.shape[3])
+    return Hidden(torch.get_num_threads() * (wide * wide_bytes + _narrow_bytes(query, wide_bytes, pairs)))
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+    """Weights of a block and their gradients of each thread, and the gradient from above if its layout is another."""
+    upstream, query, key, wide_bytes = args[0], args[1], args[2], args[5].element_size()
+    rows, pairs = _attention_block(query, key)
+    of_thread = 2 * (pairs * wide_bytes + _narrow_bytes(query, wide_bytes, pairs))
+    copied = 0 if upstream.transpose(1, 2).is_contiguous() else upstream.numel() * upstream.element_size()
+    return Hidden(torch.get_num_threads() * of_thread + rows * wide_bytes + copied)
+
+
+def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
+    """Rows of a block, and pairs in it."""
+    length = query.shape[2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return rows, rows * min(512, key.shape[2])
+
+
+def _narrow_bytes(query: Tensor, wide_bytes: int, pairs: int) -> int:
+    return pairs * query.element_size() if query.element_size() < wide_bytes else 0
+
+
+@rule(
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default,
+    aten.native_layer_norm_backward.default,
+)
+def _contiguous(args: Sequence[Any], result: Any) -> Hidden:
+    """What is not laid out in order is copied, such as the gradient that comes from a sum."""
+    given = (one for one in args if isinstance(one, Tensor) and not one.is_contiguous())
+    return Hidden(sum(one.numel() * one.element_size() for one in given))
+
+
+@rule(aten.logsumexp.default)
+def _logsumexp(args: Sequence[Any], result: Tensor) -> Hidden:
+    """Exponentials, and maxima beside the result."""
+    return Hidden((args[0].numel() + result.numel()) * result.element_size())
+
+
+@rule(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+def _matrices(args: Sequence[Any], result: Tensor) -> Hidden:
+    """A matrix whose rows or columns are not apart is copied; in a batch one at a time."""
+    copied = (one for one in args[-2:] if not (_has_rows(one) or _has_rows(one.mT)))
+    return Hidden(sum(math.prod(one.shape[-2:]) * one.element_size() for one in copied))
+
+
+def _has_rows(matrix: Tensor) -> bool:
+    return matrix.stride(-1) == 1 and matrix.stride(-2) >= max(1, matrix.shape[-1])
+
+
 @rule(aten.native_layer_norm.default)
 def _layer_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
     """Mean and deviation have the dtype of the weight, if that is wider than the input's."""
-    weight, mean = args[2], result[1]
+    copied, (weight, mean) = _contiguous(args, result), (args[2], result[1])
     if weight is None or weight.dtype == mean.dtype:
-        return Hidden()
+        return copied
     nbytes = weight.element_size() * mean.numel()
-    return Hidden(result_bytes={1: nbytes, 2: nbytes})
+    return Hidden(copied.temporary_bytes, {1: nbytes, 2: nbytes})
+
+
+@rule(aten.convolution.default)
+def _convolution(args: Sequence[Any], result: Tensor) -> Hidden:
+    nbytes = convolution_bytes(args, result)
+    return Hidden(nbytes or 0, known=nbytes is not None)
+
+
+@rule(aten.convolution_backward.default)
+def _convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> Hidden:
+    nbytes = convolution_backward_bytes(args, result)
+    return Hidden(nbytes or 0, known=nbytes is not None)
 
 
 PAGE_BYTES = 4096
 ONEDNN_STATE_BYTES = 12856
+ONEDNN_INFERENCE_BYTES = PAGE_BYTES + 776
 
 
 @rule(aten.mkldnn_rnn_layer.default)
 def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
-    """oneDNN keeps the gates and states of all steps of a layer, each kind on pages of its own."""
+    """oneDNN keeps the gates and states of all steps of a layer, each kind on pages of its own.
+
+    Without gradients it has the gates of one step, all of it for the time of the call, and the weights in its layout.
+    """
     input, hidden_size, trains = args[0], args[10], args[15]
-    if not trains:
-        return Hidden(known=False)
     steps, batch, size = input.shape
     width = _leading(max(size, hidden_size))
     per_step, per_state = steps * batch, 2 * (steps + 1) * batch
+    if not trains:
+        gates, biases = 4 * _rounded(hidden_size), 4 * hidden_size
+        sections = [per_state * width, per_state * hidden_size]
+        sections += [batch * _leading(4 * hidden_size), batch * _leading(hidden_size)]
+        weights = 4 * ((size + hidden_size) * gates + biases)
+        return Hidden(weights + sum(_pages(4 * count) for count in sections) + ONEDNN_INFERENCE_BYTES)
     sections = [
         per_step * _leading(4 * hidden_size),
         per_step * _leading(hidden_size),
@@ -156,9 +246,13 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
+def _rounded(size: int) -> int:
+    return -(-size // 16) * 16
+
+
 def _leading(size: int) -> int:
     """The leading dimension that oneDNN gives to rows of floats."""
-    rounded = -(-size // 16) * 16
+    rounded = _rounded(size)
     return rounded + 16 if rounded % 256 == 0 else rounded
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from effops.memory.hidden import Hidden, hidden
@@ -24,6 +25,7 @@ LIFTS = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
 )  # of new constants, which have values
+OWNED = 4, 2  # users of a gradient and of its storage, as an operator is called on one that autograd alone has
 
 
 class Recorder(Allocations):
@@ -67,6 +69,8 @@ class Recorder(Allocations):
         kwargs = kwargs or {}
         if func not in LIFTS and _has_real((*args, *kwargs.values())):
             args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
+        if func is torch.ops.aten.add.Tensor and _accumulates(args):
+            func = torch.ops.aten.add_.Tensor
         self.operator = func._schema.name
         result, found, (kind, count) = self._run(Call(func, args, kwargs))
         for index, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
@@ -145,6 +149,18 @@ def generator_states_recorded() -> Iterator[None]:
         yield
     finally:
         torch.get_rng_state, torch.set_rng_state = get, put
+
+
+def _accumulates(args: Sequence[Any]) -> bool:
+    """Whether autograd adds to a gradient that nobody else has: in place, if nobody looked at its operators."""
+    node = torch._C._current_autograd_node()
+    if node is None or isinstance(node, BackwardCFunction) or torch.is_grad_enabled():
+        return False
+    first, second = args[:2]
+    if not isinstance(second, Tensor) or (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    users = first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    return users == OWNED and torch.ops.aten.is_non_overlapping_and_dense.default(first)
 
 
 def _is_real(value: Any) -> bool:

@@ -1,0 +1,108 @@
+"""What convolutions allocate inside on a CPU, as measured with torch 2.13.
+
+oneDNN computes on copies whose channels are in blocks of as many as a vector register holds, and copies its result
+back; PyTorch's own kernels unfold their input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT_BYTES = 4
+BLOCK = 8  # floats of AVX2
+SCRATCH_BYTES = 128  # oneDNN's, before a bias that it pads
+
+Backend = torch._C._ConvBackend  # type: ignore[attr-defined]
+
+
+def convolution_bytes(args: Sequence[Any], result: Tensor) -> int | None:
+    """Of arguments and result of `aten.convolution`: bytes beyond the result; None if they are not known."""
+    input, weight, bias = args[:3]
+    backend = torch._C._select_conv_backend(*args[:9], None if bias is None else bias.shape)
+    if backend != Backend.Mkldnn:
+        return _unfolded_bytes(backend, args, result)
+    depthwise = args[8] == input.shape[1] == weight.shape[0] and input.ndim < 5
+    pointwise = math.prod(weight.shape[2:]) == 1 and not _is_dense(args)
+    if not _is_blocked(input) or pointwise or (args[8] > 1 and not depthwise):
+        return None
+    blocked = _blocked_bytes(result)
+    computing = _blocked_input_bytes(input, args[8]) + _blocked_weight_bytes(weight, args[8]) + blocked
+    if bias is not None and len(bias) % BLOCK:
+        computing += FLOAT_BYTES * _padded(len(bias)) + SCRATCH_BYTES
+    return max(computing - _bytes(result), blocked)
+
+
+def convolution_backward_bytes(args: Sequence[Any], result: Sequence[Tensor | None]) -> int | None:
+    """Of arguments and results of `aten.convolution_backward`: bytes beyond the results; None if they are not known."""
+    upstream, input, weight, bias_sizes = args[:4]
+    forward = (input, weight, None, *args[4:10])
+    backend = torch._C._select_conv_backend(*forward, bias_sizes)
+    copied = 0 if upstream.is_contiguous() else _bytes(upstream)
+    if backend != Backend.Mkldnn:
+        unfolded = _unfolded_bytes(backend, forward, upstream)
+        return None if unfolded is None else copied + unfolded
+    described = _is_blocked(input) and input.ndim == 4 and {*args[4], *args[6], args[9]} == {1}
+    if not described or input.shape[1] < BLOCK or torch.get_num_threads() > 1:
+        return None
+    blocked = [_blocked_bytes(upstream), _blocked_bytes(input), _blocked_weight_bytes(weight, 1)]
+    inputs, weights, biases = (0 if one is None else _bytes(one) for one in result)
+    padded = FLOAT_BYTES * _padded(weight.shape[0]) + SCRATCH_BYTES if biases and weight.shape[0] % BLOCK else 0
+    most = max(
+        sum(blocked) if inputs else 0,
+        blocked[1] + inputs,
+        inputs + sum(blocked) + biases + padded if weights else 0,
+        inputs + blocked[2] + weights + 2 * biases,
+    )
+    return copied + max(0, most - inputs - weights - biases)
+
+
+def _is_blocked(input: Tensor) -> bool:
+    """Whether it was measured how oneDNN lays this out."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return input.dtype is torch.float32 and input.is_contiguous() and capability == "AVX2"
+
+
+def _unfolded_bytes(backend: Any, args: Sequence[Any], output: Tensor) -> int | None:
+    """The input of PyTorch's own kernels, for each place of the kernel: of the batch, or if dilated of one item."""
+    input, weight = args[:2]
+    places = math.prod(weight.shape[2:])
+    item = weight.shape[1] * places * math.prod(output.shape[2:]) * input.element_size()
+    if args[8] > 1 or backend not in (Backend.Slow2d, Backend.SlowDilated2d):
+        return None
+    if backend == Backend.SlowDilated2d:
+        return int(item)
+    return 0 if places == 1 and _is_dense(args) else int(item * input.shape[0])
+
+
+def _is_dense(args: Sequence[Any]) -> bool:
+    """Whether each place of the input is a place of the result, if the kernel has one."""
+    return set(args[3]) == {1} and not any(args[4])
+
+
+def _blocked_bytes(images: Tensor) -> int:
+    return FLOAT_BYTES * images.shape[0] * _padded(images.shape[1]) * math.prod(images.shape[2:])
+
+
+def _blocked_input_bytes(input: Tensor, groups: int) -> int:
+    """Fewer channels than a block stay as they are."""
+    return 0 if groups == 1 and input.shape[1] < BLOCK else _blocked_bytes(input)
+
+
+def _blocked_weight_bytes(weight: Tensor, groups: int) -> int:
+    out_channels, in_channels, *kernel = weight.shape
+    if groups == 1 and in_channels >= BLOCK:
+        in_channels = _padded(in_channels)
+    return FLOAT_BYTES * _padded(out_channels) * in_channels * math.prod(kernel)
+
+
+def _padded(channels: int) -> int:
+    return -(-channels // BLOCK) * BLOCK
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

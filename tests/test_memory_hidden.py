@@ -1,0 +1,157 @@
+"""What operators allocate inside, by rule and as measured, at sizes that are no powers of two."""
+
+import pytest
+import torch
+from torch import nn
+
+from effops.memory import Workload, anatomy
+
+functional = nn.functional
+avx2 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX2", reason="oneDNN's blocks were measured on AVX2"
+)
+
+
+def training(model, *shape):
+    return Workload(model, lambda size: torch.randn(size, *shape), lambda model, x: model(x).sum(), torch.optim.SGD)
+
+
+def inference(model, *shape):
+    return Workload(model, lambda size: torch.randn(size, *shape))
+
+
+def is_right(workload, batch_size, allowed_bytes=64):
+    """To the byte, but for the numbers that operators wrap in tensors."""
+    found = anatomy(workload, batch_size, measure=True)
+    assert found.unknown == ()
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= allowed_bytes, found
+    return True
+
+
+@pytest.fixture
+def one_thread():
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@avx2
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Conv2d(3, 7, 3, padding=1), (3, 31, 29)),
+        (lambda: nn.Conv2d(20, 37, 3), (20, 31, 29)),
+        (lambda: nn.Conv2d(20, 37, 5, stride=2, bias=False), (20, 31, 29)),
+        (lambda: nn.Conv2d(13, 27, 1), (13, 9, 11)),
+        (lambda: nn.Conv2d(21, 21, 3, groups=21), (21, 31, 29)),
+        (lambda: nn.Conv2d(24, 20, 3, dilation=2), (24, 31, 29)),
+        (lambda: nn.Conv1d(13, 27, 5), (13, 201)),
+        (lambda: nn.Conv3d(9, 5, 3), (9, 7, 11, 10)),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [3, 5])
+def test_convolutions_on_blocks_of_channels(layer, shape, batch_size, one_thread):
+    assert is_right(inference(layer, *shape), batch_size)
+
+
+@pytest.mark.parametrize(("channels", "dilation"), [(3, 1), (13, 1), (20, 2)])
+def test_convolutions_of_one_image_are_unfolded(channels, dilation, one_thread):
+    assert is_right(inference(lambda: nn.Conv2d(channels, 5, 3, dilation=dilation), channels, 9, 11), 1)
+
+
+@avx2
+@pytest.mark.parametrize(("channels", "results"), [(16, 32), (20, 37), (9, 5)])
+def test_convolutions_in_training(channels, results, one_thread):
+    def model():
+        return nn.Sequential(nn.Conv2d(channels, channels, 3), nn.Conv2d(channels, results, 3, padding=1))
+
+    assert is_right(training(model, channels, 31, 29), 5)
+
+
+def test_transposed_convolutions_are_not_known():
+    assert anatomy(inference(lambda: nn.ConvTranspose2d(3, 5, 3), 3, 9, 11), 3).unknown == ("aten::convolution",)
+
+
+@pytest.mark.parametrize(("features", "hidden"), [(13, 37), (20, 20), (300, 20), (5, 70)])
+@pytest.mark.parametrize("batch_size", [3, 70])
+def test_lstm_without_gradients(features, hidden, batch_size):
+    workload = inference(lambda: nn.LSTM(features, hidden, batch_first=True), 11, features)
+    assert is_right(workload, batch_size, allowed_bytes=100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("length", "width"), [(33, 24), (130, 36), (600, 20), (801, 10)])
+def test_attention(length, width, dtype):
+    def loss(model, x):
+        x = model(x)
+        return functional.scaled_dot_product_attention(x, x, x).sum()
+
+    def batch(size):
+        return torch.randn(size, 3, length, width, dtype=dtype)
+
+    def model():
+        return nn.Linear(width, width, dtype=dtype)
+
+    assert is_right(Workload(model, batch, loss, torch.optim.SGD), 2)
+    assert is_right(Workload(model, batch, generate=loss), 2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("width", [30, 50, 77])
+def test_binary_cross_entropy_of_logits(width, weighted, reduction):
+    def loss(model, x):
+        weight = torch.ones(width) if weighted else None
+        return functional.binary_cross_entropy_with_logits(x, x, reduction=reduction, pos_weight=weight)
+
+    assert is_right(Workload(nn.Identity, lambda size: torch.randn(size, width), generate=loss), 300)
+
+
+class Used(nn.Module):
+    """A tensor that several layers use, each one by itself or on the way of the others."""
+
+    def __init__(self, times, results):
+        super().__init__()
+        self.first = nn.Linear(30, 300)
+        self.others = nn.ModuleList(nn.Linear(300, results) for _ in range(times))
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        return sum(layer(x) for layer in self.others)
+
+
+class Residual(Used):
+    def __init__(self, times):
+        super().__init__(times, 300)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        for layer in self.others:
+            x = x + layer(x).relu()
+        return x + x
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 5])
+@pytest.mark.parametrize("model", [lambda times: Used(times, 3), Residual])
+def test_gradients_are_added_in_place(model, times):
+    """Of what is used several times; each sum was once a tensor of its own."""
+    assert is_right(training(lambda: model(times), 30), 70)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.mT.softmax(1),
+        lambda x: x.mT.log_softmax(1),
+        lambda x: functional.layer_norm(x.mT, x.shape[:1]),
+        lambda x: x.logsumexp(0),
+        lambda x: x @ x.new_ones(1, 1).expand(x.shape[1], 90),
+    ],
+)
+@pytest.mark.parametrize("width", [30, 45, 50])
+def test_copies_of_what_is_not_laid_out_in_order(function, width):
+    def generate(model, x):
+        return function(x)
+
+    assert is_right(Workload(nn.Identity, lambda size: torch.randn(size, width), generate=generate), 70)
