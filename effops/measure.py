@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,13 @@ class Timing:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries, in order."""
+    """The tensors in nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
         value = value.values()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = tuple(getattr(value, one.name) for one in fields(value))
     elif not isinstance(value, (tuple, list)):
         return []
     return [tensor for part in value for tensor in tensors(part)]

@@ -13,7 +13,7 @@ from effops.measure import tensors
 from effops.memory import Workload, advise, anatomy
 from effops.memory.advise import sharded_peak_bytes
 from effops.memory.operations import CONTRACTION
-from effops.memory.optimizers import Adafactor, AdamW8bit
+from effops.memory.optimizers import AdamW8bit
 from effops.memory.timeline import Allocation, Timeline
 from effops.op import format_bytes
 
@@ -158,7 +158,7 @@ def test_predicted_states_of_adafactor_are_the_real_ones():
     model(torch.randn(2, WIDTH)).sum().backward()
     optimizer.step()
     real = sum(tensor.nbytes for tensor in tensors(dict(optimizer.state)))
-    assert anatomy(workload(optimizer=Adafactor), 2).categories["optimizer states"] == real
+    assert anatomy(workload(optimizer=torch.optim.Adafactor), 2).categories["optimizer states"] == real
 
 
 def test_layers_of_attention_are_exchanged():

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adafactor, AdamW
 
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.batches import parse_bytes
+from effops.memory.building import built
 from effops.memory.hidden import caution
 from effops.memory.operations import CONTRACTION, UNCOUNTED
-from effops.memory.optimizers import Adafactor, AdamW8bit
+from effops.memory.optimizers import AdamW8bit
 from effops.memory.table import aligned
 from effops.memory.timeline import Timeline
 from effops.memory.workload import Workload
@@ -434,7 +435,7 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
 def fake_model(workload: Workload) -> nn.Module:
     """The workload's model without any memory."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return workload.model()
+        return built(workload.model)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

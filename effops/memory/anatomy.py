@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from effops.measure import tensors, without_collector
+from effops.memory.building import built
 from effops.memory.cuda import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.memory.hidden import caution
 from effops.memory.measured import measured_timeline
@@ -252,7 +253,7 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 
 def _of_one_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
     """A new model, whose parameters and buffers are fake tensors of the mode: copies by deepcopy are of another."""
-    model = build()
+    model = built(build)
     if not isinstance(model, nn.Module):
         return model
     made: dict[int, torch.Tensor] = {}

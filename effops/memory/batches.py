@@ -226,7 +226,15 @@ def _prediction(
     """A function that predicts the peak of a batch size, and adds to the operators that are not known."""
 
     def peak_bytes(size: int) -> int:
-        found = anatomy(workload, size, device=device, context_bytes=context_bytes)
+        try:
+            found = anatomy(workload, size, device=device, context_bytes=context_bytes)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise ValueError(
+                "max_batch_size: batch normalisation must have more than one value a channel; got a batch of size "
+                f"{size}; give multiple_of=2"
+            ) from error
         unknown.update(found.unknown)
         return found.device_bytes if budget_means == "device" else found.peak_bytes
 

@@ -1,36 +1,16 @@
-"""Optimizers whose memory is predicted and that cannot step on fake tensors by themselves."""
+"""Optimizers of other libraries whose memory is predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-
-aten = torch.ops.aten
 
 BLOCK_SIZE = 256
 LEAST_ELEMENTS = 4096
 MAP_ELEMENTS = 256
-
-
-class Adafactor(torch.optim.Adafactor):
-    """`torch.optim.Adafactor`, to be predicted: every value that it asks for, such as a norm, is 1."""
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        with _Ones():
-            loss: float | None = super().step(closure)
-            return loss
-
-
-class _Ones(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (aten.item.default, aten._local_scalar_dense.default):
-            return 1.0
-        return func(*args, **(kwargs or {}))
 
 
 class AdamW8bit(Optimizer):

@@ -38,8 +38,10 @@ class Call:
         if not isinstance(result, (tuple, list)):
             return self._maker(result)
         makers = [maker for leaf in result if (maker := self._maker(leaf)) is not None]
-        storages = {leaf.untyped_storage()._cdata for leaf in result if isinstance(leaf, Tensor)}
-        if len(makers) < len(result) or len(storages) < sum(isinstance(leaf, Tensor) for leaf in result):
+        if len(makers) < len(result):
+            return None
+        storages = [leaf.untyped_storage()._cdata for leaf in result if isinstance(leaf, Tensor)]
+        if len(set(storages)) < len(storages):
             return None
         kind = type(result)
         return lambda tensors: kind(make(tensors) for make in makers)

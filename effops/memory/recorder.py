@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -66,15 +66,26 @@ class Recorder(Allocations):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a third of all calls; the mode below takes its time for it
+        phase = self.phases[-1][0]
         kwargs = kwargs or {}
         if func not in LIFTS and _has_real((*args, *kwargs.values())):
             args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
         if func is torch.ops.aten.add.Tensor and _accumulates(args):
             func = torch.ops.aten.add_.Tensor
         self.operator = func._schema.name
-        result, found, (kind, count) = self._run(Call(func, args, kwargs))
+        try:
+            result, found, (kind, count) = self._run(Call(func, args, kwargs))
+        except DataDependentOutputException:
+            if phase != "optimizer" or func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return 1.0 if args[0].is_floating_point() else 1  # on values no tensor of an optimizer depends
         for index, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
             if isinstance(leaf, Tensor):
+                if leaf.layout is not torch.strided:
+                    raise NotImplementedError(
+                        f"anatomy: tensors must be dense; got one of layout {leaf.layout} from {self.operator}; leave "
+                        "`sparse=False` in embeddings, or convert it by `to_dense`"
+                    )
                 self.count(leaf, nbytes=found.result_bytes.get(index))
         if found.temporary_bytes:
             self.tick += 1
@@ -82,7 +93,7 @@ class Recorder(Allocations):
             self.tick += 1
         if not found.known:
             self.unknown.add(self.operator)
-        self.operations[self.phases[-1][0], kind] += count
+        self.operations[phase, kind] += count
         # What the mode remembers of a tensor would keep `Module.to` from putting another one in its place.
         self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors
@@ -24,7 +26,8 @@ class Workload:
 
     Attributes:
         model: builds the model, anew at each call
-        batch: makes a batch of a given size: a tensor, or a tuple or dictionary of arguments
+        batch: makes a batch of a given size: a tensor, or a tuple or mapping of arguments; of what else it makes,
+            tensors in dataclasses are seen
         loss: of the model and a batch, a scalar
         optimizer: of the model's parameters
         autocast: the dtype of `torch.autocast` around model and loss; None for none
@@ -109,6 +112,12 @@ class Step:
         observer.mark("weights", self.model.buffers())
         self._checkpoint()
         self.optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure") if self.optimizer else None
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                "Workload: `optimizer` must step without a closure, once a backward pass; got "
+                f"{type(self.optimizer).__name__}; choose another one"
+            )
 
     def _checkpoint(self) -> None:
         chosen = self.workload.checkpoints
@@ -165,7 +174,7 @@ class Step:
         with self._autocast(), self._calls_observed():
             if self.workload.generate is not None:
                 result = self.workload.generate(self.model, batch)
-            elif isinstance(batch, dict):
+            elif isinstance(batch, Mapping):
                 result = self.model(**batch)
             else:
                 result = self.model(*batch) if isinstance(batch, (tuple, list)) else self.model(batch)
@@ -175,6 +184,8 @@ class Step:
     def _batch(self) -> Any:
         self.observer.enter("inputs")
         batch = self.workload.batch(self.batch_size)
+        if any(type(leaf).__module__ == "numpy" for leaf in tree_leaves(batch)):
+            raise TypeError("Workload: `batch` must make tensors; got an array of numpy; use torch.from_numpy")
         self.observer.mark("inputs", tensors(batch))
         return batch
 

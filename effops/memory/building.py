@@ -1,0 +1,85 @@
+"""Builds models of fake tensors, where what a constructor makes of numbers alone has values: a rate for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+LARGEST = 4096
+aten = torch.ops.aten
+FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.full.default,
+    aten.linspace.default,
+    aten.logspace.default,
+    aten.ones.default,
+    aten.zeros.default,
+}
+
+
+def built(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model, whose constructor may ask for values that follow from numbers, up to `LARGEST` a tensor."""
+    try:
+        with _Values(), mock.patch.object(nn.init, "_no_grad_trunc_normal_", _left):
+            model: nn.Module = build()
+    except RuntimeError as error:
+        if "UninitializedParameter" not in str(error):
+            raise
+        raise NotImplementedError(
+            "Workload: `model` must know the shapes of its parameters; got a lazy module, which takes them from the "
+            "first batch; construct the layer with the size of its input"
+        ) from error
+    return model
+
+
+def _left(tensor: Tensor, *bounds: float, **options: object) -> Tensor:
+    """In place of an initialisation that draws until all values are right."""
+    return tensor
+
+
+class _Values(TorchDispatchMode):
+    """Computes beside fake tensors the values that follow from numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        follows = all(self._value(tensor) is not None for tensor in given) if given else func in FACTORIES
+        if not follows or torch.Tag.nondeterministic_seeded in func.tags:
+            if func._schema.is_mutable:
+                self._forget(given)
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            arguments, options = tree_map_only(Tensor, self._value, (args, kwargs))
+            value = func(*arguments, **options)
+        if func is aten._local_scalar_dense.default:
+            return value
+        result = func(*args, **kwargs)
+        for fake, real in zip(tree_leaves(result), tree_leaves(value)):
+            if isinstance(real, Tensor) and real.numel() <= LARGEST:
+                self.known[fake] = real
+        return result
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        known: Tensor | None = self.known.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+        return known if known is not None and known.numel() <= LARGEST else None
+
+    def _forget(self, changed: list[Tensor]) -> None:
+        """What shares storage with a tensor that was changed by values that are not known."""
+        storages = {tensor.untyped_storage()._cdata for tensor in changed}
+        for tensor in list(self.known):
+            if tensor.untyped_storage()._cdata in storages:
+                del self.known[tensor]

@@ -1,0 +1,107 @@
+"""What models, batches and optimizers may be in a prediction, and what is said of those that it cannot have."""
+
+import collections
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from effops.memory import Workload, advise, anatomy, max_batch_size
+
+
+def workload(**changes):
+    parts = {
+        "model": lambda: nn.Linear(7, 5),
+        "batch": lambda size: torch.randn(size, 7),
+        "loss": lambda model, x: model(x).sum(),
+        "optimizer": torch.optim.SGD,
+    }
+    return Workload(**{**parts, **changes})
+
+
+class Rates(nn.Module):
+    """Asks for values in its constructor, as models of images do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
+        self.rates = [rate for part in torch.linspace(0, 0.3, 4).split([1, 3]) for rate in part.tolist()]
+        assert self.rates == pytest.approx([0, 0.1, 0.2, 0.3])
+        assert [one.item() for one in torch.arange(3) * 2] == [0, 2, 4]
+        positions = torch.zeros(50, 7)
+        positions[:, ::2] = torch.arange(50.0).unsqueeze(1)
+        assert positions[4, 2].item() == 4
+        positions[:, 1::2] = torch.rand(50, 3)  # of which no values are known
+        self.register_buffer("positions", positions.unsqueeze(0))
+        self.scale = nn.Parameter(nn.init.trunc_normal_(torch.ones(7)))
+
+    def forward(self, x):
+        x = x * self.scale.view(1, -1) + self.positions[0, : x.shape[0]]
+        for layer, rate in zip(self.layers, self.rates):
+            x = x + nn.functional.dropout(layer(x), rate)
+        return x
+
+
+def test_constructors_may_ask_for_values():
+    found = anatomy(workload(model=Rates, optimizer=torch.optim.Adam), 9, measure=True)
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
+    assert advise(workload(model=Rates, optimizer=torch.optim.Adam), 9).peak_bytes == found.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "ASGD", "NAdam", "RAdam", "Rprop"])
+def test_optimizers_may_ask_for_values(name):
+    optimizer = getattr(torch.optim, name)
+    found = anatomy(workload(optimizer=optimizer), 9, measure=True)
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    size: int
+
+
+BATCHES = {
+    "dataclass": (lambda size: Batch(torch.randn(size, 7), size), lambda batch: batch.x),
+    "mapping": (lambda size: collections.UserDict(input=torch.randn(size, 7)), lambda batch: batch["input"]),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_tensors_of_a_batch_are_inputs(kind):
+    batch, tensor = BATCHES[kind]
+    found = anatomy(workload(batch=batch, loss=lambda model, batch: model(tensor(batch)).sum()), 3)
+    assert found.categories["inputs"] == 4 * 3 * 7
+
+
+def test_a_mapping_is_given_by_name():
+    assert anatomy(Workload(lambda: nn.Linear(7, 5), BATCHES["mapping"][0]), 3).categories["inputs"] == 4 * 3 * 7
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": torch.optim.LBFGS}, "must step without a closure.* got LBFGS"),
+        ({"model": lambda: nn.LazyLinear(5)}, "got a lazy module"),
+        ({"batch": lambda size: np.zeros((size, 7), np.float32)}, "got an array of numpy; use torch.from_numpy"),
+        (
+            {
+                "model": lambda: nn.Embedding(9, 7, sparse=True),
+                "batch": lambda size: torch.zeros(size, 5, dtype=torch.long),
+            },
+            "tensors must be dense; got one of layout torch.sparse_coo",
+        ),
+    ],
+)
+def test_what_cannot_be_predicted(change, message):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        anatomy(workload(**change), 4)
+
+
+def test_batch_normalisation_needs_two():
+    model = {"model": lambda: nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7))}
+    with pytest.raises(ValueError, match="got a batch of size 1; give multiple_of=2"):
+        max_batch_size(workload(**model), "1 MB")
+    assert max_batch_size(workload(**model), "1 MB", multiple_of=2).batch_size % 2 == 0
