@@ -73,3 +73,27 @@ def test_what_is_known_is_not_named():
 def test_operators_of_others_are_not_known(custom):
     workload = Workload(lambda: nn.Linear(7, 5), lambda size: torch.randn(size, 7), generate=lambda m, x: custom(m(x)))
     assert anatomy(workload, 3).unknown == ("unheard_of::twice",)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_cuda_are_not_known(layer):
+    """Predictions had the workspace of oneDNN."""
+    workload = Workload(
+        lambda: layer(7, 5),
+        lambda size: torch.randn(11, size, 7),
+        lambda model, x: model(x)[0].sum(),
+        torch.optim.SGD,
+    )
+    cpu, cuda = (anatomy(workload, 3, device=device) for device in ("cpu", "cuda"))
+    assert cpu.unknown == ()
+    assert f"aten::{layer.__name__.lower()}" in [name.removesuffix("_tanh") for name in cuda.unknown]
+    if layer is nn.LSTM:
+        assert cuda.peak_bytes < cpu.peak_bytes
+
+
+def test_rules_of_a_cpu_are_not_those_of_cuda():
+    workload = Workload(lambda: nn.Conv2d(9, 5, 3), lambda size: torch.randn(size, 9, 9, 11))
+    found = anatomy(workload, 3, device="cuda")
+    assert found.unknown == ("aten::convolution",)
+    assert found.peak_bytes == found.categories["weights"] + 4 * 3 * (9 * 9 * 11 + 5 * 7 * 9)
+    assert "autocast: by the lists of a CPU" in str(found)

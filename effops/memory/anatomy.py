@@ -137,6 +137,7 @@ class Anatomy:
         if rows:
             rows.append(["device", format_bytes(self.device_bytes), "tensors and all of these"])
             lines += [f"{name}: {amount}  ({why})" for name, amount, why in rows]
+            lines += [f"{name}: {why}" for name, why in ASSUMPTIONS.items() if name not in self.overheads]
         return "\n".join(lines)
 
     def _operations_table(self) -> str:
@@ -200,13 +201,13 @@ def _predicted(
     workload: Workload, batch_size: int, cuda: bool
 ) -> tuple[Timeline, Mapping[tuple[str, str], int], tuple[str, ...]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(mode)
+    recorder = Recorder(mode, cuda)
     workload = replace(workload, model=functools.partial(_of_one_mode, workload.model, mode))
     with (
         torch.random.fork_rng(),
         without_collector(),
         mode,
-        CudaForms() if cuda else nullcontext(),
+        CudaForms(recorder.unknown) if cuda else nullcontext(),
         recorder,
         generator_states_recorded(),
         _Modules() as modules,

@@ -24,7 +24,10 @@ ASSUMPTIONS = {
     "cuBLAS workspace": "its default, :4096:2:16:8",
     "allocator": "segments that PyTorch's caching allocator reserves, replayed allocation by allocation",
     "context": "kernels and driver; 600 MiB unless `context_bytes` says what the first kernel leaves occupied",
+    "kernels": "of a CPU but for dropout and attention, without the workspaces of oneDNN and of cuDNN",
+    "autocast": "by the lists of a CPU: CUDA's also have softmax, normalisations and sums in float32",
 }
+RECURRENT = torch._VF.gru, torch._VF.lstm, torch._VF.rnn_relu, torch._VF.rnn_tanh
 
 
 @dataclass
@@ -131,11 +134,18 @@ def reserved_bytes(timeline: Timeline) -> int:
 class CudaForms(TorchFunctionMode):
     """Functions in the form that they have on CUDA, which saves other tensors for backward than that on a CPU.
 
-    Dropout keeps booleans, and `scaled_dot_product_attention` never holds all pairs.
+    Dropout keeps booleans, and `scaled_dot_product_attention` never holds all pairs. Recurrent layers, which cuDNN has
+    as a whole, have the form of a CPU and are added to `unknown`.
     """
+
+    def __init__(self, unknown: set[str]) -> None:
+        super().__init__()
+        self.unknown = unknown
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+        if func in RECURRENT:
+            self.unknown.add(f"aten::{func.__name__}")
         if func is torch.nn.functional.dropout:
             return _dropout(*args, **options)
         if func is torch.nn.functional.scaled_dot_product_attention:

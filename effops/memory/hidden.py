@@ -1,8 +1,8 @@
 """What PyTorch's operators allocate on a CPU that fake tensors do not show, as measured with torch 2.13.
 
-`RULES` describe some; `UNKNOWN` are those of which it was measured that they allocate more, and no rule says how much.
-Any other operator allocates what its results take, as far as a prediction knows; `anatomy(..., measure=True)` tells
-where that is wrong.
+`RULES` describe some, of which those `OF_A_CPU` say nothing of a CUDA device; `UNKNOWN` are those of which it was
+measured that they allocate more, and no rule says how much. Any other operator allocates what its results take, as far
+as a prediction knows; `anatomy(..., measure=True)` tells where that is wrong.
 """
 
 from __future__ import annotations
@@ -61,10 +61,18 @@ class Hidden(NamedTuple):
 
 Rule = Callable[[Sequence[Any], Any], Hidden]
 RULES: dict[Any, Rule] = {}
+OF_A_CPU = {
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.mkldnn_rnn_layer.default,
+    aten.mkldnn_rnn_layer_backward.default,
+}
 
 
-def hidden(func: Any, args: Sequence[Any], result: Any) -> Hidden:
-    """Of a call of an operator on fake tensors."""
+def hidden(func: Any, args: Sequence[Any], result: Any, cuda: bool = False) -> Hidden:
+    """Of a call of an operator on fake tensors, which with `cuda` stand for those of a CUDA device."""
+    if cuda and func in OF_A_CPU:
+        return Hidden(known=False)
     if func.namespace == "effops":
         return Hidden(_rehearsed_bytes(func, args))
     rule = RULES.get(func)

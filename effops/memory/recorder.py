@@ -35,9 +35,9 @@ class Recorder(Allocations):
     may allocate more than is recorded.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, cuda: bool = False) -> None:
         super().__init__()
-        self.mode = mode
+        self.mode, self.cuda = mode, cuda
         self.tick = 0
         self.records: list[Allocation] = []
         self.living: dict[weakref.ref[Any], Allocation] = {}
@@ -105,7 +105,7 @@ class Recorder(Allocations):
             return outcome(call.tensors), found, counted
         func, args, kwargs = call.func, call.args, call.kwargs
         result = func(*args, **kwargs)
-        found, counted = hidden(func, args, result), operations(func, args, kwargs, result)
+        found, counted = hidden(func, args, result, self.cuda), operations(func, args, kwargs, result)
         made = call.outcome(result)
         if made is not None:
             self.known[call.key] = made, found, counted
