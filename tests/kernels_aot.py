@@ -95,20 +95,21 @@ def every():
 
 
 def alike(architecture, launch):
-    """What launches have in common of which one is compiled.
+    """What launches have in common of which one is compiled: more than their configuration where architectures differ.
 
-    The NVIDIA architectures differ most in exact products of float32, to which narrower dtypes are converted first, and
-    which hold more than other products; without a product a dtype adds conversions alone. The second map has the
-    products and the tiles of the first.
+    Without a product they differ little. The NVIDIA ones differ most in exact products of float32, which hold more than
+    others; narrower dtypes are converted first. The second map has the products and the tiles of the first.
     """
     if launch.constants.get("phi") is von_mises_fisher.MAP.phi:
-        return architecture, launch.kernel, launch.constants["DTYPE"]
+        return architecture, launch.kernel
     dtype = next(value.dtype for value in launch.args if isinstance(value, torch.Tensor))
     precision = launch.constants.get("PRECISION")
-    if architecture != "gfx942" and (dtype, precision) != (torch.float32, "tf32x3"):
+    if precision is None:
+        architecture = "any"
+    elif architecture != "gfx942" and (dtype, precision) != (torch.float32, "tf32x3"):
         architecture = "sm"
     given = tuple(value is not None for value in launch.args)
-    return architecture, launch.kernel, dtype if precision else None, given, *launch.constants.items()
+    return architecture, launch.kernel, given, *launch.constants.items()
 
 
 def shipped():
