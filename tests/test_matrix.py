@@ -130,8 +130,8 @@ LAYOUTS = ("transposed", "sliced", "expanded")
 @pytest.mark.parametrize("how", LAYOUTS)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_any_strides(op, variant, how, device, generator):
-    if variant == "compile" and NUMBERS[op.name] % 9 != 3 * LAYOUTS.index(how):
-        pytest.skip("compilation takes seconds for each layout: ops take turns")
+    if variant == "compile" and NUMBERS[op.name] != 6 * LAYOUTS.index(how):
+        pytest.skip("compilation takes seconds for each layout: one op")
     for case, args in samples(op, variant, LAYOUTS.index(how), device, generator):
         args = tuple(strided(arg, how) for arg in args)
         plain = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
@@ -165,7 +165,7 @@ def test_every_element_is_written_and_runs_repeat(op, variant, device, generator
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_partial_gradients(op, variant, device, generator):
     """Each subset of the arguments may require gradients; the others get none."""
-    if variant == "compile" and NUMBERS[op.name] % 3:
+    if variant == "compile" and NUMBERS[op.name] % 6:
         pytest.skip("compilation takes seconds for each subset: ops take turns")
     args = op.sample(*op.cases[first_case(op, variant)], dtype=torch.float32, device=device, generator=generator)
     supported(op, variant, args)
@@ -304,8 +304,8 @@ def test_compiled_functions_refuse_transforms(op, device, generator):
 def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, device, generator):
     if interpreted(variant):
         pytest.skip("the interpreter copies tensors")
-    turn = NUMBERS[op.name] % 2 == 1
-    if variant == "compile" and (needs_grad, dtype) != (turn, torch.bfloat16 if turn else torch.float32):
+    turn = NUMBERS[op.name] % 2 == 0
+    if variant == "compile" and (needs_grad, dtype) != (turn, torch.float32 if turn else torch.bfloat16):
         pytest.skip("compilation takes seconds: ops take turns")
     sizes = {name: min(size, 64) for name, size in op.sizes.items()}
     args = op.workload(**sizes, dtype=dtype, device=device, generator=generator)
