@@ -23,7 +23,7 @@ from effops import op as registry
 from effops.jit import needs_inductor
 from effops.op import find_op, ops
 
-OP = find_op(effops.power_spherical_log_prob)
+OP = find_op(effops.broadcast_dot)
 NAIVE = OP.variants["naive"].run
 Doctor = Callable[..., tuple[int, dict[str, Any]]]
 
