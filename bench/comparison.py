@@ -13,7 +13,8 @@ from torch import Tensor
 
 from effops import measure, testing
 from effops.console import Progress
-from effops.op import Cost, Op, format_bytes
+from effops.op import Cost, Op
+from effops.table import format_bytes
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch import nn
 from effops.memory import Anatomy, Workload, anatomy, max_batch_size
 from effops.memory.architectures import ARCHITECTURES, Configuration, workload_parts
 from effops.memory.measured import measured_timeline
-from effops.memory.table import aligned
+from effops.table import aligned
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

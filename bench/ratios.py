@@ -14,9 +14,9 @@ import torch
 
 from effops.binding import BINDINGS
 from effops.measure import Pass, memory, times, without_collector
-from effops.op import format_bytes
 from effops.ops.power_spherical import op
 from effops.precision import without_autocast
+from effops.table import format_bytes
 
 COMPARED = ("chunked", "einsum", "compile", "torchscript")
 

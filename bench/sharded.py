@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from effops.measure import Pass, memory
-from effops.op import find_op, format_bytes
+from effops.op import find_op
+from effops.table import format_bytes
 
 OP = "power_spherical_log_prob"
 ResultT = TypeVar("ResultT")

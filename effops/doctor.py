@@ -20,7 +20,8 @@ from torch import Tensor
 import effops
 from effops.console import Progress
 from effops.measure import available_bytes, device_model, upstream_gradient
-from effops.op import Op, format_bytes, ops
+from effops.op import Op, ops
+from effops.table import format_bytes
 from effops.testing import error_ratio, gradient_error_ratio
 
 REASON_LENGTH = 400

@@ -31,7 +31,7 @@ from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.profiler import ProfilerActivity, record_function
 
-from effops.op import format_bytes
+from effops.table import aligned, format_bytes
 
 CUDA_BLOCK_BYTES = 512
 
@@ -389,9 +389,7 @@ class Profile:
         )
 
     def __str__(self) -> str:
-        lines = [self.columns, *(self.cells(row) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+        return aligned([self.columns, *(self.cells(row) for row in self.rows)], left=0)
 
 
 def format_us(microseconds: float) -> str:

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from effops.broadcast import Shape
 from effops.precision import CPU, without_autocast
+from effops.table import aligned, format_bytes
 
 
 class Call(Protocol):
@@ -332,9 +333,8 @@ class Explanation:
             )
             for name, report in self.variants.items()
         ]
-        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [header, *rows])
-        return "\n".join([f"{self.op}: {self.chosen} (bytes predicted, beyond the inputs)", *lines])
+        title = f"{self.op}: {self.chosen} (bytes predicted, beyond the inputs)"
+        return f"{title}\n{aligned([header, *rows], left=len(header))}"
 
 
 def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None = None, **kwargs: Any) -> Explanation:
@@ -357,12 +357,3 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
             yield name, VariantReport(not reason, reason, *candidate.cost(call))
 
     return Explanation(op.name, chosen.name, MappingProxyType(dict(reports())))
-
-
-def format_bytes(count: float) -> str:
-    """A number of bytes for people: 33554432 -> '32.0 MiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

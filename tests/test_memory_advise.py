@@ -15,7 +15,7 @@ from effops.memory.advise import sharded_peak_bytes
 from effops.memory.operations import CONTRACTION
 from effops.memory.optimizers import AdamW8bit
 from effops.memory.timeline import Allocation, Timeline
-from effops.op import format_bytes
+from effops.table import format_bytes
 
 WIDTH, DEPTH, BATCH, LENGTH = 16, 2, 8, 256
 

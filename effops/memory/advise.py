@@ -16,11 +16,10 @@ from effops.memory.building import built
 from effops.memory.hidden import caution
 from effops.memory.operations import CONTRACTION, UNCOUNTED
 from effops.memory.optimizers import AdamW8bit
-from effops.memory.table import aligned
 from effops.memory.timeline import Timeline
 from effops.memory.workload import Workload
 from effops.nn import MultiheadAttention
-from effops.op import format_bytes
+from effops.table import aligned, format_bytes
 
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 OPTIMIZERS = {

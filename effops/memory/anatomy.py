@@ -27,10 +27,9 @@ from effops.memory.hidden import caution
 from effops.memory.measured import measured_timeline
 from effops.memory.operations import CLASSES
 from effops.memory.recorder import Recorder, generator_states_recorded
-from effops.memory.table import aligned
 from effops.memory.timeline import CATEGORIES, Timeline
 from effops.memory.workload import Step, Workload
-from effops.op import format_bytes
+from effops.table import aligned, format_bytes
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 SHOWN_DIFFERENCES = 8

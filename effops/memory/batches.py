@@ -15,9 +15,8 @@ from effops.memory.anatomy import anatomy
 from effops.memory.cuda import CONTEXT_BYTES
 from effops.memory.hidden import caution
 from effops.memory.measured import measured_timeline
-from effops.memory.table import aligned
 from effops.memory.workload import Step, Workload
-from effops.op import format_bytes
+from effops.table import aligned, format_bytes
 
 PATIENCE = 12
 PROBED_STEPS = 3

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from effops.memory.table import aligned
-from effops.op import format_bytes
+from effops.table import aligned, format_bytes
 
 
 class NVMLUnavailableError(RuntimeError):

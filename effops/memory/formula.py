@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from effops.memory.table import aligned
-from effops.op import format_bytes
+from effops.table import aligned, format_bytes
 
 FORMULAS = ("rough", "detailed")
 STATES_PER_PARAMETER = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}

@@ -11,9 +11,8 @@ from effops.memory.anatomy import anatomy
 from effops.memory.batches import BudgetTooSmallError, max_batch_size, parse_bytes
 from effops.memory.hidden import caution
 from effops.memory.plot import plot_sweep
-from effops.memory.table import aligned
 from effops.memory.workload import Workload
-from effops.op import format_bytes
+from effops.table import aligned, format_bytes
 
 
 @dataclass(frozen=True)

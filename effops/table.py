@@ -1,0 +1,26 @@
+"""Readable tables and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Lines of cells, the first `left` columns to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [cell.ljust(width) for cell, width in zip(row[:left], widths)]
+        cells += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:])]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, rows))
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes for people: 33554432 -> '32.0 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
