@@ -5,10 +5,13 @@ python bench/ratios.py
 
 from __future__ import annotations
 
+import os
 import statistics
 import timeit
 from collections.abc import Callable, Mapping
 from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 
