@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -67,18 +67,17 @@ class Recorder(Allocations):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a third of all calls; the mode below takes its time for it
         phase = self.phases[-1][0]
+        if phase == "optimizer" and func is torch.ops.aten._local_scalar_dense.default:
+            # No tensor of an optimizer depends on values. As a step, or a product of rates, a half divides nothing by 0.
+            return 0.5 if args[0].is_floating_point() else 1
         kwargs = kwargs or {}
-        if func not in LIFTS and _has_real((*args, *kwargs.values())):
-            args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
         if func is torch.ops.aten.add.Tensor and _accumulates(args):
             func = torch.ops.aten.add_.Tensor
         self.operator = func._schema.name
-        try:
-            result, found, (kind, count) = self._run(Call(func, args, kwargs))
-        except DataDependentOutputException:
-            if phase != "optimizer" or func is not torch.ops.aten._local_scalar_dense.default:
-                raise
-            return 1.0 if args[0].is_floating_point() else 1  # on values no tensor of an optimizer depends
+        call = Call(func, args, kwargs, with_values=phase != "optimizer")
+        if call.key is None and func not in LIFTS and _has_real((*args, *kwargs.values())):
+            call = Call(func, *tree_map_only(Tensor, self._fake, (args, kwargs)))
+        result, found, (kind, count) = self._run(call)
         for index, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 if leaf.layout is not torch.strided:
