@@ -68,7 +68,7 @@ class Recorder(Allocations):
             return args[0].fake_device  # a third of all calls; the mode below takes its time for it
         phase = self.phases[-1][0]
         if phase == "optimizer" and func is torch.ops.aten._local_scalar_dense.default:
-            # No tensor of an optimizer depends on values. As a step, or a product of rates, a half divides nothing by 0.
+            # No tensor of an optimizer depends on values. As a step or a product of rates a half divides nothing by 0.
             return 0.5 if args[0].is_floating_point() else 1
         kwargs = kwargs or {}
         if func is torch.ops.aten.add.Tensor and _accumulates(args):
