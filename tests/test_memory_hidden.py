@@ -73,6 +73,7 @@ def test_transposed_convolutions_are_not_known():
     assert anatomy(inference(lambda: nn.ConvTranspose2d(3, 5, 3), 3, 9, 11), 3).unknown == ("aten::convolution",)
 
 
+@avx2
 @pytest.mark.parametrize(("features", "hidden"), [(13, 37), (20, 20), (300, 20), (5, 70)])
 @pytest.mark.parametrize("batch_size", [3, 70])
 def test_lstm_without_gradients(features, hidden, batch_size):
@@ -95,6 +96,25 @@ def test_attention(length, width, dtype):
 
     assert is_right(Workload(model, batch, loss, torch.optim.SGD), 2)
     assert is_right(Workload(model, batch, generate=loss), 2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        functional.gelu,
+        lambda x: functional.max_pool2d(x, 3, 2),
+        lambda x: functional.avg_pool2d(x, 3, 2),
+        lambda x: functional.adaptive_avg_pool2d(x, 5),
+        lambda x: functional.pad(x, (3, 4, 1, 2), mode="reflect"),
+        lambda x: functional.grid_sample(x, torch.zeros(len(x), 9, 7, 2)),
+    ],
+)
+def test_gradients_of_a_sum_are_copied(function):
+    def loss(model, x):
+        return function(model(x)).sum()
+
+    workload = Workload(lambda: nn.Linear(13, 13), lambda size: torch.randn(size, 5, 11, 13), loss, torch.optim.SGD)
+    assert is_right(workload, 7)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -61,10 +61,14 @@ def convolution_backward_bytes(args: Sequence[Any], result: Sequence[Tensor | No
     return copied + max(0, most - inputs - weights - biases)
 
 
+def is_measured_cpu() -> bool:
+    """Whether oneDNN has the layouts here that were measured: they depend on the vector registers."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 def _is_blocked(input: Tensor) -> bool:
     """Whether it was measured how oneDNN lays this out."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return input.dtype is torch.float32 and input.is_contiguous() and capability == "AVX2"
+    return input.dtype is torch.float32 and input.is_contiguous() and is_measured_cpu()
 
 
 def _unfolded_bytes(backend: Any, args: Sequence[Any], output: Tensor) -> int | None:

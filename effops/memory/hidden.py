@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from effops.binding import BINDINGS
 from effops.chunked import few_tiles
-from effops.memory.convolutions import convolution_backward_bytes, convolution_bytes
+from effops.memory.convolutions import convolution_backward_bytes, convolution_bytes, is_measured_cpu
 from effops.predict import Allocations
 
 aten = torch.ops.aten
@@ -162,6 +162,13 @@ def _narrow_bytes(query: Tensor, wide_bytes: int, pairs: int) -> int:
     aten._softmax_backward_data.default,
     aten._log_softmax_backward_data.default,
     aten.native_layer_norm_backward.default,
+    aten.gelu_backward.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten.reflection_pad1d_backward.default,
+    aten.reflection_pad2d_backward.default,
+    aten.grid_sampler_2d_backward.default,
 )
 def _contiguous(args: Sequence[Any], result: Any) -> Hidden:
     """What is not laid out in order is copied, such as the gradient that comes from a sum."""
@@ -228,7 +235,8 @@ def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
         sections = [per_state * width, per_state * hidden_size]
         sections += [batch * _leading(4 * hidden_size), batch * _leading(hidden_size)]
         weights = 4 * ((size + hidden_size) * gates + biases)
-        return Hidden(weights + sum(_pages(4 * count) for count in sections) + ONEDNN_INFERENCE_BYTES)
+        nbytes = weights + sum(_pages(4 * count) for count in sections) + ONEDNN_INFERENCE_BYTES
+        return Hidden(nbytes, known=is_measured_cpu())
     sections = [
         per_step * _leading(4 * hidden_size),
         per_step * _leading(hidden_size),
