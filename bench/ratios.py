@@ -95,15 +95,15 @@ def report_overhead(*args: torch.Tensor) -> None:
         f"the same without gradients, over the body of {chosen.name}",
         {
             "body": body,
-            "after validation": lambda: (op.prepare(*args), body()),
-            "after the choice": lambda: (op.choose(call, None), body()),
-            "autocast switched off": without_autocast_body,
+            "validation, then body": lambda: (op.prepare(*args), body()),
+            "choice, then body": lambda: (op.choose(call, None), body()),
+            "body without autocast": without_autocast_body,
             "with binding": lambda: binding(*plain),
             "with dispatch": lambda: op(*args),
         },
     )
     leaves = tuple(arg.clone().requires_grad_() for arg in args)
-    differentiated = *leaves, call.dtype
+    differentiated, needs = (*leaves, call.dtype), (True,) * len(args)
 
     class Least(torch.autograd.Function):
         """The least that a function with a backward pass of its own can do in Python."""
@@ -127,7 +127,6 @@ def report_overhead(*args: torch.Tensor) -> None:
         },
     )
     out, least = op(*leaves), Least.apply(*differentiated)
-    needs = (True,) * len(args)
     dout = torch.ones_like(out)
     report_differences(
         "the backward pass alone",

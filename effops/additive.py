@@ -10,6 +10,8 @@ costs a product, a sum and a quotient for each coordinate. Products may overflow
 then; the factors may not. A block with values for which they would, or that are not finite, takes
 r = sigmoid(-2 (q + k)), and so does one of a single row or column.
 
+Gradients whose sums overflow are NaN where those of the plain form are infinite.
+
 **Error.** With u the unit roundoff, r is off by about 3 u and a tanh by 6 u, absolute, so that small ones lose digits,
 and no sum can tell more than u sum |weight|.
 """

@@ -108,7 +108,7 @@ class Binding:
             if not requires_grad(tensors):
                 return self.forward(*arguments)
             function = _Native if self.native else _Differentiable
-            # Past `Function.apply`: it looks for transforms again, which is a third of what it does.
+            # Past `Function.apply`: a third of what it does is to look for transforms, as `is_plain` did.
             result = super(torch.autograd.Function, function).apply(*arguments, self.name)  # type: ignore[misc]
         elif _needs_composite():
             result = self.composite(*arguments)

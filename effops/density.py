@@ -20,8 +20,8 @@ from effops.binding import Binding, Gradients, requires_grad
 from effops.broadcast import Plan, Shape, broadcast_plan
 from effops.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
 from effops.op import Cost, Need, Op, on_cuda
-from effops.operands import check_devices, check_operand
-from effops.precision import INPUT_SLACK, arithmetic_dtype, autocast_enabled, promote, wider
+from effops.operands import check_dense, check_devices, check_operand
+from effops.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
 from effops.predict import predict_bytes
 from effops.testing import Bounds
 
@@ -158,7 +158,7 @@ def prepare(density: Density, function: str, loc: Tensor, scale: Tensor | float,
             f"{function}: the last dimension must be at least {density.smallest}; got x {tuple(x.shape)}; "
             "put the coordinates of a point into the last dimension"
         )
-    if loc.device != x.device:
+    if loc.device != x.device:  # costs less than the call
         check_devices(function, loc=loc, x=x)
     common = wider(loc.dtype, x.dtype)
     given, scale = scale, _prepare_scale(density, function, scale, common, x)
@@ -188,14 +188,13 @@ def _prepare_scale(density: Density, function: str, scale: Tensor | float, commo
             got = type(scale).__name__
             raise TypeError(f"{function}: `{name}` must be a tensor or a number; got {got}; use torch.as_tensor")
         return torch.full((1,) * dims, float(scale), dtype=arithmetic_dtype(common), device=x.device)
-    if scale.layout != torch.strided:
-        raise TypeError(f"{function}: `{name}` must be dense; got {scale.layout}; use .to_dense()")
-    if scale.dtype not in INPUT_SLACK:
-        if scale.is_complex() or scale.is_floating_point() or scale.dtype == torch.bool:  # floats are of 8 bits or less
+    check_dense(function, name, scale)
+    if scale.dtype not in FLOATS:
+        if scale.dtype not in INTEGERS:
             raise TypeError(f"{function}: `{name}` must be real; got {scale.dtype}; convert it first")
         scale = scale.to(common)
     if scale.device != x.device:
-        if scale.ndim:
+        if scale.ndim or scale.is_meta:
             check_devices(function, **{name: scale, "x": x})
         scale = scale.to(x.device)
     if scale.ndim < dims:

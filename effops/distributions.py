@@ -19,7 +19,7 @@ from torch.distributions.kl import register_kl
 from torch.types import _size
 
 from effops.ops import normal, power_spherical, von_mises_fisher
-from effops.precision import INPUT_SLACK, arithmetic_dtype, sphere_tolerance
+from effops.precision import FLOATS, arithmetic_dtype, sphere_tolerance
 from effops.special import bessel_ratio, digamma_ratio
 from effops.sphere import random_directions
 
@@ -49,7 +49,7 @@ class _Directional(Distribution):
 
     def __init__(self, loc: Tensor, concentration: Tensor | float, validate_args: bool | None) -> None:
         name = type(self).__name__
-        if not isinstance(loc, Tensor) or loc.dtype not in INPUT_SLACK:
+        if not isinstance(loc, Tensor) or loc.dtype not in FLOATS:
             got = loc.dtype if isinstance(loc, Tensor) else type(loc).__name__
             raise TypeError(f"{name}: `loc` must be a real floating-point tensor; got {got}; convert it first")
         if loc.ndim == 0 or loc.shape[-1] < 2:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.precision import INPUT_SLACK
+from effops.precision import FLOATS
 
 
 def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -> None:
@@ -15,16 +15,23 @@ def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -
     if not isinstance(tensor, Tensor):
         got = type(tensor).__name__
         raise TypeError(f"{function}: `{argument}` must be a tensor; got {got}; use torch.as_tensor")
-    if tensor.dtype not in INPUT_SLACK:
-        names = ", ".join(str(dtype)[len("torch.") :] for dtype in INPUT_SLACK)
+    if tensor.dtype not in FLOATS:
+        names = ", ".join(str(dtype)[len("torch.") :] for dtype in FLOATS)
         raise TypeError(
             f"{function}: `{argument}` must be real floating point; got {tensor.dtype}; convert it to one of {names}"
         )
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{function}: `{argument}` must be dense; got {tensor.layout}; use .to_dense()")
+    check_dense(function, argument, tensor)
     if tensor.ndim < dims:
         least = "a last dimension" if dims == 1 else f"at least {dims} dimensions"
         raise ValueError(f"{function}: `{argument}` must have {least}; got {tensor.ndim}; unsqueeze it")
+
+
+def check_dense(function: str, argument: str, tensor: Tensor) -> None:
+    """Raise if it is sparse or nested."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{function}: `{argument}` must be dense; got {tensor.layout}; use .to_dense()")
+    if tensor.is_nested:
+        raise TypeError(f"{function}: `{argument}` must be dense; got a nested tensor; use .to_padded_tensor()")
 
 
 def check_devices(function: str, **tensors: Tensor) -> None:

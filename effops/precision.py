@@ -13,8 +13,13 @@ from torch.compiler import is_compiling
 # What rounding the coordinates of a unit vector to this dtype does to the sum of their products.
 INPUT_SLACK = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
+FLOATS = tuple(INPUT_SLACK)  # what operands may be
+INTEGERS = frozenset(
+    getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
+)  # that convert to them
+
 CPU = torch.device("cpu")  # to compare with: the type of a device is a string made anew
-_UNCHANGED = nullcontext()
+_UNCHANGED = nullcontext()  # one for all calls
 
 
 def wider(first: torch.dtype, second: torch.dtype) -> torch.dtype:

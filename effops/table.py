@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Lines of cells, the first `left` columns to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
         cells = [cell.ljust(width) for cell, width in zip(row[:left], widths)]
@@ -20,7 +20,8 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
 def format_bytes(count: float) -> str:
     """A number of bytes for people: 33554432 -> '32.0 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        text = f"{count:.{0 if unit == 'B' else 1}f}"
+        if abs(float(text)) < 1024:
+            return f"{text} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"

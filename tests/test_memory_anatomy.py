@@ -421,7 +421,8 @@ class Varied(nn.Module):
         others = [torch.empty(7).set_(other) for other in (torch.rand(7), torch.rand(7))]
         pieces = torch.stack([half.square() for half in halves]).flatten(0, 1)[1:].unbind()
         top, index = mixed.flatten(1).topk(2)
-        parts = *pieces, counted, *starts, *others, resized, top, index.float()
+        opposite = [torch._neg_view(x) + 0 for _ in range(2)]
+        parts = *pieces, *opposite, counted, *starts, *others, resized, top, index.float()
         return sum(part.sum() for part in parts)
 
 

@@ -50,6 +50,33 @@ def test_constructors_may_ask_for_values():
     assert advise(workload(model=Rates, optimizer=torch.optim.Adam), 9).peak_bytes == found.peak_bytes
 
 
+def test_constructors_do_not_change_what_exists():
+    count = torch.zeros(4)
+
+    def model():
+        count.add_(1)
+        return nn.Linear(7, 5)
+
+    anatomy(workload(model=model), 9)
+    assert count.tolist() == [0] * 4
+
+    def asks():
+        return nn.Linear(7, int(count.add_(1).sum().item()))
+
+    with pytest.raises(NotImplementedError, match="must not depend on the values"):
+        anatomy(workload(model=asks), 9)
+
+
+def test_values_of_exchanged_data_are_not_known():
+    def model():
+        width = torch.full((2,), 3)
+        width.data = torch.full((2,), 4)
+        return nn.Linear(7, int(width.sum().item()))
+
+    with pytest.raises(NotImplementedError, match="must not depend on the values"):
+        anatomy(workload(model=model), 9)
+
+
 @pytest.mark.parametrize("name", ["Adafactor", "ASGD", "NAdam", "RAdam", "Rprop"])
 def test_optimizers_may_ask_for_values(name):
     optimizer = getattr(torch.optim, name)

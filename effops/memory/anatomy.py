@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -201,6 +202,7 @@ def _predicted(
 ) -> tuple[Timeline, Mapping[tuple[str, str], int], tuple[str, ...]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(mode, cuda)
+    recorder.enter("setup")
     workload = replace(workload, model=functools.partial(_of_one_mode, workload.model, mode))
     with (
         torch.random.fork_rng(),
@@ -212,7 +214,6 @@ def _predicted(
         _Modules() as modules,
     ):
         try:
-            recorder.enter("setup")
             _check_batch(workload, batch_size)
             step = Step(workload, batch_size, recorder)
             modules.model = step.model
@@ -275,15 +276,16 @@ def _of_one_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Mod
 
 
 class _Modules:
-    """Knows which modules are being called."""
+    """Knows which modules this thread is calling."""
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self.model: nn.Module | None = None
         self.called: list[nn.Module] = []
 
     def __enter__(self) -> _Modules:
         self.handles = (
-            register_module_forward_pre_hook(lambda module, arguments: self.called.append(module)),
+            register_module_forward_pre_hook(lambda module, arguments: self._entered(module)),
             register_module_forward_hook(lambda module, arguments, result: self._left()),
         )
         return self
@@ -292,8 +294,13 @@ class _Modules:
         for handle in self.handles:
             handle.remove()
 
+    def _entered(self, module: nn.Module) -> None:
+        if threading.get_ident() == self.thread:
+            self.called.append(module)
+
     def _left(self) -> None:
-        self.called.pop()
+        if threading.get_ident() == self.thread:
+            self.called.pop()
 
     def where(self) -> str:
         """The innermost module that is being called."""

@@ -52,13 +52,15 @@ class _Values(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known = WeakTensorKeyDictionary()
+        self.known = WeakTensorKeyDictionary()  # the value of a fake tensor, and its storage then
+        self.changed: list[Tensor] = []  # real ones, which only fake tensors in their place were changed of
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         follows = all(self._value(tensor) is not None for tensor in given) if given else func in FACTORIES
-        if not follows or torch.Tag.nondeterministic_seeded in func.tags:
+        changes_real = func._schema.is_mutable and not all(isinstance(tensor, FakeTensor) for tensor in given)
+        if not follows or changes_real or torch.Tag.nondeterministic_seeded in func.tags:
             if func._schema.is_mutable:
                 self._forget(given)
             return func(*args, **kwargs)
@@ -70,15 +72,20 @@ class _Values(TorchDispatchMode):
         result = func(*args, **kwargs)
         for fake, real in zip(tree_leaves(result), tree_leaves(value)):
             if isinstance(real, Tensor) and real.numel() <= LARGEST:
-                self.known[fake] = real
+                self.known[fake] = real, fake.untyped_storage()._cdata
         return result
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        known: Tensor | None = self.known.get(tensor) if isinstance(tensor, FakeTensor) else tensor
-        return known if known is not None and known.numel() <= LARGEST else None
+        if isinstance(tensor, FakeTensor):
+            value, storage = self.known.get(tensor, (None, 0))
+            value = value if tensor.untyped_storage()._cdata == storage else None  # else `.data` was exchanged
+        else:
+            value = None if any(tensor is other for other in self.changed) else tensor
+        return value if value is not None and value.numel() <= LARGEST else None
 
     def _forget(self, changed: list[Tensor]) -> None:
-        """What shares storage with a tensor that was changed by values that are not known."""
+        """What shares storage with a tensor that was changed by values that are not known, or that was real."""
+        self.changed += [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
         storages = {tensor.untyped_storage()._cdata for tensor in changed}
         for tensor in list(self.known):
             if tensor.untyped_storage()._cdata in storages:

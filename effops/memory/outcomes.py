@@ -21,22 +21,19 @@ Outcome = Callable[[Sequence[FakeTensor]], Any]
 class Call:
     """A call of an operator on fake tensors.
 
-    `with_values` tells whether values matter where they are known, as those of constants are.
-
     Attributes:
         tensors: among its arguments
         key: equal for calls alike; None where results may depend on more than layouts and plain values
     """
 
-    def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_values: bool = True) -> None:
-        self.func, self.args, self.kwargs, self.with_values = func, args, kwargs, with_values
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
         self.tensors: list[FakeTensor] = []
         self.key = self._key()
 
     def outcome(self, result: Any) -> Outcome | None:
         """What makes results of the tensors of calls alike, as this one's `result` was made; None if unknown."""
-        again = Call(self.func, self.args, self.kwargs, with_values=self.with_values)
-        if self.key is None or again.key != self.key:  # it may change its arguments
+        if self.key is None or Call(self.func, self.args, self.kwargs).key != self.key:  # it may change its arguments
             return None
         if not isinstance(result, (tuple, list)):
             return self._maker(result)
@@ -61,7 +58,7 @@ class Call:
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                if not self._is_known(value):
+                if not _is_known(value):
                     return False
                 parts.append((*_layout(value), id(value.fake_mode)))
                 self.tensors.append(value)
@@ -75,16 +72,11 @@ class Call:
                 return False
         return True
 
-    def _is_known(self, tensor: FakeTensor) -> bool:
-        """Whether its layout is all that matters of it."""
-        has_value = self.with_values and tensor.constant is not None
-        return not has_value and tensor.layout is torch.strided and not tensor.dtype.is_complex
-
     def _maker(self, result: Any) -> Outcome | None:
         """The same for one of several results: a plain value, an argument, a view of one, or a new tensor."""
         if type(result) in PLAIN:
             return lambda tensors: result
-        if type(result) is not FakeTensor or not self._is_known(result):
+        if type(result) is not FakeTensor or not _is_known(result):
             return None
         same = next((index for index, tensor in enumerate(self.tensors) if tensor is result), None)
         if same is not None:
@@ -106,6 +98,12 @@ class Call:
                 return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
         return new if new(()).untyped_storage().nbytes() == storage.nbytes() else None
+
+
+def _is_known(tensor: FakeTensor) -> bool:
+    """Whether its layout is all that matters of it."""
+    is_plain = tensor.layout is torch.strided and not tensor.dtype.is_complex
+    return is_plain and tensor.constant is None and not (tensor.is_neg() or tensor._is_zerotensor())
 
 
 def _layout(tensor: FakeTensor) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -25,6 +25,7 @@ LIFTS = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
 )  # of new constants, which have values
+ITEM = torch.ops.aten._local_scalar_dense.default
 OWNED = 4, 2  # users of a gradient and of its storage, as an operator is called on one that autograd alone has
 
 
@@ -67,17 +68,24 @@ class Recorder(Allocations):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a third of all calls; the mode below takes its time for it
         phase = self.phases[-1][0]
-        if phase == "optimizer" and func is torch.ops.aten._local_scalar_dense.default:
-            # No tensor of an optimizer depends on values. As a step or a product of rates a half divides nothing by 0.
-            return 0.5 if args[0].is_floating_point() else 1
         kwargs = kwargs or {}
+        changes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        if (func is ITEM or changes) and not kwargs and _are_constants(args):
+            with torch._C._DisableTorchDispatch():
+                value = func(*(arg.constant if isinstance(arg, FakeTensor) else arg for arg in args))
+            return value if func is ITEM else args[0]
         if func is torch.ops.aten.add.Tensor and _accumulates(args):
             func = torch.ops.aten.add_.Tensor
         self.operator = func._schema.name
-        call = Call(func, args, kwargs, with_values=phase != "optimizer")
+        call = Call(func, args, kwargs)
         if call.key is None and func not in LIFTS and _has_real((*args, *kwargs.values())):
             call = Call(func, *tree_map_only(Tensor, self._fake, (args, kwargs)))
-        result, found, (kind, count) = self._run(call)
+        try:
+            result, found, (kind, count) = self._run(call)
+        except DataDependentOutputException:
+            if phase != "optimizer" or func is not ITEM:
+                raise
+            return 1.0 if args[0].is_floating_point() else 1  # few tensors of an optimizer depend on values
         for index, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 if leaf.layout is not torch.strided:
@@ -159,6 +167,16 @@ def generator_states_recorded() -> Iterator[None]:
         yield
     finally:
         torch.get_rng_state, torch.set_rng_state = get, put
+
+
+def _are_constants(args: Sequence[Any]) -> bool:
+    """Whether all tensors among the arguments of an operator have values, the first argument too."""
+    return (
+        bool(args)
+        and type(args[0]) is FakeTensor
+        and args[0].constant is not None
+        and all(arg.constant is not None for arg in args if isinstance(arg, FakeTensor))
+    )
 
 
 def _accumulates(args: Sequence[Any]) -> bool:
