@@ -151,7 +151,7 @@ def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidd
 def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
     """Rows of a block, and pairs in it."""
     length = query.shape[2]
-    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
     return rows, rows * min(512, key.shape[2])
 
 
