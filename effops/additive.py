@@ -137,7 +137,7 @@ class AdditiveScores:
             for pairs, inside in pieces(block, self.piece):
                 ratios = self._ratios(factors, inside, depth)
                 g = weight[inside].unsqueeze(-1)
-                terms = torch.mul(ratios, g, out=self.terms[: ratios.numel()].view(ratios.shape))
+                terms = torch.mul(ratios, g, out=self._room(self.terms, ratios.shape))
                 if self.weight.total is not None:
                     shape = part(self.weight.total, (*pairs, depth)).shape
                     total = g.to(self.arithmetic).sum_to_size(*shape[:-1], 1)
