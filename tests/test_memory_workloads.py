@@ -67,6 +67,19 @@ def test_constructors_do_not_change_what_exists():
         anatomy(workload(model=asks), 9)
 
 
+def test_constants_may_be_changed_by_what_has_no_values():
+    def loss(model, x):
+        place, drawn, known = torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor(1.0)
+        place[torch.arange(1)] = 7.0
+        drawn.uniform_()
+        known.add_(2).mul_(torch.tensor(2.0))
+        assert known.item() == 6
+        return model(x).sum() + place.sum() + drawn.sum()
+
+    found = anatomy(workload(loss=loss), 9, measure=True)
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
+
+
 def test_values_of_exchanged_data_are_not_known():
     def model():
         width = torch.full((2,), 3)

@@ -26,6 +26,7 @@ LIFTS = (
     torch.ops.aten.lift_fresh_copy.default,
 )  # of new constants, which have values
 ITEM = torch.ops.aten._local_scalar_dense.default
+NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
 OWNED = 4, 2  # users of a gradient and of its storage, as an operator is called on one that autograd alone has
 
 
@@ -69,7 +70,7 @@ class Recorder(Allocations):
             return args[0].fake_device  # a third of all calls; the mode below takes its time for it
         phase = self.phases[-1][0]
         kwargs = kwargs or {}
-        changes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        changes = func._schema.is_mutable and not any(tag in func.tags for tag in NOT_BY_VALUE)
         if (func is ITEM or changes) and not kwargs and _are_constants(args):
             with torch._C._DisableTorchDispatch():
                 value = func(*(arg.constant if isinstance(arg, FakeTensor) else arg for arg in args))
@@ -170,12 +171,13 @@ def generator_states_recorded() -> Iterator[None]:
 
 
 def _are_constants(args: Sequence[Any]) -> bool:
-    """Whether all tensors among the arguments of an operator have values, the first argument too."""
+    """Whether all tensors among the arguments of an operator have values, the first argument too; none is in a list."""
     return (
         bool(args)
         and type(args[0]) is FakeTensor
         and args[0].constant is not None
         and all(arg.constant is not None for arg in args if isinstance(arg, FakeTensor))
+        and not any(isinstance(arg, (list, tuple)) for arg in args)
     )
 
 
