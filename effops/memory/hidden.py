@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,20 @@ UNKNOWN = {
     aten.upsample_bilinear2d.default,
 }
 
+PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.addbmm.default,
+    aten.mv.default,
+    aten.addmv.default,
+    aten.dot.default,
+    aten.vdot.default,
+}
+ONEDNN_MULTIPLICATIONS = 16**3  # a product of no more is left to other kernels
+PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys for no fewer queries and keys
+
 
 class Hidden(NamedTuple):
     """What a call of an operator allocates inside.
@@ -80,8 +95,10 @@ def hidden(func: Any, args: Sequence[Any], result: Any, cuda: bool = False) -> H
         return Hidden(_rehearsed_bytes(func, args))
     rule = RULES.get(func)
     if rule is not None:
-        return rule(args, result)
-    return Hidden(known=func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN)
+        found = rule(args, result)
+    else:
+        found = Hidden(known=func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN)
+    return found._replace(known=False) if not cuda and _is_onednn_product(func, args, result) else found
 
 
 def caution(unknown: Iterable[str]) -> str:
@@ -157,6 +174,38 @@ def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
 
 def _narrow_bytes(query: Tensor, wide_bytes: int, pairs: int) -> int:
     return pairs * query.element_size() if query.element_size() < wide_bytes else 0
+
+
+def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
+    """Whether oneDNN multiplies in a narrow dtype here, with memory of PyTorch's allocator.
+
+    It is the scratchpad of each product, and packed keys and values in attention. No rule says how much: oneDNN decides
+    by sizes, threads and instructions of the CPU.
+    """
+    if func in PRODUCTS:
+        left = args[-2]
+        return left.dtype in _onednn_dtypes() and result.numel() * left.shape[-1] > ONEDNN_MULTIPLICATIONS
+    if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        query, key = args[:2]
+        lengths = query.shape[2], key.shape[2]
+        return query.dtype in _onednn_dtypes() and min(lengths) >= PACKED_LENGTHS[query.dtype]
+    if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        query, key = args[1:3]
+        _, pairs = _attention_block(query, key)
+        return query.dtype in _onednn_dtypes() and pairs * query.shape[3] > ONEDNN_MULTIPLICATIONS
+    return False
+
+
+@cache
+def _onednn_dtypes() -> frozenset[torch.dtype]:
+    """Narrow dtypes in which oneDNN computes products on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return frozenset(dtype for dtype, is_supported in supported.items() if is_supported)
 
 
 @rule(
