@@ -16,7 +16,7 @@ from torch import Tensor
 
 from effops import chunked
 from effops.broadcast import Plan, Shape, broadcast_plan
-from effops.operands import check_devices, check_operand
+from effops.operands import check_dense, check_devices, check_operand
 from effops.precision import arithmetic_dtype, autocast_enabled, wider, without_autocast
 from effops.testing import Bounds
 
@@ -255,20 +255,22 @@ def _shapes(tensors: Mapping[str, Tensor]) -> str:
 
 
 @contextmanager
-def rounded_by_autocast(function: str, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """In this context autocast is off; gives the tensors as it would round them, the first of which must be one."""
-    first = tensors[0]
-    check_operand(function, "query", first, dims=2)
-    assert first is not None
-    if autocast_enabled(first.device):
-        dtype = torch.get_autocast_dtype(first.device.type)
+def rounded_by_autocast(function: str, query: Tensor, **others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """In this context autocast is off; gives the tensors as it would round them."""
+    check_operand(function, "query", query, dims=2)
+    for name, tensor in others.items():
+        if isinstance(tensor, Tensor):
+            check_dense(function, name, tensor)
+    tensors: tuple[Any, ...] = (query, *others.values())
+    if autocast_enabled(query.device):
+        dtype = torch.get_autocast_dtype(query.device.type)
         tensors = tuple(
             tensor.to(dtype)
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
             else tensor
             for tensor in tensors
         )
-    with without_autocast(first.device):
+    with without_autocast(query.device):
         yield tensors
 
 
@@ -285,6 +287,8 @@ def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, 
         )
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         check_operand(function, "attn_mask", mask)
+    else:
+        check_dense(function, "attn_mask", mask)
     if _widens(mask.shape, pairs):
         raise ValueError(
             f"{function}: `attn_mask` must broadcast to (queries, keys) = {pairs}; got {tuple(mask.shape)}; "

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from effops.broadcast import Shape
 from effops.op import Op
+from effops.operands import check_dense
 
 
 class Operand(NamedTuple):
@@ -80,6 +81,7 @@ def _dtensors(op: Op, args: Sequence[Any]) -> dict[str, DTensor]:
     found = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
+            check_dense(op.name, name, tensor)
             raise ValueError(
                 f"{op.name}: `{name}` must be a DTensor, as `{first}` is; got a plain tensor; if every process has "
                 f"all of it, give DTensor.from_local({name}, {first}.device_mesh, [Replicate()] * {mesh.ndim})"

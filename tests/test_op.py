@@ -2,10 +2,15 @@
 
 import asyncio
 import dataclasses
+import functools
+import inspect
 import threading
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import effops
 from effops.op import current_variant, find_op, ops
@@ -236,3 +241,138 @@ def test_every_registered_op_is_complete():
     for op in ops().values():
         assert set(op.variants) == set(op.preference)
         assert callable(getattr(effops, op.name))
+
+
+class OwnFunctions(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class OwnDispatch(Tensor):
+    """A tensor that stands for another one."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+class Annotated(Tensor):
+    """A subclass that overrides nothing."""
+
+
+class Unwrapped(Tensor):
+    """A subclass whose results are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class OwnParameter(torch.nn.Parameter):
+    pass
+
+
+OVERRIDING = {
+    "__torch_function__": (lambda tensor: tensor.as_subclass(OwnFunctions), "use .as_subclass(torch.Tensor)"),
+    "__torch_dispatch__": (OwnDispatch, "use the plain tensor that it stands for"),
+}
+HARMLESS = {
+    "subclass": lambda tensor: tensor.as_subclass(Annotated),
+    "unwrapped subclass": lambda tensor: tensor.as_subclass(Unwrapped),
+    "parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
+    "subclass of parameter": lambda tensor: OwnParameter(tensor, requires_grad=False),
+    "buffer": torch.nn.Buffer,
+}
+MASKED = [op for op in ops().values() if "attn_mask" in inspect.signature(op.function).parameters]
+ARGUMENTS = [
+    pytest.param(op, name, id=f"{op.name}-{name}")
+    for op in ops().values()
+    for name in op.core_dims
+    if name in inspect.signature(op.function).parameters
+]
+
+
+def tensors(op, generator, wanted):
+    """The tensor arguments of a call in order, by name; a mask only if it is wanted."""
+    args = op.sample(*next(iter(op.cases.values())), generator=generator)
+    named = dict(zip(op.core_dims, args))
+    if wanted == "attn_mask":
+        shape = named["query"].shape[-2], named["key"].shape[-2]
+        named["attn_mask"] = torch.ones(shape, dtype=torch.bool)
+    return named
+
+
+def refused(op, named, wanted, method, remedy):
+    """Assert that the public function and `explain` refuse the argument, and say what to do."""
+    for call in (op.function, functools.partial(effops.explain, op.function)):
+        with pytest.raises(TypeError) as error:
+            call(*named.values())
+        message = str(error.value)
+        assert message.startswith(f"{op.name}: `{wanted}` must be a plain tensor; got ")
+        assert f"{type(named[wanted]).__qualname__}, which overrides {method}; " in message
+        assert remedy in message
+
+
+@pytest.mark.parametrize("method", OVERRIDING)
+@pytest.mark.parametrize(("op", "wanted"), ARGUMENTS)
+def test_a_subclass_with_a_meaning_of_its_own_is_refused(op, wanted, method, generator):
+    make, remedy = OVERRIDING[method]
+    named = tensors(op, generator, wanted)
+    with_subclass = named | {wanted: make(named[wanted])}
+    for autocast in (False, True):
+        with torch.autocast("cpu", enabled=autocast):
+            refused(op, with_subclass, wanted, method, remedy)
+
+
+@pytest.mark.parametrize("method", OVERRIDING)
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "attn_mask"])
+def test_a_subclass_is_refused_before_heads_are_grouped(wanted, method, generator):
+    make, remedy = OVERRIDING[method]
+    query, key, value = (torch.randn(heads, 5, 4, generator=generator) for heads in (4, 2, 2))
+    named = {"query": query, "key": key, "value": value, "attn_mask": torch.ones(4, 5, 5, dtype=torch.bool)}
+    with pytest.raises(TypeError, match=f"attention: `{wanted}` must be a plain tensor") as error:
+        effops.attention(**named | {wanted: make(named[wanted])}, enable_gqa=True)
+    assert remedy in str(error.value)
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+@pytest.mark.parametrize(("op", "wanted"), ARGUMENTS)
+def test_a_harmless_subclass_is_taken(op, wanted, kind, generator):
+    named = tensors(op, generator, wanted)
+    expected = op.function(*named.values())
+    named[wanted] = HARMLESS[kind](named[wanted])
+    result = op.function(*named.values())
+    torch.testing.assert_close(result.as_subclass(Tensor), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", ops().values(), ids=ops())
+def test_fake_tensors_are_taken(op, generator):
+    named = tensors(op, generator, "attn_mask" if op in MASKED else None)
+    expected = op.function(*named.values())
+    with FakeTensorMode() as mode:
+        result = op.function(*map(mode.from_tensor, named.values()))
+    assert result.shape == expected.shape
+
+
+@pytest.mark.parametrize("op", MASKED, ids=lambda op: op.name)
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_a_causal_bias_is_refused(op, bias, generator):
+    named = tensors(op, generator, "attn_mask")
+    with_bias = named | {"attn_mask": bias(*named["attn_mask"].shape)}
+    refused(op, with_bias, "attn_mask", "__torch_function__", "use is_causal=True for causal_upper_left")
+    refused(op, with_bias, "attn_mask", "__torch_function__", "torch.ones(queries, keys, dtype=torch.bool).tril()")
+
+
+def test_a_refused_subclass_is_named_when_compiled():
+    torch._dynamo.reset()
+    a = torch.ones(3, 4)
+    compiled = torch.compile(effops.broadcast_dot, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="broadcast_dot: `a` must be a plain tensor"):
+        compiled(a.as_subclass(OwnFunctions), a)
+    for kind in ("parameter", "subclass of parameter", "buffer"):
+        assert torch.equal(compiled(HARMLESS[kind](a), a), torch.full((3,), 4.0))

@@ -288,5 +288,5 @@ def additive_attention(
         >>> effops.additive_attention(query, key, value, torch.randn(64)).shape
         torch.Size([2, 20, 80])
     """
-    with rounded_by_autocast(op.name, query, key, value, weight, attn_mask) as operands:
+    with rounded_by_autocast(op.name, query, key=key, value=value, weight=weight, attn_mask=attn_mask) as operands:
         return op(*operands, variant=variant)

@@ -299,7 +299,7 @@ def attention(
         torch.Size([2, 8, 100, 64])
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "variant": variant}
-    with rounded_by_autocast(op.name, query, key, value, attn_mask) as operands:
+    with rounded_by_autocast(op.name, query, key=key, value=value, attn_mask=attn_mask) as operands:
         if not enable_gqa:
             return op(*operands, **options)
         return op(*_grouped(*operands), **options).flatten(-4, -3)

@@ -532,5 +532,5 @@ def log_sparse_attention(
         >>> effops.log_sparse_attention(query, key, value, local=4).shape
         torch.Size([8, 1000, 64])
     """
-    with rounded_by_autocast(NAME, query, key, value) as operands:
+    with rounded_by_autocast(NAME, query, key=key, value=value) as operands:
         return op(*operands, local, restart, scale, variant=variant)
