@@ -11,10 +11,11 @@ import torch
 from peers import PEERS
 from torch import Tensor
 
-from effops import measure, testing
-from effops.console import Progress
-from effops.op import Cost, Op
-from effops.table import format_bytes
+from effops import measure
+from effops.commands.console import Progress
+from effops.dispatch.op import Cost, Op
+from effops.reference import bounds
+from effops.text import format_bytes
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,14 @@ class Reference:
         self.like = args[0]
 
     @cached_property
-    def bounds(self) -> testing.Bounds:
-        bounds: testing.Bounds = self.op.bounds(self.call)
+    def bounds(self) -> bounds.Bounds:
+        bounds: bounds.Bounds = self.op.bounds(self.call)
         return bounds
 
     @cached_property
-    def gradient_bounds(self) -> tuple[testing.Bounds, ...]:
+    def gradient_bounds(self) -> tuple[bounds.Bounds, ...]:
         result = self.like.new_empty(self.bounds.value.shape, dtype=self.call.dtype)
-        bounds: tuple[testing.Bounds, ...] = self.op.gradient_bounds(self.call, measure.upstream_gradient(result))
+        bounds: tuple[bounds.Bounds, ...] = self.op.gradient_bounds(self.call, measure.upstream_gradient(result))
         return bounds
 
 
@@ -267,7 +268,7 @@ def _results_and_error(
     if not workload.backward:
         return (out,), error
     gradients = torch.autograd.grad(out, args, measure.upstream_gradient(out))
-    return gradients, max(error, testing.worst_error_ratio(reference.gradient_bounds, gradients))
+    return gradients, max(error, bounds.worst_error_ratio(reference.gradient_bounds, gradients))
 
 
 def _timed(

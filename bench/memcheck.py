@@ -8,8 +8,8 @@ import sys
 import torch
 
 import effops  # noqa: F401  (registers the ops)
+from effops.dispatch.op import ops
 from effops.measure import tensors, upstream_gradient
-from effops.op import ops
 
 
 def main() -> int:

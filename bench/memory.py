@@ -26,9 +26,9 @@ from report import header
 from torch import nn
 
 from effops.memory import Anatomy, Workload, anatomy, max_batch_size
-from effops.memory.architectures import ARCHITECTURES, Configuration, workload_parts
 from effops.memory.measured import measured_timeline
-from effops.table import aligned
+from effops.memory.models.architectures import ARCHITECTURES, Configuration, workload_parts
+from effops.text import aligned
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

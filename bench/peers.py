@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from effops import power_spherical_log_prob, von_mises_fisher_log_prob
-from effops.special import log_vmf_normaliser
+from effops.numerics.special import log_vmf_normaliser
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 
-from effops.binding import BINDINGS
+from effops.dispatch.custom_op import BINDINGS
 from effops.measure import Pass, memory, times, without_collector
-from effops.ops.power_spherical import op
-from effops.precision import without_autocast
-from effops.table import format_bytes
+from effops.numerics.precision import without_autocast
+from effops.ops.densities.power_spherical import op
+from effops.text import format_bytes
 
 COMPARED = ("chunked", "einsum", "compile", "torchscript")
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from effops.measure import Profile, ProfileRow, device_model, format_us
-from effops.table import format_bytes
+from effops.text import format_bytes
 
 TABLE_WIDTH = 132
 

@@ -19,9 +19,9 @@ from comparison import Row, Workload, compare
 from report import SORT_KEYS, TABLE_WIDTH, header, plot_memory, print_tables, write_json
 
 import effops  # noqa: F401  (registers the ops)
-from effops.console import plain_or_rich_console, shown_progress
+from effops.commands.console import plain_or_rich_console, shown_progress
+from effops.dispatch.op import Op, ops
 from effops.measure import copy_bandwidth_gbps
-from effops.op import Op, ops
 
 DTYPES = {
     "float32": torch.float32,

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from effops.dispatch.op import find_op
 from effops.measure import Pass, memory
-from effops.op import find_op
-from effops.table import format_bytes
+from effops.text import format_bytes
 
 OP = "power_spherical_log_prob"
 ResultT = TypeVar("ResultT")
@@ -110,7 +110,8 @@ class Row:
 def run_processes(count: int, function: Callable[..., ResultT], *args: Any, timeout_s: float = 300) -> list[ResultT]:
     """`function(*args)` in each of `count` processes of a gloo group; the results by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["effops.sharding", "torch.distributed.tensor.debug"])  # once for all processes
+    # Imported once for all processes.
+    context.set_forkserver_preload(["effops.dispatch.sharding", "torch.distributed.tensor.debug"])
     with tempfile.TemporaryDirectory() as folder, context.Pool(count) as pool:
         calls = [(rank, count, f"{folder}/store", function, args, timeout_s) for rank in range(count)]
         return pool.starmap_async(_process, calls, chunksize=1).get(timeout_s)

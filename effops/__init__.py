@@ -1,14 +1,14 @@
 """Memory-efficient operations for PyTorch."""
 
 from effops import distributions, nn
-from effops.op import Explanation, VariantReport, explain, use_variant, variants
-from effops.ops.additive_attention import additive_attention, additive_attention_scores
-from effops.ops.attention import attention, attention_scores, attention_weights
+from effops.dispatch.op import Explanation, VariantReport, explain, use_variant, variants
+from effops.ops.attention.additive import additive_attention, additive_attention_scores
+from effops.ops.attention.dot_product import attention, attention_scores, attention_weights
+from effops.ops.attention.log_sparse import log_sparse_attention
 from effops.ops.broadcast_dot import broadcast_dot
-from effops.ops.log_sparse_attention import log_sparse_attention
-from effops.ops.normal import normal_log_prob, normal_mixture_log_prob
-from effops.ops.power_spherical import power_spherical_log_prob, power_spherical_mixture_log_prob
-from effops.ops.von_mises_fisher import von_mises_fisher_log_prob, von_mises_fisher_mixture_log_prob
+from effops.ops.densities.normal import normal_log_prob, normal_mixture_log_prob
+from effops.ops.densities.power_spherical import power_spherical_log_prob, power_spherical_mixture_log_prob
+from effops.ops.densities.von_mises_fisher import von_mises_fisher_log_prob, von_mises_fisher_mixture_log_prob
 from effops.patch import patch_power_spherical
 
 __version__ = "0.1.0"

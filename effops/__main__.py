@@ -2,6 +2,6 @@
 
 import sys
 
-from effops.cli import main
+from effops.commands.main import main
 
 sys.exit(main())

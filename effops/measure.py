@@ -31,7 +31,7 @@ from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.profiler import ProfilerActivity, record_function
 
-from effops.table import aligned, format_bytes
+from effops.text import aligned, format_bytes
 
 CUDA_BLOCK_BYTES = 512
 

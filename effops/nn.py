@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from effops.ops.additive_attention import additive_attention
-from effops.ops.attention import attention, attention_weights
-from effops.ops.log_sparse_attention import log_sparse_attention
+from effops.ops.attention.additive import additive_attention
+from effops.ops.attention.dot_product import attention, attention_weights
+from effops.ops.attention.log_sparse import log_sparse_attention
 
 KINDS = ("fused", "naive", "additive", "log_sparse")
 

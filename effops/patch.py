@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from effops.ops.power_spherical import power_spherical_log_prob
+from effops.ops.densities.power_spherical import power_spherical_log_prob
 
 _originals: dict[type, Callable[..., Tensor]] = {}  # of the classes that are patched
 

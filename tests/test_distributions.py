@@ -14,7 +14,7 @@ import effops
 from effops import distributions
 from effops.distributions import HypersphericalUniform, Mixture, PowerSpherical, VonMisesFisher, unit_vector
 from effops.measure import Pass, memory
-from effops.ops import power_spherical, von_mises_fisher
+from effops.ops.densities import power_spherical, von_mises_fisher
 
 OPS = {PowerSpherical: power_spherical.op, VonMisesFisher: von_mises_fisher.op}
 DIRECTIONAL = pytest.mark.parametrize("family", [PowerSpherical, VonMisesFisher])

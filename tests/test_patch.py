@@ -26,7 +26,7 @@ def current():
 
 @pytest.fixture
 def call(generator):
-    loc, scale, x = effops.ops.power_spherical.op.workload(M=50, T=40, D=64, generator=generator)
+    loc, scale, x = effops.ops.densities.power_spherical.op.workload(M=50, T=40, D=64, generator=generator)
     return power_spherical.PowerSpherical(loc, scale, validate_args=False), x
 
 

@@ -13,13 +13,13 @@ from torch.optim import SGD, Adafactor, AdamW
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.batches import parse_bytes
 from effops.memory.building import built
-from effops.memory.hidden import caution
-from effops.memory.operations import CONTRACTION, UNCOUNTED
 from effops.memory.optimizers import AdamW8bit
-from effops.memory.timeline import Timeline
 from effops.memory.workload import Workload
 from effops.nn import MultiheadAttention
-from effops.table import aligned, format_bytes
+from effops.prediction.inside import caution
+from effops.prediction.operations import CONTRACTION, UNCOUNTED
+from effops.prediction.timeline import Timeline
+from effops.text import aligned, format_bytes
 
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 OPTIMIZERS = {

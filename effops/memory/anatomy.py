@@ -23,14 +23,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from effops.measure import tensors, without_collector
 from effops.memory.building import built
-from effops.memory.cuda import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
-from effops.memory.hidden import caution
 from effops.memory.measured import measured_timeline
-from effops.memory.operations import CLASSES
-from effops.memory.recorder import Recorder, generator_states_recorded
-from effops.memory.timeline import CATEGORIES, Timeline
 from effops.memory.workload import Step, Workload
-from effops.table import aligned, format_bytes
+from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
+from effops.prediction.inside import caution
+from effops.prediction.operations import CLASSES
+from effops.prediction.recorder import Recorder, generator_states_recorded
+from effops.prediction.timeline import CATEGORIES, Timeline
+from effops.text import aligned, format_bytes
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 SHOWN_DIFFERENCES = 8
@@ -43,8 +43,9 @@ class Anatomy:
     Attributes:
         batch_size: of each forward pass
         timeline: every allocation of the step
-        overheads: on a CUDA device, what it holds beside the tensors, by the names of `effops.memory.cuda.ASSUMPTIONS`
-        operations: how many of each class of `effops.memory.operations` each phase makes; empty if measured
+        overheads: on a CUDA device, what it holds beside the tensors, by the names of
+            `effops.prediction.cuda_forms.ASSUMPTIONS`
+        operations: how many of each class of `effops.prediction.operations` each phase makes; empty if measured
         unknown: operators of the step that may allocate more inside than is known and predicted
         measured: the same step as it ran, if it did
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from effops.measure import available_bytes
 from effops.memory.anatomy import anatomy
-from effops.memory.cuda import CONTEXT_BYTES
-from effops.memory.hidden import caution
 from effops.memory.measured import measured_timeline
 from effops.memory.workload import Step, Workload
-from effops.table import aligned, format_bytes
+from effops.prediction.cuda_forms import CONTEXT_BYTES
+from effops.prediction.inside import caution
+from effops.text import aligned, format_bytes
 
 PATIENCE = 12
 PROBED_STEPS = 3

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from effops.table import aligned, format_bytes
+from effops.text import aligned, format_bytes
 
 
 class NVMLUnavailableError(RuntimeError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from effops.table import aligned, format_bytes
+from effops.text import aligned, format_bytes
 
 FORMULAS = ("rough", "detailed")
 STATES_PER_PARAMETER = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
@@ -39,7 +39,7 @@ class Details:
         d_ff: width inside of the feed-forward networks; None for 4 heads x head_dim
         attention: "naive" keeps the weights of all pairs, once more after dropout; "fused" saves no more than a
             statistic of each query
-        norm: "fused" is `torch.nn.LayerNorm`; "composed" is made of its parts, as in `effops.memory.architectures`
+        norm: "fused" is `torch.nn.LayerNorm`; "composed" is made of its parts, as in `effops.memory.models`
         dropout: whether there is dropout: of weights of attention, hidden features and results of sublayers
         optimizer: sgd, sgd_momentum, adam, adamw, adafactor (as `torch.optim.Adafactor`) or adamw_8bit
         mixed_precision: whether `dtype` is autocast's, beside float32 weights, gradients and optimizer states

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
 from effops.measure import without_collector
-from effops.memory.timeline import Allocation, Timeline
 from effops.memory.workload import Step, Workload
+from effops.prediction.timeline import Allocation, Timeline
 
 MARK = "effops.memory"
 

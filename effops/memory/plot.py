@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effops.memory.anatomy import Anatomy
-from effops.memory.timeline import Timeline
+from effops.prediction.timeline import Timeline
 
 if TYPE_CHECKING:
     from effops.memory.sweep import Sweep

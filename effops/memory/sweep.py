@@ -9,10 +9,10 @@ from typing import Any
 
 from effops.memory.anatomy import anatomy
 from effops.memory.batches import BudgetTooSmallError, max_batch_size, parse_bytes
-from effops.memory.hidden import caution
 from effops.memory.plot import plot_sweep
 from effops.memory.workload import Workload
-from effops.table import aligned, format_bytes
+from effops.prediction.inside import caution
+from effops.text import aligned, format_bytes
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Dot product of every broadcast pair of rows: `(a * b).sum(-1)`, without the products.
 
-It is a score of the form that `effops.dots` computes, with phi(dot) = dot, a scale of 1 and no normaliser.
+It is a score of the form that `effops.blocks.dots` computes, with phi(dot) = dot, a scale of 1 and no normaliser.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from effops import chunked, dots, fused
-from effops.binding import Binding, Gradients
-from effops.broadcast import Plan, Shape, broadcast_plan
-from effops.density import add_forms, predict
-from effops.dots import contract
-from effops.jit import needs_triton
-from effops.op import Cost, Op, on_cuda
-from effops.operands import check_devices, check_operand
-from effops.precision import arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
-from effops.testing import Bounds, exact_dot, normal_sample
+from effops.blocks import dots, tiling
+from effops.blocks.dots import contract
+from effops.blocks.plan import Plan, Shape, broadcast_plan
+from effops.dispatch.arguments import check_devices, check_operand
+from effops.dispatch.custom_op import Binding, Gradients
+from effops.dispatch.jit import needs_triton
+from effops.dispatch.op import Cost, Op, on_cuda
+from effops.numerics.precision import arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
+from effops.ops.densities import triton
+from effops.ops.densities.density import add_forms, predict
+from effops.reference.bounds import Bounds, exact_dot, normal_sample
 
 NAME = "broadcast_dot"
 CORE_DIMS = {"a": 1, "b": 1}
@@ -95,7 +96,7 @@ def einsum(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
 
 
 class Identity:
-    """phi(dot) = dot, for `effops.dots`."""
+    """phi(dot) = dot, for `effops.blocks.dots`."""
 
     def value_(self, dot: Tensor) -> None:
         pass
@@ -128,25 +129,25 @@ def _chunked(a: Tensor, b: Tensor, dtype: torch.dtype, *, rehearsed: bool = Fals
     plan = _plan(a, b)
     if dots.fit_one_block(plan, a, dtype):
         return dots.at_once(Identity(), plan, b, _one(a, dtype), a, dtype, rehearsed=rehearsed)
-    return (chunked.rehearse if rehearsed else chunked.forward)(_scores(a, b, dtype), plan.empty(a, dtype))
+    return (tiling.rehearse if rehearsed else tiling.forward)(_scores(a, b, dtype), plan.empty(a, dtype))
 
 
 def _chunked_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
-    return chunked.backward(_scores(a, b, dtype, scored=False, needs=needs), dout)
+    return tiling.backward(_scores(a, b, dtype, scored=False, needs=needs), dout)
 
 
 def _triton(a: Tensor, b: Tensor, dtype: torch.dtype, *, rehearsed: bool = False) -> Tensor:
     if rehearsed:
-        return fused.rehearse(_plan(a, b), b, _one(a, dtype), a, dtype)
+        return triton.rehearse(_plan(a, b), b, _one(a, dtype), a, dtype)
     from effops.kernels.broadcast_dot import MAP
 
-    return fused.forward(fused.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dtype)
+    return triton.forward(triton.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dtype)
 
 
 def _triton_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
     from effops.kernels.broadcast_dot import MAP
 
-    return fused.backward(fused.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dout, dtype, needs)
+    return triton.backward(triton.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dout, dtype, needs)
 
 
 def _composed(form: Any) -> Any:

@@ -1,0 +1,284 @@
+"""Additive scores of every broadcast pair, block by block on a CPU: values, and products with their derivatives.
+
+    score = sum_d weight_d tanh(q_d + k_d) = sum_d weight_d - 2 sum_d weight_d r_d,    r = 1 / (1 + e^(2q) e^(2k))
+
+    dquery = sum_columns G weight S,    dkey = sum_rows G weight S,    S = 1 - tanh^2 = 4 r (1 - r)
+    dweight = sum G - 2 sum G r
+
+with G the derivatives by the scores. The exponentials of the rows and columns of a block are taken once; a pair then
+costs a product, a sum and a quotient for each coordinate. Products may overflow or vanish, as r = 0 and 1 are right
+then; the factors may not. A block with values for which they would, or that are not finite, takes
+r = sigmoid(-2 (q + k)), and so does one of a single row or column.
+
+Gradients whose sums overflow are NaN where those of the plain form are infinite.
+
+**Error.** With u the unit roundoff, r is off by about 3 u and a tanh by 6 u, absolute, so that small ones lose digits,
+and no sum can tell more than u sum |weight|.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from effops.blocks.operand import Operand, depths, pieces, sizes
+from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.tiling import Block, cut, fit, part, tiles, whole
+from effops.numerics.precision import arithmetic_dtype, unit_roundoff, wider
+
+PAIR_BYTES = 128 * 1024  # of the pairs of a block: 64 x 512 in float32, for callers that reduce it
+PIECE_BYTES = 3 * 2**20  # of what is computed at once: more than a cache of level 2, as less is not worth its calls
+TERM_ERROR = 8  # roundoffs of |weight| that a term of a score may be off
+SLOPE_ERROR = 24  # and of |G weight| a term of a gradient
+EXACT_VALUES = 2**17  # terms that are computed at once in float64
+
+
+class _Weights(NamedTuple):
+    """Of some pairs and coordinates: the weights, their sum, and whether no sum of some of them overflows.
+
+    If pairs share them they have a single axis.
+    """
+
+    values: Tensor
+    total: Tensor
+    is_summable: bool
+
+
+class AdditiveScores:
+    """The scores of one call, as `effops.blocks.tiling.Scores`: of query (rows), key (columns) and weight.
+
+    They have the same last dimension. `needs` says of which of them gradients are wanted, `held` how many values the
+    caller keeps for each row of a block.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor,
+        weight: Tensor,
+        arithmetic: torch.dtype,
+        *,
+        needs: Sequence[bool] = (False, False, False),
+        held: int = 1,
+    ) -> None:
+        self.plan = plan
+        self.arithmetic = arithmetic
+        self.query, self.key, self.weight = (
+            Operand(plan, tensor, axes, arithmetic, wanted, any(needs))
+            for tensor, axes, wanted in zip(
+                (query, key, weight), (plan.batch + plan.rows, plan.batch + plan.columns, plan.order), needs
+            )
+        )
+        self.dimension = query.shape[-1]
+        dimension, itemsize = max(1, self.dimension), arithmetic.itemsize
+        self.extents = cut(plan, dimension, itemsize, copies=1, held=held, pair_bytes=PAIR_BYTES)
+        self.reused = min(math.prod(self.extents.rows), math.prod(self.extents.columns)) > 1  # exponentials are
+        self.limit = -math.log(torch.finfo(arithmetic).smallest_normal) / 2 - 0.1  # beyond, e^(2 q) loses digits
+        self.largest = torch.finfo(arithmetic).max / 8  # of sum |weight|, so that no partial sum overflows
+        all_axes = range(len(plan.order))
+        self.weight_of_pairs = self.weight.varies(all_axes[len(plan.batch) :])
+        self.weight_varies = self.weight.varies(all_axes)
+        values = PIECE_BYTES // arithmetic.itemsize
+        if any(needs) or self.weight_varies:  # there is a second buffer, or a piece of it may be converted
+            values //= 2
+        self.piece = fit(self.extents.pairs, values // self.extents.depth)
+        pairs = math.prod(self.piece)
+
+        def empty(numel: int) -> Tensor:
+            return query.new_empty(numel, dtype=arithmetic)
+
+        self.factors = [
+            empty(self.extents.depth * math.prod(map(min, operand.view.shape, self.extents.pairs)))
+            for operand in (self.query, self.key)
+        ]
+        self.ratios, self.sums = empty(pairs * self.extents.depth), empty(pairs)
+        self.terms = torch.empty_like(self.ratios) if any(needs) else None
+        self.rooms: dict[tuple[int, Shape], Tensor] = {}
+        self.expands = any(
+            size != 1 and self.query.view.shape[axis] == self.key.view.shape[axis] == 1
+            for axis, size in enumerate(self.extents.pairs)
+        )
+        self.one = query.new_ones((), dtype=arithmetic)
+
+    def walk(self) -> Iterator[Block]:
+        """Every block once."""
+        plan, extents = self.plan, self.extents
+        for batch in tiles(whole(plan.sizes(plan.batch)), extents.batch):
+            for columns in tiles(whole(plan.sizes(plan.columns)), extents.columns):
+                for rows in tiles(whole(plan.sizes(plan.rows)), extents.rows):
+                    yield Block(batch, rows, columns)
+
+    def evaluate(self, block: Block, out: Tensor | None) -> None:
+        """Write the scores of a block to `out`, of its shape and the dtype of the arithmetic; nothing without `out`."""
+        if out is None:
+            return
+        out.zero_()
+        for depth in self._depths():
+            factors = self._factors(block, depth)
+            shared = None if self.weight_varies else self._weights(block.pairs, depth)
+            for pairs, inside in pieces(block, self.piece):
+                ratios = self._ratios(factors, inside, depth)
+                out[inside].add_(self._weigh(ratios, shared or self._weights(pairs, depth)))
+
+    def rehearse(self, block: Block, out: Tensor) -> None:
+        """The buffers made at the start are all but a few of the size of the rows or columns of a block."""
+
+    def pull_back(self, block: Block, weight: Tensor) -> None:
+        """Add to the gradients what the derivatives `weight` by the scores of a block contribute."""
+        if self.terms is None:
+            return
+        for depth in self._depths():
+            factors = self._factors(block, depth)
+            for pairs, inside in pieces(block, self.piece):
+                ratios = self._ratios(factors, inside, depth)
+                g = weight[inside].unsqueeze(-1)
+                terms = torch.mul(ratios, g, out=self._room(self.terms, ratios.shape))
+                if self.weight.total is not None:
+                    shape = part(self.weight.total, (*pairs, depth)).shape
+                    total = g.to(self.arithmetic).sum_to_size(*shape[:-1], 1)
+                    self.weight.add(pairs, depth, torch.sub(total, terms.sum_to_size(shape), alpha=2))
+                if self.query.total is None and self.key.total is None:
+                    continue
+                terms.addcmul_(terms, ratios, value=-1)
+                if self.weight_of_pairs:
+                    terms.mul_(self.weight.part(pairs, depth))
+                self.query.add(pairs, depth, terms)
+                self.key.add(pairs, depth, terms)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of query, key and weight, in their shapes and dtypes, once every block has been pulled back."""
+        for operand in (self.query, self.key):
+            if operand.total is not None:
+                operand.total *= 4
+                if not self.weight_of_pairs:
+                    operand.total *= self.weight.view
+        return self.query.gradient(), self.key.gradient(), self.weight.gradient()
+
+    def _depths(self) -> Iterable[slice]:
+        return depths(self.dimension, self.extents.depth) if self.dimension else ()
+
+    def _factors(self, block: Block, depth: slice) -> tuple[bool, Tensor, Tensor]:
+        """Whether r is to be had from products, and e^(2q) and e^(2k) if so, else q and k."""
+        parts = (operand.part(block.pairs, depth) for operand in (self.query, self.key))
+        query, key = (
+            buffer[: values.numel()].view(values.shape).copy_(values)
+            if self.reused or values.dtype != self.arithmetic
+            else values
+            for buffer, values in zip(self.factors, parts)
+        )
+        if not self.reused:
+            return False, query, key
+        extremes = [extreme for operand in (query, key) for extreme in operand.aminmax()]
+        as_product = all(abs(float(extreme)) <= self.limit for extreme in extremes)
+        if as_product:
+            query.mul_(2).exp_()
+            key.mul_(2).exp_()
+        return as_product, query, key
+
+    def _ratios(self, factors: tuple[bool, Tensor, Tensor], inside: Slices, depth: slice) -> Tensor:
+        """r of every pair and coordinate of a piece."""
+        as_product, query, key = factors
+        out = self._room(self.ratios, (*sizes(inside), depth.stop - depth.start))
+        query, key = part(query, inside), part(key, inside)
+        if self.expands:
+            query, key = query.expand(out.shape), key.expand(out.shape)
+        if as_product:
+            return torch.addcmul(self.one, query, key, out=out).reciprocal_()
+        return torch.add(query, key, out=out).mul_(-2).sigmoid_()
+
+    def _weights(self, pairs: Slices, depth: slice) -> _Weights:
+        values = self.weight.part(pairs, depth).to(self.arithmetic)
+        if values.numel() == values.shape[-1]:
+            values = values.reshape(-1).contiguous()  # with strides the terms are added one after the other
+        return _Weights(values, values.sum(-1), bool(torch.linalg.vector_norm(values, 1) <= self.largest))
+
+    def _weigh(self, ratios: Tensor, weights: _Weights) -> Tensor:
+        """sum_d weight (1 - 2 r) of a piece, which is overwritten."""
+        values, total, is_summable = weights
+        sums = self._room(self.sums, ratios.shape[:-1])
+        if not is_summable:  # a sum of infinite weights is not one of their terms
+            return torch.sum(ratios.mul_(-2).add_(1).mul_(values), -1, out=sums)
+        if values.ndim > 1:
+            return torch.sum(ratios.mul_(values), -1, out=sums).mul_(-2).add_(total)
+        torch.addmv(total, ratios.view(-1, len(values)), values, alpha=-2, out=sums.view(-1))
+        return sums
+
+    def _room(self, buffer: Tensor, shape: Shape) -> Tensor:
+        """The start of a buffer, in a shape."""
+        at = id(buffer), shape
+        if at not in self.rooms:
+            self.rooms[at] = buffer[: math.prod(shape)].view(shape)
+        return self.rooms[at]
+
+
+def exact_scores(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores of operands that broadcast, and how far arithmetic in their dtype may be off, in float64.
+
+    (8 + sqrt(D)) u sum_d |weight_d|: the terms are off by 8 u |weight| at most, and so is their sum, but by more where
+    there are many.
+    """
+    units = (TERM_ERROR + math.sqrt(query.shape[-1])) * _roundoff(query, key, weight)
+    shape = torch.broadcast_shapes(query.shape, key.shape, weight.shape)[:-1]
+    value, error = (query.new_empty(shape, dtype=torch.float64) for _ in range(2))
+    for pairs, (q, k, w) in _in_float64(query, key, weight):
+        value[pairs] = (w * torch.tanh(q + k)).sum(-1)
+        error[pairs] = units * w.abs().sum(-1)
+    return value, error
+
+
+def exact_gradients(
+    query: Tensor, key: Tensor, weight: Tensor, dout: Tensor, error: Tensor | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """As `exact_scores`, the gradients of query, key and weight, for a gradient `dout` of the scores.
+
+    A sum of n terms G weight S, or G tanh, is off by (24 + sqrt(n)) u times the sum of |G weight|, or |G|, and by what
+    `error`, how far `dout` may be off, does to it.
+    """
+    tensors = query, key, weight
+    u, values = _roundoff(*tensors), math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+    units = [(SLOPE_ERROR + math.sqrt(values // max(1, tensor.numel()))) * u for tensor in tensors]
+    totals = [[tensor.new_zeros(tensor.shape, dtype=torch.float64) for _ in range(2)] for tensor in tensors]
+    views = [[_with_axes(total, dout.ndim + 1) for total in pair] for pair in totals]
+    for pairs, (q, k, w) in _in_float64(*tensors):
+        tanh = torch.tanh(q + k)
+        slope = w * (1 - tanh * tanh)
+        g = dout[pairs].double().unsqueeze(-1)
+        of_sum, of_weight = (g * slope, (g * w).abs()), (g * tanh, g.abs())
+        for (total, radius), unit, (terms, size) in zip(views, units, (of_sum, of_sum, of_weight)):
+            _add(total, pairs, terms)
+            _add(radius, pairs, size, unit)
+        if error is not None:
+            off = error[pairs].unsqueeze(-1)
+            inherited = slope.abs() * off, tanh.abs() * off
+            for (_, radius), terms in zip(views, (inherited[0], *inherited)):
+                _add(radius, pairs, terms)
+    return [(value, radius) for value, radius in totals]
+
+
+def _add(total: Tensor, pairs: Slices, terms: Tensor, factor: float = 1.0) -> None:
+    """Add the sums of terms along the axes where `total` has size 1."""
+    target = part(total, pairs)
+    shape = tuple(1 if own == 1 else size for own, size in zip(target.shape, terms.shape))
+    target.add_(terms.sum_to_size(shape), alpha=factor)
+
+
+def _roundoff(query: Tensor, key: Tensor, weight: Tensor) -> float:
+    """Of the arithmetic."""
+    return unit_roundoff(arithmetic_dtype(wider(wider(query.dtype, key.dtype), weight.dtype)))
+
+
+def _in_float64(*tensors: Tensor) -> Iterator[tuple[Slices, list[Tensor]]]:
+    """Pieces of all pairs, and the operands there."""
+    *pairs, depth = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    views = [_with_axes(tensor, len(pairs) + 1) for tensor in tensors]
+    for piece in tiles(whole(tuple(pairs)), fit(tuple(pairs), EXACT_VALUES // max(1, depth))):
+        yield piece, [part(view, piece).double() for view in views]
+
+
+def _with_axes(tensor: Tensor, count: int) -> Tensor:
+    return tensor[(None,) * (count - tensor.ndim)]

@@ -1,0 +1,441 @@
+"""Normal log densities of every broadcast pair, block by block on a CPU: values, and products with their derivatives.
+
+    score = -1/2 sum_d ((x - loc) / s)^2 - sum_d log s - D/2 log 2 pi
+
+**Direct form.** Differences, quotients and squares of a piece of a block at a time, in the dtype of the arithmetic.
+Nothing cancels, whatever the values, but every pair costs D operations that stream through the cache.
+
+**Product form.** Where the scale varies along rows or columns only, a block is one product of two factors
+
+    x:           [x^2,       x,        1]               dx     = G @ [loc / s^2] - x (G @ [1 / s^2])
+    loc, scale:  [-1/2 s^-2, s^-2 loc, constant]        dloc   = (G^T @ [x] - loc (G^T @ [1])) / s^2
+                                                        dscale = G^T @ [(x - loc)^2] / s^3 - (G^T @ [1]) / s
+
+with G the derivatives by the scores and (x - loc)^2 expanded likewise; x and loc change places where the scale varies
+along rows, and sum_d x^2 stands for x^2 where the scale has one value for all coordinates. The factors are float64, for
+results of float32, of values less a common centre: that of a few of the block's columns, by the median.
+
+**Error.** With u = 2^-53 and c = `contraction_error`, a score of the product form is off by at most
+
+    E = c u sum_d (x^2 + loc^2) / s^2
+
+and the constant k = -sum_d log s - D/2 log 2 pi of its column shows where that matters: score = k - q/2 with q >= 0, so
+that |k| >= 2 E / t means E <= t max(|score|, q/2), with t = `TOLERANCE`, without a look at the pairs. Where it does not
+hold, pairs with q/2 < E / t are near-duplicates, and are computed directly: alone, or with their block if they are
+many. A float32 result holds no more than 2^-24 of |score|, so that is as right as q itself where q can be seen.
+Gradients of loc and x are off by c u sum |G x| / s^2, which is what moving x by 2^-29 c of itself does: float32 values
+that differ do so by 2^-24 at least, so the sum of |G (x - loc)| / s^2 over pairs that differ outweighs it by 2^29 / c.
+That holds of values less a centre where they are not larger for it: a coordinate of which columns are has none, and
+where rows are, the block adds to the gradients by the direct form.
+The gradient of a scale can lose its (x - loc)^2, but has the terms |G| / s too, against which it is held to
+`TOLERANCE`: else the block adds to the gradients by the direct form. Values that are not finite fail both tests, and
+rows and columns of a product do not mix, so that no row spoils another.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from effops.blocks.operand import Operand, depths, pieces, sizes
+from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, fit, merge, tiles, whole
+from effops.numerics.precision import contraction_error, unit_roundoff
+
+TOLERANCE = 2.0**-22  # relative, of a squared distance: what the direct form in float32 leaves
+PRODUCT_BYTES = 3 * 2**19  # of pairs in a block of the product form: many, as a block costs two dozen calls
+PRODUCT_WIDTH = 1024  # its columns, for a fast matrix product
+NARROW = 8  # with fewer rows or columns the factors cost more than their product saves
+DENSE = 16  # where one pair in so many is a near-duplicate, the whole block is computed directly
+SAMPLE = 8  # columns whose median is the centre of a block
+HALF_LOG_2PI = math.log(2 * math.pi) / 2
+
+
+class Distances:
+    """Scores of normal densities, and the gradients of loc, scale and x, in that order, that `needs` asks for."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        loc: Tensor,
+        scale: Tensor,
+        x: Tensor,
+        arithmetic: torch.dtype,
+        needs: Sequence[bool] = (False, False, False),
+    ) -> None:
+        self.plan = plan
+        self.arithmetic = arithmetic
+        self.loc, self.scale, self.x = (
+            Operand(plan, tensor, axes, arithmetic, wanted, any(needs))
+            for tensor, axes, wanted in zip(
+                (loc, scale, x), (plan.batch + plan.columns, plan.order, plan.batch + plan.rows), needs
+            )
+        )
+        dimension = x.shape[-1]
+        by_rows, by_columns = (self.scale.varies(axes) for axes in _role_axes(plan))
+        as_product = (
+            arithmetic == torch.float32
+            and min(plan.numel(plan.rows), plan.numel(plan.columns)) >= NARROW
+            and plan.numel(plan.order) * dimension * arithmetic.itemsize > BLOCK_BYTES
+            and not (by_rows and by_columns)
+        )
+        if as_product:
+            features = dimension + min(dimension, scale.shape[-1]) + 1
+            self.extents = cut(
+                plan,
+                dimension,
+                torch.float64.itemsize,
+                copies=features / dimension,
+                pair_bytes=PRODUCT_BYTES,
+                width=PRODUCT_WIDTH,
+            )
+        else:
+            self.extents = cut(plan, max(1, dimension), arithmetic.itemsize)
+        self.direct = _Direct(self.extents, self.loc, self.scale, self.x, arithmetic)
+        self.product = _Product(plan, self.extents, self.direct, by_rows) if as_product else None
+
+    def walk(self) -> Iterator[Block]:
+        """Every block once; what is prepared for its columns serves all rows."""
+        batches, rows, columns = (
+            whole(self.plan.sizes(axes)) for axes in (self.plan.batch, self.plan.rows, self.plan.columns)
+        )
+        for batch_tile in tiles(batches, self.extents.batch):
+            for column_tile in tiles(columns, self.extents.columns):
+                for row_tile in tiles(rows, self.extents.rows):
+                    yield Block(batch_tile, row_tile, column_tile)
+                if self.product is not None:
+                    self.product.columns.finish()
+
+    def evaluate(self, block: Block, out: Tensor | None) -> None:
+        """Write the scores of a block to `out`, of its shape and the dtype of the arithmetic; nothing without `out`."""
+        if out is not None and (self.product is None or not self.product.evaluate(block, out)):
+            self.direct.evaluate(block, out)
+
+    def rehearse(self, block: Block, out: Tensor) -> None:
+        """Allocate what `evaluate` does where the product form, if it is taken, leaves nothing to the direct one."""
+        if self.product is None:
+            self.direct.evaluate(block, out)
+        else:
+            self.product.multiply(block)
+
+    def pull_back(self, block: Block, weight: Tensor) -> None:
+        """Add to the gradients what the derivatives `weight` by the scores of a block contribute."""
+        if self.product is not None:
+            self.product.pull_back(block, weight)
+        else:
+            for depth in self.direct.depths():
+                self.direct.pull_back(block, depth, weight)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of loc, scale and x, in their shapes and dtypes, once every block has been pulled back."""
+        return self.loc.gradient(), self.scale.gradient(), self.x.gradient()
+
+
+class _Direct:
+    """The direct form, a piece of a block at a time."""
+
+    def __init__(self, extents: Extents, loc: Operand, scale: Operand, x: Operand, arithmetic: torch.dtype) -> None:
+        self.loc, self.scale, self.x = loc, scale, x
+        self.arithmetic = arithmetic
+        self.dimension = x.view.shape[-1]
+        self.piece = BLOCK_BYTES // arithmetic.itemsize
+        pairs = max(1, self.piece // max(1, self.dimension))
+        rows = fit(extents.rows, math.isqrt(pairs))
+        columns = fit(extents.columns, pairs // math.prod(rows))
+        rows = fit(extents.rows, pairs // math.prod(columns))
+        self.extents = fit(extents.batch, pairs // math.prod(rows + columns)) + rows + columns
+        # One logarithm of a scale serves all pairs of a block that share it.
+        varying = [size != 1 for size in scale.view.shape[:-1]]
+        scales = max(1, BLOCK_BYTES // torch.float64.itemsize // max(1, scale.view.shape[-1]))
+        pieces = iter(fit(tuple(itertools.compress(extents.pairs, varying)), scales))
+        self.constant_extents = tuple(next(pieces) if axis else whole for axis, whole in zip(varying, extents.pairs))
+
+    @functools.cached_property
+    def buffers(self) -> Tensor:
+        """For the pairs of a piece: two, if there are gradients."""
+        return self.x.view.new_empty((1 + self.x.differentiated, self.piece), dtype=self.arithmetic)
+
+    def depths(self) -> Iterator[slice]:
+        return depths(self.dimension, self.piece)
+
+    def evaluate(self, block: Block, out: Tensor) -> None:
+        out.zero_()
+        for depth in self.depths():
+            for pairs, inside in pieces(block, self.constant_extents):
+                out[inside] += _constant(self.scale.part(pairs, depth).double(), depth).to(out.dtype)
+            for pairs, inside in pieces(block, self.extents):
+                out[inside].sub_(self.standardised(pairs, depth).square_().sum(-1), alpha=0.5)
+
+    def evaluate_pairs(self, block: Block, which: tuple[Tensor, ...], out: Tensor) -> None:
+        """Write the scores of single pairs of a block, given by their indices in it, computed in float64."""
+        step = max(1, self.piece // 8 // self.dimension)
+        for some in zip(*(index.split(step) for index in which)):
+            loc, scale, x = (operand.of_pairs(block.pairs, some) for operand in (self.loc, self.scale, self.x))
+            constant = _constant(scale, slice(0, self.dimension))
+            out[some] = constant.sub_(x.sub_(loc).div_(scale).square_().sum(-1), alpha=0.5).to(out.dtype)
+
+    def pull_back(self, block: Block, depth: slice, weight: Tensor) -> None:
+        """Add to the gradients, for the coordinates in `depth`."""
+        for pairs, inside in pieces(block, self.extents):
+            z = self.standardised(pairs, depth)
+            scale = self.scale.part(pairs, depth).to(self.arithmetic)
+            g = weight[inside].unsqueeze(-1)
+            nothing = g == 0  # comes of it, not even of 0 inf
+            if self.loc.total is not None or self.x.total is not None:
+                pull = torch.div(z, scale, out=self.buffers[1, : z.numel()].view(z.shape)).mul_(g)
+                pull.masked_fill_(nothing, 0)
+                self.loc.add(pairs, depth, pull)
+                self.x.add(pairs, depth, pull, sign=-1)
+            if self.scale.total is not None:
+                self.scale.add(pairs, depth, z.square_().sub_(1).div_(scale).mul_(g).masked_fill_(nothing, 0))
+
+    def standardised(self, pairs: Slices, depth: slice) -> Tensor:
+        """(x - loc) / s of every pair of a piece."""
+        loc, scale, x = (operand.part(pairs, depth).to(self.arithmetic) for operand in (self.loc, self.scale, self.x))
+        shape = (*sizes(pairs), x.shape[-1])
+        z = self.buffers[0, : math.prod(shape)].view(shape)
+        return torch.sub(x.expand(shape), loc, out=z).div_(scale)
+
+
+class _Product:
+    """The product form: two factors, those of a block's rows and of its columns."""
+
+    def __init__(self, plan: Plan, extents: Extents, direct: _Direct, by_rows: bool) -> None:
+        self.direct = direct
+        self.dimension = direct.dimension
+        self.depth = extents.depth
+        self.by_rows = by_rows
+        row_axes, column_axes = _role_axes(plan)
+        self.plain: _Plain
+        self.scaled: _Scaled
+        self.rows: _Factor
+        self.columns: _Factor
+        if by_rows:
+            self.rows = self.scaled = _Scaled(direct.x, direct.scale, column_axes, extents)
+            self.columns = self.plain = _Plain(direct.loc, direct.scale, row_axes, extents)
+        else:
+            self.rows = self.plain = _Plain(direct.x, direct.scale, column_axes, extents)
+            self.columns = self.scaled = _Scaled(direct.loc, direct.scale, row_axes, extents)
+        self.pairs = direct.x.view.new_empty(math.prod(extents.pairs), dtype=torch.float64)
+        self.at: tuple[Block, slice] | None = None
+
+    def load(self, block: Block, depth: slice) -> None:
+        """Make the factors for the coordinates in `depth`, unless they are at hand."""
+        if self.at is None or (block.batch, block.columns, depth) != (self.at[0].batch, self.at[0].columns, self.at[1]):
+            self.columns.load(block, depth, None)
+            self.at = None
+        if self.at is None or block.rows != self.at[0].rows:
+            self.rows.load(block, depth, self.columns.centre)
+        self.at = block, depth
+
+    def evaluate(self, block: Block, out: Tensor) -> bool:
+        """Write the scores, or return False where too many are not certain."""
+        matrices, constant, squares = self.multiply(block)
+        rate = _roundoff(self.dimension) / TOLERANCE
+        certain = constant.abs() >= squares.mul_(2 * rate)
+        near: tuple[Tensor, ...] = ()
+        if not certain.all():
+            least = torch.where(certain, math.inf, constant.sub(squares, alpha=0.5))
+            doubtful = (matrices <= least.unsqueeze(2 if self.by_rows else 1)).logical_not_()
+            if int(doubtful.count_nonzero()) * DENSE > doubtful.numel():
+                return False
+            near = doubtful.view(out.shape).nonzero(as_tuple=True)
+        out.copy_(matrices.view(out.shape))
+        if near and near[0].numel():
+            self.direct.evaluate_pairs(block, near, out)
+        return True
+
+    def multiply(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """The scores as matrices, and of each column (or row) its constant and the squares that bound the error."""
+        shape = sizes(block.pairs)
+        matrices = merge(self.pairs[: math.prod(shape)].view(shape), len(block.batch), len(block.rows))
+        for depth in depths(self.dimension, self.depth):
+            self.load(block, depth)
+            terms = torch.addcmul(self.scaled.distance, self.plain.most.sum(-1, keepdim=True), self.scaled.most_weight)
+            if depth.start == 0:
+                matrices.baddbmm_(self.rows.features, self.columns.features.mT, beta=0)
+                constant, squares = self.scaled.constant, terms
+            else:
+                matrices.baddbmm_(self.rows.features, self.columns.features.mT)
+                constant, squares = constant + self.scaled.constant, squares + terms
+        return matrices, constant, squares
+
+    def pull_back(self, block: Block, weight: Tensor) -> None:
+        """Add to the gradients."""
+        weights = self.pairs[: weight.numel()].view(weight.shape).copy_(weight)
+        matrices = merge(weights, len(block.batch), len(block.rows))
+        for depth in depths(self.dimension, self.depth):
+            self.load(block, depth)
+            doubtful = self.direct.scale.total is not None and not self.squares_are_certain()
+            if doubtful or self.rows.strays.any():
+                self.direct.pull_back(block, depth, weight)
+                continue
+            self.rows.accumulate(matrices, self.columns.features)
+            self.rows.finish()
+            self.columns.accumulate(matrices.mT, self.rows.features)
+            if self.depth < self.dimension:
+                self.columns.finish()
+
+    def squares_are_certain(self) -> bool:
+        """Whether ((x - loc) / s)^2 + 1 is right to `TOLERANCE`, in the mean over coordinates that share a scale."""
+        plain, scaled = self.plain, self.scaled
+        squares = plain.most.amax(-1, keepdim=True) * scaled.most_weight + scaled.most_distance
+        return bool((_roundoff(plain.features.shape[1]) * squares <= TOLERANCE * scaled.repeats).all())
+
+
+class _Factor(ABC):
+    """One of the two factors of blocks: features of x or loc, in float64, for every row or column.
+
+    With its axes merged it is (batch, rows or columns, features): first as many squares as the scale has values, then
+    a value for each coordinate, then one.
+    """
+
+    def __init__(self, operand: Operand, scale: Operand, others: range, extents: Extents) -> None:
+        self.operand, self.scale = operand, scale
+        self.others = others
+        self.batch_axes = len(extents.batch)
+        own = [extent for axis, extent in enumerate(extents.pairs) if axis not in others]
+        numel = math.prod(own) * (extents.depth + min(extents.depth, scale.view.shape[-1]) + 1)
+        self.buffer = operand.view.new_empty(numel, dtype=torch.float64)
+        self.sums_buffer = torch.empty_like(self.buffer) if self.is_wanted() else None
+        self.is_pending = False
+        self.strays: Tensor  # which coordinates lose digits in gradients
+        self.shape: Shape = ()
+
+    def load(self, block: Block, depth: slice, centre: Tensor | None) -> None:
+        """Make the features for a block: of values less `centre`, or less the one that is then found among them."""
+        self.block, self.depth = block, depth
+        coordinates = depth.stop - depth.start
+        own = (1 if axis in self.others else size for axis, size in enumerate(sizes(block.pairs)))
+        shape = (*own, min(coordinates, self.scale.view.shape[-1]) + coordinates + 1)
+        if shape != self.shape:  # else the views are at hand
+            self.shape = shape
+            self.parts = self.split(self.unmerged(self.buffer))
+            self.features = self.merge(self.unmerged(self.buffer))
+            self.squares, self.values, self.last = self.split(self.features)
+            self.repeats = coordinates // self.squares.shape[-1]
+            self.last.fill_(1)
+        self.parts[1].copy_(self.operand.part(block.pairs, depth))
+        if centre is None:
+            sample = self.values[:, :: max(1, self.values.shape[1] // SAMPLE)]
+            centre = sample.nanmedian(1, keepdim=True).values.nan_to_num_(0, 0, 0)
+            centre.masked_fill_(_strays(self.values, centre), 0)
+        if self.operand.differentiated:
+            self.strays = _strays(self.values, centre)
+        self.centre = centre
+        self.values -= centre
+        self.complete()
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Make all features of the values."""
+
+    def accumulate(self, weights: Tensor, features: Tensor) -> None:
+        """Add weights @ features, where gradients depend on it, to the sums of what is loaded."""
+        if self.sums_buffer is not None:
+            sums = self.merge(self.unmerged(self.sums_buffer))
+            sums.baddbmm_(weights, features, beta=1 if self.is_pending else 0)
+            self.is_pending = True
+
+    def finish(self) -> None:
+        """Add to the gradients what the sums tell, and start anew."""
+        if self.sums_buffer is not None and self.is_pending:
+            self.pull_back(*self.split(self.unmerged(self.sums_buffer)))
+        self.is_pending = False
+
+    @abstractmethod
+    def pull_back(self, squares: Tensor, values: Tensor, last: Tensor) -> None:
+        """Add to the gradients; the sums may be overwritten."""
+
+    @abstractmethod
+    def is_wanted(self) -> bool:
+        """Whether a gradient that depends on the sums is."""
+
+    def unmerged(self, buffer: Tensor) -> Tensor:
+        return buffer[: math.prod(self.shape)].view(self.shape)
+
+    def merge(self, features: Tensor) -> Tensor:
+        return merge(features, self.batch_axes, len(self.shape) - 1 - self.batch_axes)
+
+    def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        squares = self.shape[-1] - 1 - (self.depth.stop - self.depth.start)
+        return features[..., :squares], features[..., squares:-1], features[..., -1:]
+
+
+class _Plain(_Factor):
+    """[x^2, x, 1], of the operand that the scale does not vary with."""
+
+    def complete(self) -> None:
+        if self.repeats == 1:
+            torch.mul(self.values, self.values, out=self.squares)
+        else:
+            torch.sum(self.values.square(), -1, keepdim=True, out=self.squares)
+        self.most = self.squares.amax(1)
+
+    def pull_back(self, squares: Tensor, values: Tensor, last: Tensor) -> None:
+        self.operand.add(self.block.pairs, self.depth, values.addcmul_(self.parts[1], squares, value=2))
+
+    def is_wanted(self) -> bool:
+        return self.operand.total is not None
+
+
+class _Scaled(_Factor):
+    """[-1/2 s^-2, s^-2 loc, constant], of the other operand and the scale."""
+
+    def complete(self) -> None:
+        self.parts[0].copy_(self.scale.part(self.block.pairs, self.depth))
+        weights = self.squares
+        self.constant = _constant(weights, self.depth)
+        weights.square_().reciprocal_()
+        self.most_weight = weights.amax(-1)
+        weighted = self.values * weights
+        distances = self.values.mul_(weighted)
+        self.distance = distances.sum(-1)
+        self.most_distance = distances.amax(-1) if self.repeats == 1 else self.distance
+        torch.sub(self.constant, self.distance, alpha=0.5, out=self.last[..., 0])
+        self.values.copy_(weighted)
+        weights *= -0.5
+
+    def pull_back(self, squares: Tensor, values: Tensor, last: Tensor) -> None:
+        pairs, depth = self.block.pairs, self.depth
+        scale = self.scale.part(pairs, depth).double()
+        centre = self.centre.view(*self.shape[: self.batch_axes], *[1] * (len(pairs) - self.batch_axes), -1)
+        own = self.operand.part(pairs, depth) - centre
+        moment = torch.addcmul(values, own, last, value=-1)
+        if self.scale.total is not None:
+            expanded = values.add_(moment).mul_(own).sum_to_size(squares.shape)
+            squares = squares.sub_(expanded).div_(scale.square()).sub_(last, alpha=self.repeats)
+            self.scale.add(pairs, depth, squares.div_(scale))
+        self.operand.add(pairs, depth, moment.div_(scale.square()))
+
+    def is_wanted(self) -> bool:
+        return self.operand.total is not None or self.scale.total is not None
+
+
+def _constant(scale: Tensor, depth: slice) -> Tensor:
+    """-sum log s - D/2 log 2 pi over the coordinates in `depth`, of their scales, or of the one for all of them."""
+    repeats = (depth.stop - depth.start) // max(1, scale.shape[-1])
+    return scale.log().add_(HALF_LOG_2PI).sum(-1).mul_(-repeats)
+
+
+def _strays(values: Tensor, centre: Tensor) -> Tensor:
+    """For each coordinate, whether a value less the centre is larger than the value is: digits of it are lost."""
+    least, most = values.aminmax(dim=1, keepdim=True)
+    return torch.where(centre > 0, 2 * least < centre, 2 * most > centre)
+
+
+def _roundoff(terms: int) -> float:
+    """How exact a sum of products in float64 is, relative to the sum of their sizes."""
+    return contraction_error(terms, torch.float64) * unit_roundoff(torch.float64)
+
+
+def _role_axes(plan: Plan) -> tuple[range, range]:
+    """Where rows and columns are among the axes in the order of the plan."""
+    first, inner = len(plan.batch), len(plan.batch) + len(plan.rows)
+    return range(first, inner), range(inner, len(plan.order))

@@ -1,0 +1,357 @@
+"""Scores of the form normaliser(scale) + scale * phi(<x, loc>), block by block, for `effops.blocks.tiling`.
+
+The dot products of a block are one batched matrix product, computed where the scores will stand; `phi` and the
+normaliser are applied while the block is in the cache. Operands that need another dtype or layout for the product are
+copied block by block too. A call whose products alone fit one buffer is computed at once, by a product and a sum:
+cutting it would cost more than computing it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, fit, merge, part, tiles, whole
+from effops.numerics.precision import arithmetic_dtype
+
+SLAB = 65536  # values of the scale whose normaliser is kept for the blocks that share it
+PIECE = 3072  # values of the scale whose normaliser is computed at once, in float64
+
+Function = Callable[[Tensor], Tensor]
+
+
+class DotMap(Protocol):
+    """The small functions that make a score of this form."""
+
+    def value_(self, dot: Tensor) -> None:
+        """Overwrite the dot products of a block with phi."""
+
+    def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
+        """Overwrite `dot` with factor * phi'(dot); write phi(dot) to `value` if it is wanted."""
+
+    def normaliser(self, scale: Tensor) -> Tensor:
+        """The normaliser of a float64 scale."""
+
+    def normaliser_derivative(self, scale: Tensor) -> Tensor:
+        """Its derivative by the scale."""
+
+
+class Operand:
+    """One factor of the products, given block by block as the three-dimensional factor of a batched matrix product."""
+
+    def __init__(self, view: Tensor, batch_axes: int, arithmetic: torch.dtype) -> None:
+        self.view = view
+        self.batch_axes = batch_axes
+        self.arithmetic = arithmetic
+        self.copied = view.dtype != arithmetic or not self._is_matrix_operand()
+        self.buffer: Tensor | None = None
+
+    def _is_matrix_operand(self) -> bool:
+        """Whether blocks are views that BLAS takes: both roles collapse to one axis, and the matrices have one unit
+        stride and do not overlap."""
+        batch = _collapse(self.view, range(self.batch_axes))
+        own = _collapse(self.view, range(self.batch_axes, self.view.ndim - 1))
+        if batch is None or own is None:
+            return False
+        (rows, row_stride), depth, depth_stride = own, self.view.shape[-1], self.view.stride(-1)
+        by_rows = depth_stride == 1 and (rows == 1 or row_stride >= depth)
+        by_depth = row_stride == 1 and (depth == 1 or depth_stride >= rows)
+        return by_rows or by_depth
+
+    def make_buffer(self, extents: Shape) -> None:
+        """For blocks of at most these extents; along an axis of size 1 there is one entry however long the block."""
+        if self.copied:
+            numel = math.prod(map(min, self.view.shape, extents))
+            self.buffer = self.view.new_empty(numel, dtype=self.arithmetic)
+
+    def block(self, axes: Slices) -> Tensor:
+        block = part(self.view, axes)
+        if self.buffer is not None:
+            block = self.buffer[: block.numel()].view(block.shape).copy_(block)
+        return self.merge(block)
+
+    def merge(self, block: Tensor) -> Tensor:
+        return merge(block, self.batch_axes, block.ndim - 1 - self.batch_axes)
+
+
+def _collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
+    """Size and stride of some axes of a view as one axis, if they are one."""
+    size = stride = 1
+    for axis in reversed(axes):
+        if view.shape[axis] != 1:
+            if size == 1:
+                stride = view.stride(axis)
+            elif view.stride(axis) != size * stride:
+                return None
+            size *= view.shape[axis]
+    return size, stride
+
+
+class Products:
+    """The dot products of one call, block by block, and the way back of gradients of them.
+
+    With weights G of the products:    dx = sum_columns G loc,    dloc = sum_rows G x.
+    Along columns where loc does not vary (only a further operand does) the products are computed once. `extents`, if
+    given, are those of the blocks that the caller walks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        loc: Tensor,
+        x: Tensor,
+        arithmetic: torch.dtype,
+        *,
+        extents: Extents | None = None,
+        need_loc: bool = False,
+        need_x: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.arithmetic = arithmetic
+        self.tensors = loc, x
+        self.dimension = x.shape[-1]
+        batch_axes = len(plan.batch)
+        self.left = Operand(plan.view(x, plan.batch + plan.rows, trailing=1), batch_axes, arithmetic)
+        right = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
+        self.right = Operand(right, batch_axes, arithmetic)
+        copies = float(self.left.copied or self.right.copied)
+        self.extents = extents or cut(plan, self.dimension, arithmetic.itemsize, copies=copies)
+        self.left.make_buffer((*self.extents.batch, *self.extents.rows, self.extents.depth))
+        self.right.make_buffer((*self.extents.batch, *self.extents.columns, self.extents.depth))
+        # The dot products of all parts of the depth but the first.
+        self.partial = self.buffer() if self.extents.depth < self.dimension else None
+        self.dloc, self.dx = (
+            operand.view.new_zeros(operand.view.shape, dtype=arithmetic) if need else None
+            for operand, need in ((self.right, need_loc), (self.left, need_x))
+        )
+
+    def buffer(self) -> Tensor:
+        """Room for the distinct products of a block."""
+        return self.left.view.new_empty(math.prod(self.distinct(self.extents.pairs)), dtype=self.arithmetic)
+
+    def distinct(self, shape: Sequence[int]) -> Shape:
+        """Shape of the distinct products of a block of that shape."""
+        inner = len(self.plan.batch) + len(self.plan.rows)
+        varying = self.right.view.shape[len(self.plan.batch) : -1]
+        extents = (1 if size == 1 else extent for size, extent in zip(varying, shape[inner:]))
+        return (*shape[:inner], *extents)
+
+    def evaluate(self, block: Block, out: Tensor, alpha: float = 1.0) -> Tensor:
+        """Overwrite `out` with alpha <x, loc> of a block."""
+        if self.dimension == 0:
+            return out.zero_()
+        matrices = self._merge(out)
+        for depth in self._depths():
+            left = self.left.block((*block.batch, *block.rows, depth))
+            right = self.right.block((*block.batch, *block.columns, depth))
+            if self.partial is None or depth.start == 0:
+                matrices.baddbmm_(left, right.mT, beta=0, alpha=alpha)
+            else:
+                products = torch.bmm(left, right.mT, out=self.partial[: out.numel()].view(matrices.shape))
+                matrices.add_(products, alpha=alpha)
+        return out
+
+    def pull_back(self, block: Block, weights: Tensor, alpha: float = 1.0) -> None:
+        """Add what alpha `weights` of the distinct products of a block contribute to the gradients."""
+        matrices = self._merge(weights)
+        for depth in self._depths():
+            if self.dx is not None:
+                target = self.left.merge(part(self.dx, (*block.batch, *block.rows, depth)))
+                right = self.right.block((*block.batch, *block.columns, depth))
+                target.baddbmm_(matrices, right, alpha=alpha)
+            if self.dloc is not None:
+                target = self.right.merge(part(self.dloc, (*block.batch, *block.columns, depth)))
+                target.baddbmm_(matrices.mT, self.left.block((*block.batch, *block.rows, depth)), alpha=alpha)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those of loc and x."""
+        plan, (loc, x) = self.plan, self.tensors
+        return (
+            None if self.dloc is None else plan.gradient(self.dloc, loc, plan.batch + plan.columns),
+            None if self.dx is None else plan.gradient(self.dx, x, plan.batch + plan.rows),
+        )
+
+    def _depths(self) -> Iterator[slice]:
+        return (slice(i, i + self.extents.depth) for i in range(0, self.dimension, self.extents.depth))
+
+    def _merge(self, block: Tensor) -> Tensor:
+        return merge(block, len(self.plan.batch), len(self.plan.rows))
+
+
+class DotScores:
+    """The scores of one call, as `effops.blocks.tiling.Scores`.
+
+    Args:
+        scored: whether the scores are wanted, besides gradients
+        needs: which gradients of loc, scale and x are wanted: those of the products for G = weight * scale *
+            phi'(<x, loc>), and    dscale = sum weight * (normaliser'(scale) + phi)
+    """
+
+    def __init__(
+        self,
+        dot_map: DotMap,
+        plan: Plan,
+        loc: Tensor,
+        scale: Tensor,
+        x: Tensor,
+        arithmetic: torch.dtype,
+        *,
+        scored: bool = True,
+        needs: Sequence[bool] = (False, False, False),
+    ) -> None:
+        self.map = dot_map
+        self.plan = plan
+        self.arithmetic = arithmetic
+        need_loc, self.need_scale, need_x = needs
+        self.products = Products(plan, loc, x, arithmetic, need_loc=need_loc, need_x=need_x)
+        self.extents = self.products.extents
+        self.scale_operand, self.scale = scale, plan.view(scale, plan.order, expand=False)
+        batch_axes = len(plan.batch)
+        inner = batch_axes + len(plan.rows)
+        self.scale_by_rows = any(size != 1 for size in self.scale.shape[batch_axes:inner])
+        self.repeated = self.products.distinct(self.extents.pairs) != self.extents.pairs
+        # Many small blocks share one computation of their scales' constants.
+        batch = math.prod(self.extents.batch)
+        columns = math.prod(self.extents.columns) if math.prod(self.scale.shape[inner:]) > 1 else 1
+        shared = max(batch, SLAB // max(1, columns))
+        self.slab = self.extents.batch if batch == 1 or self.scale_by_rows else fit(plan.sizes(plan.batch), shared)
+
+        self.scored, self.differentiated = scored, any(needs)
+        if self.differentiated or self.repeated:  # else they are computed where the scores will stand
+            self.dot = self.products.buffer()
+        wants_phi = self.differentiated and (scored or self.need_scale)
+        self.phi = scale.new_empty(math.prod(self.extents.pairs), dtype=arithmetic) if wants_phi else None
+        self.slope: Tensor  # factor * phi' of the block evaluated last
+        self.constants: _Constants  # of the block that `walk` gave last
+        self.dscale = scale.new_zeros(self.scale.shape, dtype=arithmetic) if self.need_scale else None
+
+    def walk(self) -> Iterator[Block]:
+        plan, extents = self.plan, self.extents
+        all_batch, all_rows, all_columns = (whole(plan.sizes(axes)) for axes in (plan.batch, plan.rows, plan.columns))
+        nothing = _Constants(None, None, self.scale)
+        for slab in tiles(all_batch, self.slab):
+            for columns in tiles(all_columns, extents.columns):
+                self.constants = shared = nothing  # those before are freed
+                if not self.scale_by_rows:
+                    shared = self._constants_of((*slab, *all_rows, *columns))
+                for batch in tiles(slab, extents.batch):
+                    inside = tuple(slice(i.start - j.start, i.stop - j.start) for i, j in zip(batch, slab))
+                    for rows in tiles(all_rows, extents.rows):
+                        self.constants = nothing
+                        block = Block(batch, rows, columns)
+                        self.constants = self._constants_of(block.pairs) if self.scale_by_rows else shared.part(inside)
+                        yield block
+
+    def _constants_of(self, block: Slices) -> _Constants:
+        """Functions of a block's scale, computed in float64 a piece at a time and rounded once; and the scale."""
+        scale = part(self.scale, block)
+        factor = scale.to(self.arithmetic, memory_format=torch.contiguous_format).contiguous()
+        return _Constants(
+            _in_pieces(self.map.normaliser, scale, factor) if self.scored else None,
+            _in_pieces(self.map.normaliser_derivative, scale, factor) if self.need_scale else None,
+            factor,
+        )
+
+    def evaluate(self, block: Block, out: Tensor | None) -> None:
+        normaliser, _, factor = self.constants
+        shape = tuple(piece.stop - piece.start for piece in block.pairs)
+        if self.differentiated:
+            dot = self._dots_apart(block, shape)
+            if self.repeated:
+                dot = dot.expand(shape).clone(memory_format=torch.contiguous_format)
+            phi = None if self.phi is None else self.phi[: dot.numel()].view(shape)
+            self.map.derivative_(dot, factor, phi)
+            self.slope = dot
+        elif out is not None:
+            phi = self._dots_apart(block, shape) if self.repeated else self.products.evaluate(block, out)
+            self.map.value_(phi)
+        if out is not None and phi is not None and normaliser is not None:
+            torch.addcmul(normaliser, factor, phi.expand(shape), out=out)
+
+    def rehearse(self, block: Block, out: Tensor) -> None:
+        """`walk` and the buffers made at the start are all: phi works in place."""
+
+    def pull_back(self, block: Block, weight: Tensor) -> None:
+        if not self.differentiated:
+            return
+        slope, normaliser_derivative = self.slope, self.constants.normaliser_derivative
+        if self.dscale is not None and self.phi is not None and normaliser_derivative is not None:
+            total = part(self.dscale, block.pairs)
+            phi = self.phi[: slope.numel()].view(slope.shape)
+            total += phi.add_(normaliser_derivative).mul_(weight).sum_to_size(total.shape)
+        if self.products.dx is not None or self.products.dloc is not None:
+            self.products.pull_back(block, slope.mul_(weight).sum_to_size(self.products.distinct(slope.shape)))
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dloc, dx = self.products.gradients()
+        dscale = None if self.dscale is None else self.plan.gradient(self.dscale, self.scale_operand, self.plan.order)
+        return dloc, dscale, dx
+
+    def _dots_apart(self, block: Block, shape: Sequence[int]) -> Tensor:
+        """The distinct dot products of a block, in the buffer for them."""
+        distinct = self.products.distinct(shape)
+        return self.products.evaluate(block, self.dot[: math.prod(distinct)].view(distinct))
+
+
+class _Constants(NamedTuple):
+    """Functions of the scale of one or several blocks, where they are wanted, and the scale."""
+
+    normaliser: Tensor | None
+    normaliser_derivative: Tensor | None
+    factor: Tensor
+
+    def part(self, block: Slices) -> _Constants:
+        normaliser, derivative, factor = self
+        return _Constants(
+            None if normaliser is None else part(normaliser, block),
+            None if derivative is None else part(derivative, block),
+            part(factor, block),
+        )
+
+
+def _in_pieces(function: Function, scale: Tensor, factor: Tensor) -> Tensor:
+    """`function` of a scale in float64, in pieces, rounded to the dtype of `factor`, which is the scale as well."""
+    if scale.numel() <= PIECE:
+        return function(scale.double()).to(factor.dtype)
+    flat = factor.view(-1)
+    values = torch.empty_like(flat)
+    for i in range(0, flat.numel(), PIECE):
+        values[i : i + PIECE] = function(flat[i : i + PIECE].double())
+    return values.view(scale.shape)
+
+
+def fit_one_block(plan: Plan, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the products of a call with a result in `dtype` fit one buffer."""
+    products = plan.numel(plan.order) * x.shape[-1]
+    return 0 < products * arithmetic_dtype(dtype).itemsize <= BLOCK_BYTES
+
+
+def at_once(
+    dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, rehearsed: bool = False
+) -> Tensor:
+    """The scores of a call that fits one block; allocated, but not computed, if `rehearsed`."""
+    arithmetic = arithmetic_dtype(dtype)
+    factor = scale.to(arithmetic, memory_format=torch.contiguous_format).contiguous()
+    constants = _in_pieces(dot_map.normaliser, scale, factor)
+    dot = (loc.to(arithmetic) * x.to(arithmetic)).sum(-1)
+    if not rehearsed:  # fake tensors have no values to look at
+        dot_map.value_(dot)
+    out = plan.empty(x, dtype)
+    if dtype == arithmetic:
+        return torch.addcmul(constants, factor, dot, out=out)
+    return out.copy_(torch.addcmul(constants, factor, dot))
+
+
+def contract(loc: Tensor, x: Tensor, arithmetic: torch.dtype) -> Tensor:
+    """<x, loc> of every pair by `torch.einsum`; scriptable."""
+    # In parts of 256: summed one after the other, many terms of one sign lose more digits than the budget allows.
+    dot = torch.einsum("...d,...d->...", [loc[..., :256].to(arithmetic), x[..., :256].to(arithmetic)])
+    for i in range(256, x.shape[-1], 256):
+        part = [loc[..., i : i + 256].to(arithmetic), x[..., i : i + 256].to(arithmetic)]
+        dot = dot + torch.einsum("...d,...d->...", part)
+    return dot

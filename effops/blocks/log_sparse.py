@@ -1,0 +1,328 @@
+"""Causal attention over a log-sparse pattern, in blocks that fit the cache: O(L log L) work, and no matrix of pairs.
+
+Row l attends to row l - d for the same few offsets d, whatever l is. Offsets that stand close together, as the small
+ones do, are taken as a diagonal of square blocks: matrix products under a mask, of which most is computed in vain but
+fast. Those that stand alone are taken one by one: row-wise products of the queries and the keys d rows before.
+
+Forward keeps a running maximum and sum of the softmax. Backward computes the probabilities of a block of rows again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from effops.blocks.plan import Shape, Slices
+from effops.blocks.tiling import BLOCK_BYTES, fit, part, tiles, whole
+
+EDGE = 64  # rows of a block of a diagonal
+DENSE = 1 / 8  # of the offsets of a block, from which on a matrix product of all is faster
+TOGETHER = 16  # offsets that stand alone, whose scores forward keeps at a time
+KEPT = 8  # blocks of scores that backward keeps
+
+
+class Pattern(NamedTuple):
+    """Which offsets: (d mod restart) in {0..local-1} or {local-1+2^k}; without `restart` no modulus is taken."""
+
+    local: int
+    restart: int | None
+
+    def offsets(self, length: int) -> list[int]:
+        """The offsets below `length`, ascending."""
+        period = length if self.restart is None else min(self.restart, length)
+        powers = (self.local - 1 + 2**k for k in range(period.bit_length()))
+        base = [*range(min(self.local, period)), *(offset for offset in powers if offset < period)]
+        starts = range(0, length, max(1, period))
+        return [start + offset for start in starts for offset in base if start + offset < length]
+
+    def pairs(self, length: int) -> int:
+        return sum(length - offset for offset in self.offsets(length))
+
+
+def allowed(distance: Tensor, local: int, restart: int | None) -> Tensor:
+    """Whether a query attends to a key `distance` positions before; scriptable."""
+    offset = distance if restart is None else distance % restart
+    beyond = offset - (local - 1)
+    return (distance >= 0) & ((beyond <= 0) | ((beyond & (beyond - 1)) == 0))
+
+
+class Tile(Protocol):
+    """Some offsets of a block of rows: a matrix (rows, columns) for each entry of the batch.
+
+    What has the rows of the block is counted from the block's first row, what has the rows of the call from theirs.
+    """
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the block that have a pair in the tile."""
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        """Dot products of the block's rows `left` with those of `right` at the offsets."""
+
+    def mask_(self, scores: Tensor) -> Tensor:
+        """Set what is no pair to minus infinity."""
+
+    def gather(self, weights: Tensor, right: Tensor, total: Tensor) -> None:
+        """Add to each row of the block in `total` the weighted sum of the rows of `right` at the offsets."""
+
+    def scatter(self, weights: Tensor, left: Tensor, total: Tensor) -> None:
+        """Add each of the block's rows `left`, times its weights, to the rows of `total` at the offsets.
+
+        Along the axes of the batch where `total` has size 1 it is the sum.
+        """
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """Square blocks of pairs, each as far from the main diagonal; fewer rows, and keys, only at the end of a call."""
+
+    rows: slice
+    keys: slice
+    count: int
+    masked: Tensor
+
+    def _split(self, tensor: Tensor) -> Tensor:
+        blocks: Tensor = tensor.unflatten(-2, (self.count, tensor.shape[-2] // self.count))
+        return blocks
+
+    def _right(self, right: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._split(right[..., self.keys, :]).to(dtype)
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        product = self._split(left[..., self.rows, :]) @ self._right(right, left.dtype).mT
+        return product.flatten(-3, -2)
+
+    def mask_(self, scores: Tensor) -> Tensor:
+        blocks = self._split(scores)
+        blocks.masked_fill_(self.masked[: blocks.shape[-2], : blocks.shape[-1]], -math.inf)
+        return scores
+
+    def gather(self, weights: Tensor, right: Tensor, total: Tensor) -> None:
+        product = self._split(weights) @ self._right(right, weights.dtype)
+        total[..., self.rows, :].add_(product.flatten(-3, -2))
+
+    def scatter(self, weights: Tensor, left: Tensor, total: Tensor) -> None:
+        target = total[..., self.keys, :]
+        product = self._split(weights).mT @ self._split(left[..., self.rows, :])
+        target += product.flatten(-3, -2).sum_to_size(target.shape)
+
+
+@dataclass(frozen=True)
+class Shifts:
+    """Offsets taken one by one; `first` is the first row of the block."""
+
+    first: int
+    rows: slice
+    offsets: Sequence[int]
+
+    def _shifted(self) -> Iterator[tuple[int, slice, slice, slice]]:
+        """Of each offset the column, the rows of the tile that have it, those of the block, and their keys."""
+        for column, offset in enumerate(self.offsets):
+            rows = slice(max(self.rows.start, offset - self.first), self.rows.stop)
+            inside = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+            shift = self.first - offset
+            yield column, inside, rows, slice(rows.start + shift, rows.stop + shift)
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        # Each offset's products stand side by side.
+        products = left.new_zeros((*batch, len(self.offsets), self.rows.stop - self.rows.start)).mT
+        for column, inside, rows, keys in self._shifted():
+            product = left[..., rows, :] * right[..., keys, :].to(left.dtype)
+            torch.sum(product, -1, out=products[..., inside, column])
+        return products
+
+    def mask_(self, scores: Tensor) -> Tensor:
+        for column, inside, _, _ in self._shifted():
+            scores[..., : inside.start, column] = -math.inf
+        return scores
+
+    def gather(self, weights: Tensor, right: Tensor, total: Tensor) -> None:
+        for column, inside, rows, keys in self._shifted():
+            total[..., rows, :].addcmul_(weights[..., inside, column, None], right[..., keys, :].to(weights.dtype))
+
+    def scatter(self, weights: Tensor, left: Tensor, total: Tensor) -> None:
+        for column, inside, rows, keys in self._shifted():
+            target = total[..., keys, :]
+            target += (weights[..., inside, column, None] * left[..., rows, :]).sum_to_size(target.shape)
+
+
+class Blocks:
+    """The rows of a call, a block at a time, and the tiles of each.
+
+    Args:
+        tensors: query, key and value, of any strides
+        batch: the shape to which their batch axes broadcast
+        kept: whether the scores of all tiles of a block are kept at once, not those of one
+    """
+
+    def __init__(
+        self, pattern: Pattern, tensors: Sequence[Tensor], batch: Shape, arithmetic: torch.dtype, *, kept: bool
+    ) -> None:
+        self.batch, self.arithmetic = batch, arithmetic
+        self.length = tensors[0].shape[-2]
+        self.device = tensors[0].device
+        limit = BLOCK_BYTES // arithmetic.itemsize
+        width = max(1, *(tensor.shape[-1] for tensor in tensors))
+        self.edge = min(EDGE, max(1, limit // width))
+        offsets = pattern.offsets(self.length)
+        spans = [list(span) for _, span in itertools.groupby(offsets, lambda offset: offset // self.edge)]
+        dense = [span for span in spans if len(span) >= DENSE * self.edge]
+        self.dense = set(itertools.chain(*dense))
+        self.alone = [offset for offset in offsets if offset not in self.dense]
+        # The offsets of a span are those of the lower half of one diagonal of blocks, and the upper half of the next.
+        self.diagonals = sorted({span[0] // self.edge + half for span in dense for half in (0, 1)})
+        columns = len(self.alone) + self.edge * len(self.diagonals) if kept else 0
+        self.rows = max(1, limit // max(width, self.edge, columns // KEPT) // self.edge) * self.edge
+        self.extents = fit(batch, max(1, self.rows // max(1, self.length)))
+        places = torch.arange(self.edge, device=self.device)
+        self.distances = places.unsqueeze(-1) - places + self.edge - 1
+
+    def batches(self) -> Iterator[Slices]:
+        return tiles(whole(self.batch), self.extents)
+
+    def row_blocks(self) -> list[slice]:
+        """Blocks of whole edges, and the few rows that are left."""
+        aligned = self.length // self.edge * self.edge
+        blocks = [slice(start, min(start + self.rows, aligned)) for start in range(0, aligned, self.rows)]
+        return blocks if aligned == self.length else [*blocks, slice(aligned, self.length)]
+
+    def take(self, tensor: Tensor, batch: Slices) -> Tensor:
+        """A view of a block of the batch, with all its axes."""
+        missing = len(self.batch) + 2 - tensor.ndim
+        return part(tensor[(None,) * missing], batch)
+
+    def tiles(self, rows: slice) -> Iterator[Tile]:
+        """The tiles of a block of rows; in the first one every row has a pair: that with itself."""
+        both = self._shifts(rows), self._diagonals(rows)
+        return itertools.chain(*(both if 0 in self.alone[:1] else reversed(both)))
+
+    def _shifts(self, rows: slice) -> Iterator[Tile]:
+        alone = [offset for offset in self.alone if offset < rows.stop]
+        for i in range(0, len(alone), TOGETHER):
+            inside = slice(max(0, alone[i] - rows.start), rows.stop - rows.start)
+            yield Shifts(rows.start, inside, alone[i : i + TOGETHER])
+
+    def _diagonals(self, rows: slice) -> Iterator[Tile]:
+        edge, last = self.edge, -(-rows.stop // self.edge)
+        for shift in self.diagonals:
+            if shift < last:
+                first = max(rows.start // edge, shift)
+                keys = slice((first - shift) * edge, min((last - shift) * edge, self.length))
+                nearest = (shift - 1) * edge + 1
+                missing = [nearest + i not in self.dense for i in range(2 * edge - 1)]
+                masked = torch.tensor(missing, device=self.device)[self.distances]
+                yield Diagonal(slice(first * edge - rows.start, rows.stop - rows.start), keys, last - first, masked)
+
+
+def forward(blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> Tensor:
+    """Fill `out` with the attention of every row."""
+    for batch, rows in itertools.product(blocks.batches(), blocks.row_blocks()):
+        _attend(blocks, batch, rows, query, key, value, scale, out)
+    return out
+
+
+def rehearse(blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> Tensor:
+    """Allocate what `forward` does, for the blocks that have the most offsets. For fake tensors."""
+    for batch, rows in itertools.product(itertools.islice(blocks.batches(), 1), blocks.row_blocks()[-2:]):
+        _attend(blocks, batch, rows, query, key, value, scale, out)
+    return out
+
+
+def _attend(
+    blocks: Blocks, batch: Slices, rows: slice, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor
+) -> None:
+    """Fill a block of `out`, by a softmax that takes one tile after the other."""
+    query, key, value = (blocks.take(tensor, batch) for tensor in (query, key, value))
+    left, target = query[..., rows, :].to(blocks.arithmetic), out[batch][..., rows, :]
+    total = left.new_zeros(target.shape)
+    scored = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    sums = left.new_zeros((*scored, target.shape[-2], 1))
+    highest = torch.full_like(sums, -math.inf)
+    for tile in blocks.tiles(rows):
+        weights = tile.mask_(tile.multiply(left, key).mul_(scale))
+        before, tile_sums = highest[..., tile.rows, :], sums[..., tile.rows, :]
+        after = torch.maximum(before, weights.amax(-1, keepdim=True))
+        shrink = (before - after).exp_()
+        before.copy_(after)
+        tile_sums.mul_(shrink).add_(weights.sub_(after).exp_().sum(-1, keepdim=True))
+        total[..., tile.rows, :].mul_(shrink)
+        tile.gather(weights, value, total)
+    target.copy_(total.div_(sums))
+
+
+def backward(
+    blocks: Blocks, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients that `needs` asks for, in the shapes and dtypes of the tensors.
+
+    With the probabilities P and dP = dout value^T, elementwise in the pairs:
+        dvalue = P^T dout,    dS = scale P (dP - sum_keys P dP),    dquery = dS key,    dkey = dS^T query
+    """
+    tensors = query, key, value
+    totals = [
+        tensor.new_zeros(tensor.shape, dtype=blocks.arithmetic) if need else None
+        for tensor, need in zip(tensors, needs)
+    ]
+    if dout.numel():
+        for batch, rows in itertools.product(blocks.batches(), blocks.row_blocks()):
+            views = [None if total is None else blocks.take(total, batch) for total in totals]
+            operands = [blocks.take(tensor, batch) for tensor in tensors]
+            upstream = dout[batch][..., rows, :].to(blocks.arithmetic)
+            _pull_back(list(blocks.tiles(rows)), rows, upstream, operands, views, scale)
+    return [None if total is None else total.to(tensor.dtype) for total, tensor in zip(totals, tensors)]
+
+
+def _pull_back(
+    block_tiles: Sequence[Tile],
+    rows: slice,
+    upstream: Tensor,
+    operands: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    scale: float,
+) -> None:
+    """Add what a block of rows contributes to the gradients."""
+    (query, key, value), (dquery, dkey, dvalue) = operands, gradients
+    left = query[..., rows, :].to(upstream.dtype)
+    shares = _probabilities(block_tiles, left, key, scale)
+    if dvalue is not None:
+        for tile, share in zip(block_tiles, shares):
+            tile.scatter(share, upstream, dvalue)
+    if dquery is None and dkey is None:
+        return
+    slopes = [tile.multiply(upstream, value) for tile in block_tiles]
+    mean = upstream.new_zeros((*upstream.shape[:-1], 1))
+    for tile, share, slope in zip(block_tiles, shares, slopes):
+        mean[..., tile.rows, :].add_((share * slope).sum(-1, keepdim=True))
+    dleft = left.new_zeros((*shares[0].shape[:-2], *left.shape[-2:]))
+    for tile, share, slope in zip(block_tiles, shares, slopes):
+        weights = slope.sub_(mean[..., tile.rows, :]).mul_(share).mul_(scale).sum_to_size(share.shape)
+        if dkey is not None:
+            tile.scatter(weights, left, dkey)
+        if dquery is not None:
+            tile.gather(weights, key, dleft)
+    if dquery is not None:
+        target = dquery[..., rows, :]
+        target += dleft.sum_to_size(target.shape)
+
+
+def _probabilities(block_tiles: Sequence[Tile], left: Tensor, key: Tensor, scale: float) -> list[Tensor]:
+    """The softmax of a block of rows, by tiles."""
+    scores = [tile.mask_(tile.multiply(left, key).mul_(scale)) for tile in block_tiles]
+    highest = scores[0].amax(-1, keepdim=True)
+    for tile, values in zip(block_tiles[1:], scores[1:]):
+        part_highest = highest[..., tile.rows, :]
+        torch.maximum(part_highest, values.amax(-1, keepdim=True), out=part_highest)
+    sums = torch.zeros_like(highest)
+    for tile, values in zip(block_tiles, scores):
+        values.sub_(highest[..., tile.rows, :]).exp_()
+        sums[..., tile.rows, :].add_(values.sum(-1, keepdim=True))
+    for tile, values in zip(block_tiles, scores):
+        values.div_(sums[..., tile.rows, :])
+    return scores

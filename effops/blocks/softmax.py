@@ -1,0 +1,324 @@
+"""Scores under a mask, their softmax, and its weighted sums, a few rows of pairs at a time.
+
+Rows are the queries and columns the keys: the last axis of the plan is that of the keys, along which only keys vary.
+
+    P = softmax(scores + mask),    out = P value
+
+Row by row the maximum, the sum of the exponentials and what is summed with them are kept while blocks of keys go by.
+Backward does so again, so that nothing but the inputs is saved:
+
+    dP = dout value^T,    dscores = P (dP - sum_keys P dP),    dvalue = P^T dout
+
+Of a row without any key to attend to, weights, result and gradients are 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from effops.blocks.dots import Operand, Products
+from effops.blocks.plan import Plan
+from effops.blocks.tiling import (
+    BLOCK_BYTES,
+    DEPTH,
+    Block,
+    Extents,
+    Scores,
+    absorb,
+    finite,
+    inside,
+    merge,
+    pair_buffer,
+    part,
+    tiles,
+    whole,
+)
+
+HELD = 8  # numbers kept for a row, with temporaries, while its blocks go by
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class ScaledDots:
+    """The scores scale <query, key>, as `Scores`, with gradients of query and key."""
+
+    def __init__(self, products: Products, scale: float) -> None:
+        self.products, self.scale = products, scale
+        self.plan, self.arithmetic, self.extents = products.plan, products.arithmetic, products.extents
+
+    def walk(self) -> Iterator[Block]:
+        return itertools.chain.from_iterable(row_blocks(self.plan, self.extents))
+
+    def evaluate(self, block: Block, out: Tensor | None) -> None:
+        if out is not None:
+            self.products.evaluate(block, out, self.scale)
+
+    def rehearse(self, block: Block, out: Tensor) -> None:
+        """The buffers made at the start are all."""
+
+    def pull_back(self, block: Block, weight: Tensor) -> None:
+        self.products.pull_back(block, weight, self.scale)
+
+    def gradients(self) -> Gradients:
+        dkey, dquery = self.products.gradients()
+        return dquery, dkey
+
+
+class Masked:
+    """Scores under a mask, as `Scores`, with the gradient of an additive mask besides those of theirs.
+
+    Pairs that a boolean mask excludes, and those of a key after the query if `causal`, score -inf and pass no gradient.
+    """
+
+    def __init__(self, scores: Scores, mask: Tensor | None, causal: bool, need_mask: bool = False) -> None:
+        self.scores, self.causal, self.operand = scores, causal, mask
+        self.plan, self.arithmetic, self.extents = scores.plan, scores.arithmetic, scores.extents
+        self.query_axis = self.plan.order.index(len(self.plan.shape) - 2)
+        self.mask = None if mask is None else self.plan.view(mask, self.plan.order, expand=False)
+        self.excludes = mask is not None and mask.dtype == torch.bool
+        self.dmask = (
+            self.mask.new_zeros(self.mask.shape, dtype=self.arithmetic) if need_mask and self.mask is not None else None
+        )
+
+    def walk(self) -> Iterator[Block]:
+        return self.scores.walk()
+
+    def rows(self) -> Iterator[list[Block]]:
+        """For some rows at a time, the blocks of the keys that take part in them."""
+        for blocks in row_blocks(self.plan, self.extents):
+            last = self._queries(blocks[0]).stop if self.causal and blocks else math.inf
+            yield [block for block in blocks if block.pairs[-1].start < last]
+
+    def evaluate(self, block: Block, out: Tensor | None) -> None:
+        self.scores.evaluate(block, out)
+        if out is not None:
+            self._mask_(block, out)
+
+    def rehearse(self, block: Block, out: Tensor) -> None:
+        self.scores.rehearse(block, out)
+        self._mask_(block, out)
+
+    def pull_back(self, block: Block, weight: Tensor) -> None:
+        weight = weight.to(self.arithmetic).contiguous()
+        for excluded in self._excluded(block, weight.device):
+            weight = weight.masked_fill(excluded, 0)
+        if self.dmask is not None:
+            total = part(self.dmask, block.pairs)
+            total += weight.sum_to_size(total.shape)
+        self.scores.pull_back(block, weight)
+
+    def gradients(self) -> Gradients:
+        dmask = None
+        if self.dmask is not None and self.operand is not None:
+            dmask = self.plan.gradient(self.dmask, self.operand, self.plan.order)
+        return *self.scores.gradients(), dmask
+
+    def _mask_(self, block: Block, out: Tensor) -> None:
+        if self.mask is not None and not self.excludes:
+            out += part(self.mask, block.pairs)
+        for excluded in self._excluded(block, out.device):
+            out.masked_fill_(excluded, -math.inf)
+
+    def _excluded(self, block: Block, device: torch.device) -> Iterator[Tensor]:
+        """Which pairs of a block do not take part: tensors that broadcast with it."""
+        if self.mask is not None and self.excludes:
+            yield part(self.mask, block.pairs).logical_not()
+        queries, keys = self._queries(block), block.pairs[-1]
+        if self.causal and keys.stop - 1 > queries.start:
+            query = torch.arange(queries.start, queries.stop, device=device)
+            key = torch.arange(keys.start, keys.stop, device=device)
+            yield key > query.view(-1, *(1,) * (len(block.pairs) - 1 - self.query_axis))
+
+    def _queries(self, block: Block) -> slice:
+        return block.pairs[self.query_axis]
+
+
+class Softmax:
+    """The softmax of scores, of some rows at a time."""
+
+    def __init__(self, scores: Masked, like: Tensor, *, rehearsed: bool = False) -> None:
+        self.scores, self.rehearsed = scores, rehearsed
+        self.evaluate = scores.rehearse if rehearsed else scores.evaluate
+        self.tiles = itertools.islice(scores.rows(), 2 if rehearsed else None)
+        self.buffer = pair_buffer(scores, like)
+        self.shift: Tensor
+        self.total: Tensor
+        self.last: Tensor | None
+
+    def gather(self, blocks: list[Block]) -> Iterator[tuple[Block, Tensor, Tensor]]:
+        """Go through some rows, and find the maximum and the sum of each.
+
+        Gives of each block the terms exp(score - maximum), and what makes sums of earlier terms relative to the same
+        maximum.
+        """
+        self.total = self.row_zeros(blocks)
+        maximum = torch.full_like(self.total, -math.inf)
+        for block in blocks:
+            self.last = inside(self.buffer, block)
+            self.evaluate(block, self.last)
+            yield block, self.last, absorb(self.last, maximum, self.total, -1)
+        self.total.masked_fill_(self.total == 0, 1)
+        self.shift = finite(maximum)
+        if len(blocks) > 1:
+            self.last = None
+
+    def row_zeros(self, blocks: list[Block]) -> Tensor:
+        """A number for each row."""
+        return self.buffer.new_zeros([piece.stop - piece.start for piece in blocks[0].pairs[:-1]]).unsqueeze(-1)
+
+    def weights(self, block: Block) -> Tensor:
+        """Those of a block of the rows gathered last, each block once."""
+        if self.last is not None:
+            return self.last.div_(self.total)
+        value = inside(self.buffer, block)
+        self.evaluate(block, value)
+        return value.sub_(self.shift).exp_().div_(self.total)
+
+    def write(self, block: Block, out: Tensor) -> None:
+        """Write the weights of whole rows, in one pass over their scores."""
+        value = inside(self.buffer, block)
+        self.evaluate(block, value)
+        nowhere = None if self.scores.mask is None else value.amax(-1, keepdim=True) == -math.inf
+        if nowhere is not None and not self.rehearsed and out.device.type == "cpu" and not nowhere.any():
+            nowhere = None
+        if out.dtype == value.dtype:
+            torch.softmax(value, -1, out=out)
+        else:
+            out.copy_(torch.softmax(value, -1, out=value))
+        if nowhere is not None:
+            out.masked_fill_(nowhere, 0)
+
+
+def forward_weights(scores: Masked, out: Tensor, *, rehearsed: bool = False) -> Tensor:
+    """Fill `out`, laid out in the plan's order of axes, with the softmax."""
+    softmax = Softmax(scores, out, rehearsed=rehearsed)
+    ordered = scores.plan.view(out, scores.plan.order)
+    for blocks in softmax.tiles if out.numel() else ():
+        if len(blocks) == 1:
+            softmax.write(blocks[0], ordered[blocks[0].pairs])
+        else:
+            deque(softmax.gather(blocks), maxlen=0)
+            for block in blocks:
+                ordered[block.pairs].copy_(softmax.weights(block))
+        reached = blocks[-1].pairs[-1].stop
+        ordered[blocks[-1].pairs[:-1]][..., reached:].zero_()
+    return out
+
+
+def backward_weights(scores: Masked, dout: Tensor) -> Gradients:
+    """Gradients of the operands, for a gradient of the softmax."""
+    upstream = scores.plan.view(dout, scores.plan.order)
+    buffer = pair_buffer(scores, dout)
+
+    def dweights(block: Block) -> Tensor:
+        return inside(buffer, block).copy_(upstream[block.pairs])
+
+    return _backward(scores, dout, dweights, lambda block, weights: None)
+
+
+def forward_sums(
+    scores: Masked, value: Tensor, dropout: Dropout | None, out: Tensor, *, rehearsed: bool = False
+) -> Tensor:
+    """Fill `out`, laid out in the plan's order of axes, with the sums of `value (*batch, 1, keys, V)`."""
+    plan, extents = scores.plan, scores.extents
+    softmax = Softmax(scores, out, rehearsed=rehearsed)
+    values = Operand(
+        plan.view(value, plan.batch + plan.columns, trailing=1, expand=False), len(plan.batch), scores.arithmetic
+    )
+    depth = _depth(extents, value, scores.arithmetic)
+    values.make_buffer((*extents.batch, *extents.columns, depth))
+    depths = [slice(i, i + depth) for i in range(0, value.shape[-1], depth)]
+    room = softmax.buffer.new_empty(math.prod((*extents.batch, *extents.rows)) * value.shape[-1])
+    ordered = plan.view(out.unsqueeze(-2), plan.order, trailing=1, expand=False)
+    if plan.numel(plan.order) == 0:
+        return out.zero_()
+    for blocks in softmax.tiles:
+        target = ordered[blocks[0].pairs[:-1]].squeeze(-2)
+        sums = room[: target.numel()].view(target.shape).zero_()
+        rows = merge(sums, len(plan.batch), len(plan.rows))
+        for block, terms, factor in softmax.gather(blocks):
+            if dropout is not None:
+                terms = terms * dropout.factor(block, terms)
+            sums.mul_(factor)
+            weights = merge(terms, len(plan.batch), len(plan.rows))
+            for coordinates in depths:
+                part_of_value = values.block((*block.batch, *block.columns, coordinates))
+                rows[..., coordinates].baddbmm_(weights, part_of_value)
+        target.copy_(sums.div_(softmax.total))
+    return out
+
+
+def backward_sums(
+    scores: Masked, value: Tensor, dropout: Dropout | None, dout: Tensor, need_value: bool
+) -> tuple[Gradients, Tensor | None]:
+    """Gradients of the operands of the scores, and of `value`."""
+    extents = replace(scores.extents, depth=_depth(scores.extents, value, scores.arithmetic))
+    products = Products(scores.plan, value, dout.unsqueeze(-2), scores.arithmetic, extents=extents, need_loc=need_value)
+    buffer = pair_buffer(scores, dout)
+
+    def dweights(block: Block) -> Tensor:
+        found = products.evaluate(block, inside(buffer, block))
+        return found if dropout is None else found.mul_(dropout.factor(block, found))
+
+    def pull_back(block: Block, weights: Tensor) -> None:
+        if need_value:
+            products.pull_back(block, weights if dropout is None else weights * dropout.factor(block, weights))
+
+    return _backward(scores, dout, dweights, pull_back), products.gradients()[0]
+
+
+def _depth(extents: Extents, value: Tensor, arithmetic: torch.dtype) -> int:
+    """How many coordinates of a block of values are taken at once: they may have to be copied."""
+    longest = math.prod(extents.batch) * max(math.prod(extents.rows), math.prod(extents.columns))
+    return max(1, min(value.shape[-1], DEPTH, BLOCK_BYTES // arithmetic.itemsize // longest))
+
+
+def _backward(
+    scores: Masked, dout: Tensor, dweights: Callable[[Block], Tensor], pull_back: Callable[[Block, Tensor], None]
+) -> Gradients:
+    """`dweights` makes the gradient of the weights of a block; `pull_back` takes the weights."""
+    softmax = Softmax(scores, dout)
+    for blocks in softmax.tiles if scores.plan.numel(scores.plan.order) else ():
+        mean = softmax.row_zeros(blocks)
+        for block, terms, factor in softmax.gather(blocks):
+            found = dweights(block)
+            mean.mul_(factor).add_((found * terms).sum(-1, keepdim=True))
+        mean /= softmax.total
+        for block in blocks:
+            weights = softmax.weights(block)
+            pull_back(block, weights)
+            if len(blocks) > 1:
+                found = dweights(block)
+            scores.pull_back(block, found.sub_(mean).mul_(weights))
+    return scores.gradients()
+
+
+class Dropout:
+    """Zeroes weights with probability `p` and scales the others, from a seed: the same for a block each time."""
+
+    def __init__(self, plan: Plan, p: float, seed: int, device: torch.device) -> None:
+        self.sizes, self.p, self.seed = plan.sizes(plan.order), p, seed
+        self.generator = torch.Generator(device)
+
+    def factor(self, block: Block, like: Tensor) -> Tensor:
+        first = 0
+        for piece, size in zip(block.pairs, self.sizes):
+            first = first * size + piece.start
+        self.generator.manual_seed((self.seed + first) % 2**63)
+        kept = torch.empty_like(like).bernoulli_(1 - self.p, generator=self.generator)
+        return kept.mul_(1 / (1 - self.p) if self.p < 1 else 0)
+
+
+def row_blocks(plan: Plan, extents: Extents) -> Iterator[list[Block]]:
+    """All blocks, those of some rows at a time."""
+    all_batch, all_rows, all_columns = (whole(plan.sizes(axes)) for axes in (plan.batch, plan.rows, plan.columns))
+    for batch in tiles(all_batch, extents.batch):
+        for rows in tiles(all_rows, extents.rows):
+            yield [Block(batch, rows, columns) for columns in tiles(all_columns, extents.columns)]

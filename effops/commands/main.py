@@ -1,0 +1,67 @@
+"""The `effops` command. Each subcommand imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes between the lines of tables
+    options = argument_parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    return run(options)
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="effops", description="Memory-efficient operations for PyTorch.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    what = "what this machine can run: versions, devices, the variants of every op, each checked against float64"
+    doctor_parser = commands.add_parser("doctor", help=what, description=f"Tell {what}. Exit code 1 if a check fails.")
+    doctor_parser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
+    doctor_parser.set_defaults(run=doctor)
+    what = "the memory of a training step: where it goes, the largest batch that fits, and what would help"
+    commands.add_parser("memory", help=what, description=f"Tell {what}, without running it.", fill=memory_commands)
+    return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that `fill` gives its arguments when it is first used."""
+
+    def __init__(self, *args: Any, fill: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.fill = fill
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        if self.fill is not None:
+            self.fill(self)
+            self.fill = None
+        return super().parse_known_args(*args, **options)
+
+
+def memory_commands(parser: argparse.ArgumentParser) -> None:
+    from effops.commands.memory import add_commands
+
+    add_commands(parser)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what this machine can run; returns 1 if a self-check fails, 2 if the JSON file cannot be written."""
+    from effops.commands.console import shown_progress, shown_result
+    from effops.commands.doctor import diagnose, json_text, print_report
+
+    with shown_progress() as progress:
+        report = diagnose(progress)
+    code = int(not report.passes)
+    try:
+        shown_result(options.json, json_text(report), lambda console: print_report(report, console))
+    except OSError as error:
+        print(f"effops doctor: {error}", file=sys.stderr)
+        code = 2
+    for failure in report.failures():
+        print(f"failed: {failure}", file=sys.stderr)
+    return code

@@ -1,0 +1,88 @@
+"""What every op asks of its tensor arguments, with errors that name the function, the argument and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _disabled_torch_function_impl
+from torch.nn import Parameter
+
+from effops.numerics.precision import FLOATS
+
+# By name, as their modules take long to import. The last one is sharded; the others are taken for plain tensors.
+_KNOWN_SUBCLASSES = frozenset(
+    {
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.functional_tensor.FunctionalTensor",
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+        "torch.distributed.tensor.DTensor",
+    }
+)
+
+
+def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -> None:
+    """Raise unless it is a dense floating-point tensor with at least `dims` dimensions."""
+    if not isinstance(tensor, Tensor):
+        got = type(tensor).__name__
+        raise TypeError(f"{function}: `{argument}` must be a tensor; got {got}; use torch.as_tensor")
+    if tensor.dtype not in FLOATS:
+        names = ", ".join(str(dtype)[len("torch.") :] for dtype in FLOATS)
+        raise TypeError(
+            f"{function}: `{argument}` must be real floating point; got {tensor.dtype}; convert it to one of {names}"
+        )
+    check_dense(function, argument, tensor)
+    if tensor.ndim < dims:
+        least = "a last dimension" if dims == 1 else f"at least {dims} dimensions"
+        raise ValueError(f"{function}: `{argument}` must have {least}; got {tensor.ndim}; unsqueeze it")
+
+
+def check_dense(function: str, argument: str, tensor: Tensor) -> None:
+    """Raise if it is sparse, nested, or of a subclass that gives PyTorch's functions another meaning."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{function}: `{argument}` must be dense; got {tensor.layout}; use .to_dense()")
+    if tensor.is_nested:
+        raise TypeError(f"{function}: `{argument}` must be dense; got a nested tensor; use .to_padded_tensor()")
+    if type(tensor) is not Tensor and type(tensor) is not Parameter:
+        _check_subclass(function, argument, type(tensor))
+
+
+def _check_subclass(function: str, argument: str, cls: type[Tensor]) -> None:
+    """Raise if it overrides what PyTorch's functions do: no variant asks it, and its values alone may mean nothing."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name in _KNOWN_SUBCLASSES:
+        return
+    overridden = [
+        method
+        for method in ("__torch_function__", "__torch_dispatch__")
+        if _implementation(cls, method) not in (_implementation(Tensor, method), _disabled_torch_function_impl)
+    ]
+    if not overridden:
+        return
+    if name == "torch.nn.attention.bias.CausalBias":
+        remedy = (
+            "use is_causal=True for causal_upper_left, if the function has it, or a boolean mask: "
+            "torch.ones(queries, keys, dtype=torch.bool).tril(), and .tril(keys - queries) for causal_lower_right"
+        )
+    elif "__torch_dispatch__" in overridden:
+        remedy = "use the plain tensor that it stands for"
+    else:
+        remedy = "use .as_subclass(torch.Tensor) if its values are all that matters"
+    raise TypeError(
+        f"{function}: `{argument}` must be a plain tensor; got {name}, which overrides {' and '.join(overridden)}; "
+        f"{remedy}"
+    )
+
+
+def _implementation(cls: type[Tensor], method: str) -> Any:
+    """What the class does for a class method, without the class that it is bound to."""
+    bound = getattr(cls, method)
+    return getattr(bound, "__func__", bound)
+
+
+def check_devices(function: str, **tensors: Tensor) -> None:
+    """Raise unless they are on one device."""
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        got = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise ValueError(f"{function}: tensors must be on one device; got {got}; move one")

@@ -1,0 +1,1 @@
+"""Models whose training memory has been published, to predict it."""

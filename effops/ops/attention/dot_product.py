@@ -1,0 +1,327 @@
+"""Attention by scaled dot products: scores, weights, and `F.scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.blocks import softmax, tiling
+from effops.blocks.dots import Products, contract
+from effops.dispatch.arguments import check_operand
+from effops.numerics.precision import (
+    contraction_error,
+    matmul_precision,
+    unit_roundoff,
+)
+from effops.ops.attention import sdpa, triton
+from effops.ops.attention.call import Call, Form, rounded_by_autocast
+from effops.ops.attention.variants import add_bound, attention_op
+from effops.reference.attention import summed_bounds
+from effops.reference.bounds import Bounds, exact_dot, normal_sample
+
+
+def naive(query: Tensor, key: Tensor, scale: float, arithmetic: torch.dtype) -> Tensor:
+    return (query.to(arithmetic).unsqueeze(-2) * key.to(arithmetic).unsqueeze(-3)).sum(-1) * scale
+
+
+def einsum(query: Tensor, key: Tensor, scale: float, arithmetic: torch.dtype) -> Tensor:
+    return contract(key.unsqueeze(-3), query.unsqueeze(-2), arithmetic) * scale
+
+
+WIDE_BYTES = 2 * 1024 * 1024
+
+
+class ScaledDotProducts:
+    """scale <query, key>, as an `effops.ops.attention.call.Kind`."""
+
+    operands: Mapping[str, int] = {"query": 2, "key": 2}
+    forms: Mapping[str, Form] = {"naive": naive, "einsum": einsum}
+
+    def scale(self, call: Call) -> float:
+        dimension = call.scored[0].shape[-1]
+        return 1 / math.sqrt(max(1, dimension)) if call.scale is None else call.scale
+
+    def blocks(self, call: Call, needs: Sequence[bool]) -> tiling.Scores:
+        query, key = call.pairs
+        plan, arithmetic = call.plan, call.arithmetic
+        summed = 0 if call.value is None else call.value.shape[-1]
+        dimension = max(1, query.shape[-1], summed)
+        # Where a block is the only buffer it may be larger than the cache: fewer, longer passes win.
+        pair_bytes = tiling.BLOCK_BYTES if summed or any(needs) else WIDE_BYTES
+        held = softmax.HELD + summed
+        extents = tiling.cut(plan, dimension, arithmetic.itemsize, copies=1.0, held=held, pair_bytes=pair_bytes)
+        need_query, need_key = needs
+        products = Products(plan, key, query, arithmetic, extents=extents, need_loc=need_key, need_x=need_query)
+        return softmax.ScaledDots(products, self.scale(call))
+
+    def exact(self, call: Call) -> tuple[Tensor, Tensor]:
+        query, key = call.scored
+        scale, u = self.scale(call), unit_roundoff(call.arithmetic)
+        rounding = contraction_error(query.shape[-1], call.arithmetic, matmul_precision())
+        dot = exact_dot(key.unsqueeze(-3), query.unsqueeze(-2))
+        sizes = query.double().norm(dim=-1).unsqueeze(-1) * key.double().norm(dim=-1).unsqueeze(-2)
+        return scale * dot, abs(scale) * u * (rounding * sizes + 2 * dot.abs())
+
+    def gradient_bounds(self, call: Call, dscores: Tensor, error: Tensor) -> tuple[Bounds, ...]:
+        query, key = (tensor.double() for tensor in call.scored)
+        scale, u = abs(self.scale(call)), unit_roundoff(call.arithmetic)
+        of_query = (
+            self.scale(call) * (dscores @ key),
+            scale * (error @ key.abs()),
+            scale * (dscores.abs() @ key.abs()),
+        )
+        of_key = (
+            self.scale(call) * (dscores.mT @ query),
+            scale * (error.mT @ query.abs()),
+            scale * (dscores.mT.abs() @ query.abs()),
+        )
+        return (
+            summed_bounds(*of_query, key.shape[-2], call.scored[0], u),
+            summed_bounds(*of_key, query.shape[-2], call.scored[1], u),
+        )
+
+
+KIND = ScaledDotProducts()
+
+
+def _pairs_workload(*, B: int, H: int, L: int, D: int, **options: Any) -> tuple[Tensor, ...]:
+    """Queries and keys of a batch of heads, as one layer of BERT-large has them by default."""
+    return normal_sample((B, H, L, D), (B, H, L, D), **options)
+
+
+def _workload(*, B: int, H: int, L: int, D: int, **options: Any) -> tuple[Tensor, ...]:
+    """Queries, keys and values, likewise."""
+    return normal_sample((B, H, L, D), (B, H, L, D), (B, H, L, D), **options)
+
+
+PAIRS = {
+    # query, key, additive mask
+    "founding": ((2, 3, 5, 7), (2, 3, 6, 7), (5, 6)),
+    "no mask": ((4, 5, 8), (4, 6, 8)),
+    "single": ((1, 2), (1, 2)),
+    "two axes": ((9, 4), (7, 4), (9, 1)),
+    "shared keys": ((2, 3, 4, 5), (2, 1, 6, 5), (2, 1, 1, 6)),
+    "shared queries": ((4, 5), (3, 6, 5), (3, 4, 6)),
+    "mask varies alone": ((4, 5), (6, 5), (2, 3, 1, 6)),
+    "wide": ((2, 3, 300), (2, 3, 300)),
+    "several blocks": ((2, 270, 9), (2, 1030, 9)),
+    "no query": ((3, 0, 5), (3, 4, 5), (0, 4)),
+    "no key": ((3, 4, 5), (3, 0, 5), (3, 4, 1)),
+    "no head": ((0, 4, 5), (0, 3, 5)),
+    "no dimension": ((3, 4, 0), (3, 5, 0)),
+}
+SUMS = {name: (query, key, (*key[:-1], 6), *mask) for name, (query, key, *mask) in PAIRS.items()}
+SUMS["values of more heads"] = ((3, 4, 5), (6, 5), (2, 3, 6, 7))
+SIZES = {"B": 8, "H": 16, "L": 512, "D": 64}
+
+
+def _scored(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> Any:
+    return (query, key), None, attn_mask, is_causal, scale, 0.0
+
+
+def _summed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if enable_gqa:
+        query, key, value, attn_mask = _grouped(query, key, value, attn_mask)
+    return (query, key), value, attn_mask, is_causal, scale, dropout_p
+
+
+PREFERENCE = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
+scores_op, weights_op = (
+    attention_op(
+        KIND,
+        f"attention_{reduced}",
+        reduced,
+        cases=PAIRS,
+        sample=normal_sample,
+        workload=_pairs_workload,
+        sizes=SIZES,
+        arguments=_scored,
+        preference=PREFERENCE,
+    )
+    for reduced in ("scores", "weights")
+)
+op = attention_op(
+    KIND,
+    "attention",
+    "sums",
+    cases=SUMS,
+    sample=normal_sample,
+    workload=_workload,
+    sizes=SIZES,
+    arguments=_summed,
+    preference=("sdpa", *PREFERENCE),
+)
+for fused, reduced in ((scores_op, "scores"), (weights_op, "weights"), (op, "sums")):
+    triton.add(fused, KIND, reduced)
+add_bound(
+    op,
+    KIND,
+    "sums",
+    "sdpa",
+    sdpa.forward,
+    sdpa.backward,
+    empty=functools.partial(sdpa.forward, KIND),
+    native=True,
+    cost=functools.partial(sdpa.cost, KIND),
+    needs=[sdpa.needs_one_dtype, functools.partial(sdpa.needs_positive_scale, KIND)],
+    automatic=functools.partial(sdpa.is_fused, KIND),
+)
+
+
+@scores_op.public
+def attention_scores(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    variant: str | None = None,
+) -> Tensor:
+    """Masked, scaled dot products of all pairs of queries and keys: `scale * query @ key.mT + attn_mask`.
+
+    Args:
+        query: `(*batch, L, D)`
+        key: `(*batch, S, D)`; batch axes, heads among them, broadcast
+        attn_mask: broadcasts to the result `(*batch, L, S)`; booleans tell which pairs take part, the others score
+            -inf; numbers are added
+        is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
+        scale: `1 / sqrt(D)` if None
+        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+
+    Returns:
+        The scores `(*batch, L, S)`, in the dtype to which the tensors promote (under autocast float32 or wider). The
+        arithmetic is float32, or float64 for float64.
+
+    Variant chunked saves its inputs for backward, no more.
+
+    Raises:
+        TypeError: an argument is no tensor, or not of a floating-point dtype
+        ValueError: shapes do not fit, attn_mask and is_causal together, devices differ, no such variant
+        NotImplementedError: the named variant cannot run this call
+
+    Example:
+        >>> query, key = torch.randn(2, 8, 100, 64), torch.randn(2, 8, 120, 64)
+        >>> effops.attention_scores(query, key, is_causal=True).shape
+        torch.Size([2, 8, 100, 120])
+    """
+    return scores_op(query, key, attn_mask, is_causal=is_causal, scale=scale, variant=variant)
+
+
+@weights_op.public
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    variant: str | None = None,
+) -> Tensor:
+    """The softmax of attention scores over the keys: `softmax(attention_scores(...), -1)`, written once.
+
+    Arguments, errors and dtypes are those of `attention_scores`. The weights of a query that takes part with no key are
+    0, as inside `F.scaled_dot_product_attention`, and so are their gradients.
+
+    Variant chunked saves its inputs for backward, no more.
+
+    Example:
+        >>> query, key = torch.randn(2, 8, 100, 64), torch.randn(2, 8, 120, 64)
+        >>> effops.attention_weights(query, key).sum(-1).allclose(torch.ones(2, 8, 100))
+        True
+    """
+    return weights_op(query, key, attn_mask, is_causal=is_causal, scale=scale, variant=variant)
+
+
+@op.public
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    variant: str | None = None,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, which never holds queries times keys by default.
+
+    `softmax(scale * query @ key.mT + attn_mask) @ value`. Where PyTorch fuses this, its kernels run (variant sdpa);
+    where it would hold the weights of all pairs, as on a CPU for dropout, for a mask that requires gradients, and for
+    values of another dimension than keys, variant chunked runs instead. Of a boolean mask PyTorch makes numbers, of the
+    mask's own size.
+
+    Args:
+        query: `(*batch, L, D)`
+        key: `(*batch, S, D)`
+        value: `(*batch, S, V)`; batch axes, heads among them, broadcast
+        attn_mask: broadcasts to `(*batch, L, S)`; booleans tell which pairs take part; numbers are added to the scores
+        dropout_p: the probability to drop a weight; the others are scaled by 1 / (1 - dropout_p). Which are dropped
+            follows from PyTorch's seed and the variant
+        is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
+        scale: `1 / sqrt(D)` if None
+        enable_gqa: several heads of queries, axis -3, share one of keys and values
+        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+
+    Returns:
+        `(*batch, L, V)`, in the dtype to which the tensors promote, 0 for a query that takes part with no key. Under
+        autocast the operands are rounded as PyTorch's function does. Variant sdpa rounds weights to 16 bits where
+        the operands have as many; the arithmetic of all others is float32, or float64 for float64.
+
+    Variant chunked saves its inputs for backward, sdpa two more tensors: the result and a number for each query.
+
+    Raises:
+        TypeError: an argument is no tensor, or not of a floating-point dtype
+        ValueError: shapes or numbers of heads do not fit, attn_mask and is_causal together, dropout_p is no
+            probability, devices differ, no such variant
+        NotImplementedError: the named variant cannot run this call
+
+    Example:
+        >>> query, key, value = (torch.randn(2, 8, 100, 64) for _ in range(3))
+        >>> effops.attention(query, key, value, is_causal=True).shape
+        torch.Size([2, 8, 100, 64])
+    """
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "variant": variant}
+    with rounded_by_autocast(op.name, query, key=key, value=value, attn_mask=attn_mask) as operands:
+        if not enable_gqa:
+            return op(*operands, **options)
+        return op(*_grouped(*operands), **options).flatten(-4, -3)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+    """(*batch, heads, L, D) as (*batch, heads of keys, group, L, D), and the others so that they broadcast."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_operand("attention", name, tensor, dims=3)
+    heads, shared = query.shape[-3], key.shape[-3]
+    if shared == 0 or heads % shared or value.shape[-3] not in (1, shared):
+        raise ValueError(
+            "attention: with enable_gqa the heads of `query`, axis -3, must be a multiple of those of `key` and "
+            f"`value`; got {heads}, {shared} and {value.shape[-3]}; repeat heads, or transpose"
+        )
+    group = heads // shared
+    if isinstance(mask, Tensor) and mask.ndim >= 3:
+        if mask.shape[-3] not in (1, heads):
+            raise ValueError(
+                f"attention: `attn_mask` must have 1 or {heads} heads, axis -3, as `query` has; got "
+                f"{tuple(mask.shape)}; repeat those of a group, or unsqueeze"
+            )
+        mask = mask.unflatten(-3, (shared, group)) if mask.shape[-3] == heads else mask.unsqueeze(-3)
+    return query.unflatten(-3, (shared, group)), key.unsqueeze(-3), value.unsqueeze(-3), mask

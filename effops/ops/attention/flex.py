@@ -1,0 +1,100 @@
+"""Log-sparse attention by PyTorch's FlexAttention, which computes the blocks of pairs that hold any of the pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from effops.blocks.log_sparse import Pattern, allowed
+from effops.dispatch.custom_op import is_plain, requires_grad
+from effops.dispatch.jit import compile_by_signature
+
+BLOCK = 128  # positions of a block, as FlexAttention has by default
+
+
+class Call(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+
+def needs_flex(call: Call) -> str:
+    if not is_plain(call.tensors):
+        return "needs tensors in memory, neither traced nor transformed: it is compiled by itself"
+    dtypes = {tensor.dtype for tensor in call.tensors}
+    if dtypes != {torch.float32}:
+        got = ", ".join(sorted(map(str, dtypes)))
+        return f"needs float32 tensors, for FlexAttention rounds weights to 16 bits and takes no float64; got {got}"
+    if requires_grad(call.tensors):
+        return "computes no gradients, for FlexAttention has none on a CPU"
+    if any(tensor.numel() == 0 for tensor in call.tensors):
+        return "needs at least one head, position and feature"
+    if call.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return "needs a CPU with AVX2"
+    return ""
+
+
+def forward(tensors: Sequence[Tensor], pattern: Pattern, scale: float) -> Tensor:
+    """The attention of queries (batch, L, E) to keys (batch, L, E), of values (batch, L, F)."""
+    query, key, value = _operands(tensors)
+    counts, indices = _blocks(pattern, query)
+    features = query.shape[-1], value.shape[-1]
+    return _compiled(query, key, value, counts, indices, *pattern, scale, *features).squeeze(1)
+
+
+def _operands(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Laid out as the kernel is compiled for; as an axis of heads it would specialise on the batch."""
+    return [tensor.detach().contiguous().unsqueeze(1) for tensor in tensors]
+
+
+def _blocks(pattern: Pattern, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each block of queries, with how many blocks of keys it has pairs, and with which."""
+    count = -(-query.shape[-2] // BLOCK)
+    offsets = pattern.offsets(query.shape[-2])
+    apart = sorted({d for offset in offsets for d in (offset // BLOCK, -(-offset // BLOCK)) if d < count})
+    keys = torch.arange(count, device=query.device).unsqueeze(-1) - torch.tensor(apart, device=query.device)
+    indices = torch.zeros(1, 1, count, count, dtype=torch.int32, device=query.device)
+    indices[..., : len(apart)] = keys.clamp(min=0)
+    return (keys >= 0).sum(-1, dtype=torch.int32).view(1, 1, count), indices
+
+
+@compile_by_signature
+def _compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    counts: Tensor,
+    indices: Tensor,
+    local: int,
+    restart: int | None,
+    scale: float,
+    *features: int,
+) -> Tensor:
+    """`features` belong to the signature: the kernel specialises on them."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    def mask(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return allowed(row - column, local, restart)
+
+    length = query.shape[-2]
+    blocks = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(length, length))
+    out = flex_attention(query, key, value, block_mask=blocks, scale=scale)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def rehearse(tensors: Sequence[Tensor]) -> Tensor:
+    """Allocates what the forward pass does on a CPU: copies of keys and values and, for each thread, blocks of pairs
+    and of rows."""
+    query, key, value = _operands(tensors)
+    block = min(BLOCK, query.shape[-2])
+    thread = block * (2 * block + 2 + 2 * query.shape[-1] + value.shape[-1])
+    buffers = torch.empty_like(key), torch.empty_like(value), query.new_empty(torch.get_num_threads() * thread)
+    out = torch.empty_like(value)
+    del buffers
+    return out.squeeze(1)

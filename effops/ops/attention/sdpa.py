@@ -1,0 +1,171 @@
+"""`F.scaled_dot_product_attention` as a variant: PyTorch's own fused kernels where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from effops.blocks.plan import Shape
+from effops.dispatch.custom_op import Gradients, is_plain, requires_grad
+from effops.dispatch.op import Cost
+from effops.ops.attention.call import Call, Kind
+from effops.ops.attention.variants import in_blocks_backward, predicted
+
+
+class _FourAxes:
+    """The operands of a call for `scaled_dot_product_attention`, which is fused for four axes alone.
+
+    Where groups of heads share keys and values (*batch, heads, 1, keys, D), they become heads of their own.
+    """
+
+    def __init__(self, call: Call) -> None:
+        assert call.value is not None
+        self.call, self.batch = call, call.shape[:-2]
+        (query, key), value = call.scored, call.value
+        shared = all(_size(tensor, -3) == 1 for tensor in (key, value))
+        self.grouped = len(self.batch) == 3 and self.batch[-1] > 1 and shared
+        keyed = (*self.batch[:-1], 1) if self.grouped else self.batch
+        self.query, self.key, self.value = (
+            self._merge(query, self.batch),
+            self._merge(key, keyed),
+            self._merge(value, keyed),
+        )
+        self.mask = self._mask() if call.masked else None
+
+    def _merge(self, tensor: Tensor, batch: Shape) -> Tensor:
+        tensor = tensor.expand(*batch, *tensor.shape[-2:])
+        if self.grouped:
+            return tensor.flatten(-4, -3)
+        return tensor.flatten(0, -4) if len(batch) > 2 else tensor[(None,) * (2 - len(batch))]
+
+    def _mask(self) -> Tensor:
+        """With axes of size 1 wherever it broadcasts, for PyTorch makes numbers of a boolean mask of that size."""
+        mask = self.call.mask
+        if mask.dtype != torch.bool:
+            mask = mask.to(self.query.dtype)
+        mask = mask[(None,) * (max(4, len(self.batch) + 2) - mask.ndim)]
+        if len(self.batch) <= 2:
+            return mask
+        if self.grouped and _size(mask, -3) == _size(mask, -4) == 1:
+            return mask.squeeze(-3)
+        if self.grouped:
+            return self._merge(mask, (mask.shape[0], *self.batch[1:]))
+        if all(size == 1 for size in mask.shape[:-3]):
+            return mask.flatten(0, -4)
+        return self._merge(mask, (*self.batch[:-1], mask.shape[-3]))
+
+    def restore(self, result: Tensor) -> Tensor:
+        if len(self.batch) <= 2:
+            return result.view(self.call.shape)
+        axis, sizes = (1, self.batch[1:]) if self.grouped else (0, self.batch[:-1])
+        return torch.unflatten(result, axis, sizes)
+
+
+def _size(tensor: Tensor, axis: int) -> int:
+    return tensor.shape[axis] if tensor.ndim >= -axis else 1
+
+
+def forward(kind: Kind, call: Call) -> Tensor:
+    operands = _FourAxes(call)
+    with _seeded(call):
+        result = scaled_dot_product_attention(
+            operands.query,
+            operands.key,
+            operands.value,
+            operands.mask,
+            call.dropout_p,
+            call.is_causal,
+            scale=call.scale if call.scale is not None or operands.query.shape[-1] else 1.0,
+            enable_gqa=operands.grouped,
+        )
+    return operands.restore(result)
+
+
+@contextmanager
+def _seeded(call: Call) -> Iterator[None]:
+    """In this context PyTorch drops as the call's seed says, so that backward can do so again."""
+    if call.dropout_p and call.seed is not None and is_plain(call.tensors):
+        with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
+            torch.manual_seed(call.drawn_seed)
+            yield
+    else:
+        yield
+
+
+def backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
+    """Where PyTorch's own backward pass is not at hand: once more, or, inside of an operator, in blocks."""
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(call.tensors, needs)]
+        result = forward(kind, Call.unpacked(call.reduced, (*leaves, *call.settings)))
+    if not result.requires_grad:
+        if call.dropout_p:
+            raise NotImplementedError(
+                'attention(variant="sdpa"): with dropout gradients cannot be transformed; set dropout_p=0, or give '
+                'variant="chunked"'
+            )
+        return in_blocks_backward(kind, dout, call, needs)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter(torch.autograd.grad(result, wanted, dout, allow_unused=True, materialize_grads=True))
+    return [next(found) if need else None for need in needs]
+
+
+def cost(kind: Kind, call: Call) -> Cost:
+    """As predicted by fake tensors, which do not see what the kernels of a CPU hold for each thread: a block of pairs,
+    rounded too if the operands are, two statistics of its queries and their sums."""
+    found = predicted(kind, call, forward)
+    if call.device.type != "cpu" or not is_fused(kind, call):
+        return found
+    queries, keys = call.plan.shape[-2:]
+    rows = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
+    block = rows * (min(keys, 512) + 2 + call.shape[-1]) * call.arithmetic.itemsize
+    if call.dtype != call.arithmetic:
+        block += rows * min(keys, 512) * call.dtype.itemsize
+    return found._replace(temporary_bytes=found.temporary_bytes + torch.get_num_threads() * block)
+
+
+def needs_one_dtype(call: Call) -> str:
+    assert call.value is not None
+    dtypes = {tensor.dtype for tensor in (*call.scored, call.value)}
+    if dtypes == {call.dtype}:
+        return ""
+    return f"needs query, key and value in the dtype of the result, {call.dtype}; got {', '.join(map(str, dtypes))}"
+
+
+def needs_positive_scale(kind: Kind, call: Call) -> str:
+    if not call.is_causal or kind.scale(call) > 0:
+        return ""
+    return f"needs a positive scale if is_causal, for PyTorch's kernels give NaN with {call.scale}"
+
+
+def is_fused(kind: Kind, call: Call) -> bool:
+    """Whether `F.scaled_dot_product_attention` holds nothing of the size of queries times keys for this call."""
+    if call.device.type == "cuda" and is_plain(call.tensors):
+        operands = _FourAxes(call)
+        choice: int = torch._fused_sdp_choice(
+            operands.query,
+            operands.key,
+            operands.value,
+            operands.mask,
+            call.dropout_p,
+            call.is_causal,
+            scale=kind.scale(call),
+            enable_gqa=operands.grouped,
+        )
+        return choice != SDPBackend.MATH.value
+    query, key, value = *call.scored, call.value
+    assert value is not None
+    if call.device.type == "cuda":
+        return call.dtype != torch.float64
+    return (
+        call.dropout_p == 0
+        and not requires_grad((call.mask,))
+        and query.shape[-1] == value.shape[-1] > 0
+        and query.shape[-2] > 0
+        and key.shape[-2] > 0
+        and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    )

@@ -1,0 +1,256 @@
+"""Ops of attention: of the scores of a kind, of their softmax, and of attention itself.
+
+Each has the variants made of PyTorch operations and of blocks; `add_bound` adds others.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.blocks import softmax, tiling
+from effops.blocks.plan import Shape
+from effops.dispatch.custom_op import Binding, Gradients, requires_grad
+from effops.dispatch.op import Cost, Op
+from effops.ops.attention.call import SETTINGS, Call, Form, Kind, in_order, prepare, taken_apart, tensor_dims
+from effops.ops.densities.density import add_forms, best_form, predict
+from effops.reference.attention import bounds, gradient_bounds
+
+
+def attention_op(
+    kind: Kind,
+    name: str,
+    reduced: str,
+    *,
+    cases: Mapping[str, tuple[Shape, ...]],
+    sample: Callable[..., tuple[Tensor, ...]],
+    workload: Callable[..., tuple[Tensor, ...]],
+    sizes: Mapping[str, int],
+    arguments: Callable[..., Any],
+    preference: tuple[str, ...],
+) -> Op:
+    """The op of the scores, the weights or the sums of a kind.
+
+    `arguments` takes what the public function takes and returns the operands of the scores, value, mask, is_causal,
+    scale and dropout_p.
+    """
+
+    def prepare_call(*args: Any, **options: Any) -> Call:
+        return prepare(kind, name, reduced, *arguments(*args, **options))
+
+    op = Op(
+        name,
+        prepare=prepare_call,
+        preference=preference,
+        cases=cases,
+        sample=sample,
+        workload=workload,
+        sizes=sizes,
+        bounds=lambda call: bounds(kind, call, rounded=True),
+        gradient_bounds=lambda call, dout: gradient_bounds(kind, call, dout, rounded=True),
+        core_dims=tensor_dims(kind, reduced),
+    )
+
+    def composed(form: Form) -> Callable[..., Tensor]:
+        return lambda *arguments: by_operations(kind, form, Call.unpacked(reduced, arguments))
+
+    add_forms(op, kind.forms, composed, lambda call: call.settings, functools.partial(compiled_cost, kind))
+
+    add_blocks(op, kind, reduced, "chunked")
+    return op
+
+
+def add_blocks(op: Op, kind: Kind, reduced: str, variant: str, **options: Any) -> None:
+    """Add the variant of the blocks of a kind."""
+    rehearse = torch.no_grad()(functools.partial(in_blocks, rehearsed=True))
+    cost = functools.partial(predicted, kind, function=rehearse)
+    add_bound(op, kind, reduced, variant, in_blocks, in_blocks_backward, cost=cost, **options)
+
+
+def compiled_cost(kind: Kind, call: Call) -> Cost:
+    """What TorchInductor allocates, as measured: it fuses all but products, and copies their operands if it must."""
+    plan, size, wide = call.plan, call.arithmetic.itemsize, call.dtype != call.arithmetic
+    count = plan.numel(plan.order)
+    pairs, results = size * count, math.prod(call.shape)
+    output, unrounded = call.dtype.itemsize * results, size * results * wide
+    statistics = 0 if call.reduced == "scores" else 13 * count // max(1, plan.shape[-1])
+    copied = call.scored if "einsum" in kind.forms else ()
+    copies = size * sum(tensor.numel() for tensor in copied if tensor.dtype != call.arithmetic)
+    summed = call.value is not None
+    value_copy = size * call.value.numel() if call.value is not None and call.value.dtype != call.arithmetic else 0
+    operations = count * (2 * call.dimension + 4)
+    if requires_grad(call.tensors):
+        saved = copies + value_copy + pairs * (summed or (wide and call.reduced == "weights"))
+        temporary = {"scores": pairs * wide, "weights": pairs, "sums": unrounded}[call.reduced] + statistics
+        return Cost(output, saved, temporary, operations)
+    if call.reduced == "scores":
+        return Cost(output, 0, max(copies + pairs - output, pairs) if wide else 0, operations)
+    temporary = max(copies + pairs - output, pairs, pairs + value_copy + unrounded - output)
+    return Cost(output, 0, temporary + statistics * (summed or not copies), operations)
+
+
+def predicted(kind: Kind, call: Call, function: Callable[[Kind, Call], Tensor]) -> Cost:
+    """The cost of a call that a function computes, or rehearses."""
+    return predict(call, lambda *tensors: function(kind, Call.unpacked(call.reduced, (*tensors, *call.settings))))
+
+
+def add_bound(
+    op: Op,
+    kind: Kind,
+    reduced: str,
+    variant: str,
+    compute: Callable[[Kind, Call], Tensor],
+    compute_backward: Callable[[Kind, Tensor, Call, Sequence[bool]], Gradients],
+    *,
+    empty: Callable[[Call], Tensor] = lambda call: call.result.empty(call.mask, call.dtype),
+    empty_gradients: Callable[[Call], Sequence[Tensor]] | None = None,
+    native: bool = False,
+    **options: Any,
+) -> None:
+    """Add the variant of a pair of functions, of a call and of an upstream gradient, a call and the needs."""
+
+    unpacked = functools.partial(Call.unpacked, reduced)
+
+    def composite(*arguments: Any) -> Tensor:
+        call = unpacked(arguments)
+        if call.dropout_p:
+            raise NotImplementedError(
+                f'{op.name}(variant="{variant}"): with dropout there are no second derivatives and no forward mode; '
+                'set dropout_p=0, or give variant="naive"'
+            )
+        return by_operations(kind, best_form(kind.forms), call)
+
+    def forward(*arguments: Any) -> Tensor:
+        return compute(kind, unpacked(arguments))
+
+    def backward(dout: Tensor, *arguments: Any) -> Gradients:
+        return compute_backward(kind, dout, unpacked(arguments[:-1]), arguments[-1])
+
+    core_dims = {**tensor_dims(kind, reduced), **({"seed": 0} if reduced == "sums" else {})}
+    forward.__signature__ = _signature(core_dims)  # type: ignore[attr-defined]
+    binding = Binding(
+        f"{op.name}_{variant}",
+        forward=forward,
+        backward=backward,
+        composite=composite,
+        empty=lambda *arguments: empty(unpacked(arguments)),
+        empty_gradients=lambda *arguments: (empty_gradients or gradients_of_blocks)(unpacked(arguments)),
+        core_dims=tuple(core_dims.values()),
+        native=native,
+    )
+    op.variant(variant, **options)(lambda call: binding(*call.tensors, *call.settings))
+
+
+def _signature(tensors: Mapping[str, int]) -> inspect.Signature:
+    """Of an operator on these tensors and the settings of a call."""
+    annotations = {**dict.fromkeys(tensors, Tensor), **SETTINGS}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in annotations.items()]
+    return inspect.Signature(parameters, return_annotation=Tensor)
+
+
+def by_operations(kind: Kind, form: Form, call: Call) -> Tensor:
+    """The result of PyTorch operations, from scores by a form."""
+    scores = form(*call.scored, kind.scale(call), call.arithmetic)
+    if call.masked:
+        mask = call.mask
+        scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+    if call.is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = torch.where(allowed, scores, -math.inf)
+    if call.reduced == "scores":
+        return scores.to(call.dtype)
+    if call.masked:
+        nowhere = (scores == -math.inf).all(-1, keepdim=True)
+        weights = torch.softmax(torch.where(nowhere, 0, scores), -1)
+        weights = torch.where(nowhere, 0, weights)
+    else:
+        weights = torch.softmax(scores, -1)
+    if call.value is None:
+        return weights.to(call.dtype)
+    if call.dropout_p:
+        weights = torch.dropout(weights, call.dropout_p, True)
+    return (weights @ call.value.to(weights.dtype)).to(call.dtype)
+
+
+def in_blocks(kind: Kind, call: Call, *, rehearsed: bool = False) -> Tensor:
+    """The result block by block; allocated, but not computed, if `rehearsed`."""
+    scores = softmax.Masked(
+        kind.blocks(call, (False,) * len(call.scored)), call.mask if call.masked else None, call.is_causal
+    )
+    out = call.result.empty(call.mask, call.dtype)
+    if call.reduced == "scores":
+        return (tiling.rehearse if rehearsed else tiling.forward)(scores, out)
+    if call.reduced == "weights":
+        return softmax.forward_weights(scores, out, rehearsed=rehearsed)
+    return softmax.forward_sums(scores, call.values, _dropout(call, rehearsed), out, rehearsed=rehearsed)
+
+
+def _dropout(call: Call, rehearsed: bool = False) -> softmax.Dropout | None:
+    if not call.dropout_p or call.seed is None:
+        return None
+    return softmax.Dropout(call.plan, call.dropout_p, 0 if rehearsed else call.drawn_seed, call.device)
+
+
+def in_blocks_backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
+    """Gradients of the tensors of a call, each where `needs` asks for it."""
+    given = call.tensors
+    need_scored, need_value, need_mask, _ = taken_apart(call.reduced, needs)
+    call = _widened(call)
+    mask = call.mask if call.masked else None
+    scores = softmax.Masked(kind.blocks(call, need_scored), mask, call.is_causal, need_mask)
+    dvalue = None
+    if call.value is None:
+        found = (tiling.backward if call.reduced == "scores" else softmax.backward_weights)(scores, dout)
+    else:
+        found, dvalue = softmax.backward_sums(scores, call.values, _dropout(call), dout, bool(need_value))
+    return _restored(call, found, dvalue, given)
+
+
+def _widened(call: Call) -> Call:
+    """With operands in the dtype of the arithmetic where they are expanded: their gradients are sums to be rounded."""
+    (query, key, *others), value = call.scored, call.value
+    batch = call.plan.shape[:-2]
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.to(call.arithmetic) if tensor.shape[:-2] != batch else tensor
+
+    return call._replace(scored=(wide(query), wide(key), *others), value=None if value is None else wide(value))
+
+
+def _restored(
+    call: Call, of_scores: Sequence[Tensor | None], dvalue: Tensor | None, tensors: Sequence[Tensor]
+) -> Gradients:
+    """Gradients of the tensors of a call, from those of what its operands were expanded to and of the mask."""
+    dquery, dkey, *others, dmask = of_scores
+    scored = None if dquery is None else dquery.squeeze(-2), None if dkey is None else dkey.squeeze(-3), *others
+    summed = [None if dvalue is None else dvalue.squeeze(-3)] if call.value is not None else []
+    found = in_order(scored, summed, dmask, *(None for _ in summed))
+    return [
+        None
+        if gradient is None
+        else (gradient if gradient.shape == tensor.shape else gradient.sum_to_size(tensor.shape)).to(tensor.dtype)
+        for gradient, tensor in zip(found, tensors, strict=True)
+    ]
+
+
+def gradients_of_blocks(call: Call) -> Sequence[Tensor]:
+    """Uninitialised, laid out as those of blocks and kernels."""
+    plan, (query, key) = call.plan, call.pairs
+    dvalue = None
+    if call.value is not None:
+        dvalue = plan.empty_gradient(call.values, plan.batch + plan.columns, trailing=1)
+    of_scores = (
+        plan.empty_gradient(query, plan.batch + plan.rows, trailing=1),
+        plan.empty_gradient(key, plan.batch + plan.columns, trailing=1),
+        *(plan.empty_gradient(other, plan.order, trailing=1) for other in call.scored[2:]),
+        plan.empty_gradient(call.mask, plan.order),
+    )
+    found = _restored(call, of_scores, dvalue, call.tensors)
+    return [torch.empty_like(tensor) if one is None else one for one, tensor in zip(found, call.tensors, strict=True)]

@@ -1,0 +1,223 @@
+"""PowerSpherical log density of every broadcast pair.   De Cao & Aziz 2020, arXiv:2006.04437.
+
+    log p(x | loc, s) = W(s) + s log((1 + <loc, x>) / 2)
+    W(s) = lgamma(s + 2 b) - lgamma(s + b) - b log(4 pi),    b = (D - 1) / 2
+
+The published form, normaliser + s log1p(<loc, x>), cancels at large s: two terms of about s log 2 each are opposite.
+Here they are one. Near the antipode, with t = 1 + <loc, x>, u the unit roundoff of the arithmetic and tol what rounding
+can do to t: t < -tol is NaN (x or loc is not on the sphere), and -tol <= t < u is taken as t = u with no gradient
+through the dot product, so that the exact antipode is finite.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from effops.numerics.precision import unit_roundoff
+from effops.numerics.special import digamma_ratio, log_gamma_ratio
+from effops.ops.densities.density import log_prob_op
+from effops.ops.densities.directional import Directional, about
+from effops.ops.densities.mixture import mixture_op
+
+HALF = {dtype: torch.tensor(0.5, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
+
+
+def _normaliser(scale: Tensor, dimension: int) -> Tensor:
+    b = 0.5 * (dimension - 1)
+    return log_gamma_ratio(scale, b) - b * math.log(4 * math.pi)
+
+
+def _phi(dot: Tensor, tolerance: float) -> Tensor:
+    half_floor = 2.0**-54 if dot.dtype == torch.float64 else 2.0**-25
+    half = torch.rsub(dot, 0.5, alpha=-0.5)  # t / 2 = (1 + dot) / 2, in one pass
+    half = torch.where(half < -0.5 * tolerance, float("nan"), half)
+    return torch.log(torch.where(half < half_floor, half_floor, half))  # a NaN stays one
+
+
+class HalfLog:
+    """phi(dot) = log((1 + dot) / 2) and the PowerSpherical normaliser, for `effops.ops.densities.directional`."""
+
+    def __init__(self, dimension: int, arithmetic: torch.dtype, floor: float, tolerance: float) -> None:
+        self.dimension = dimension
+        self.half = HALF[arithmetic]
+        self.floor = 0.5 * floor
+        self.lowest = -0.5 * tolerance
+
+    def _to_half_(self, dot: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Overwrite `dot` with (1 + dot) / 2, floored; return where it was below the floor, and the tolerance."""
+        torch.add(self.half, dot, alpha=0.5, out=dot)
+        if dot.amin().item() >= self.floor:  # min() would copy a strided block
+            return None
+        low, outside = dot < self.floor, dot < self.lowest
+        dot.masked_fill_(low, self.floor)
+        return low, outside
+
+    def value_(self, dot: Tensor) -> None:
+        floored = self._to_half_(dot)
+        dot.log_()
+        if floored:
+            dot.masked_fill_(floored[1], math.nan)
+
+    def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
+        floored = self._to_half_(dot)
+        if value is not None:
+            torch.log(dot, out=value)
+        torch.div(0.5 * factor, dot, out=dot)
+        if floored:
+            low, outside = floored
+            dot.masked_fill_(low, 0)
+            if value is not None:
+                value.masked_fill_(outside, math.nan)
+
+    def normaliser(self, scale: Tensor) -> Tensor:
+        return _normaliser(scale, self.dimension)
+
+    def normaliser_derivative(self, scale: Tensor) -> Tensor:
+        return digamma_ratio(scale, 0.5 * (self.dimension - 1))
+
+    def phi(self, t: Tensor) -> Tensor:
+        return torch.log(t / 2)
+
+    def slope(self, t: Tensor) -> Tensor:
+        return 1 / t
+
+    def normaliser_errors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        # W has two parts, which are larger than their sum.
+        parts = self.normaliser(scale).abs() + (self.dimension - 1) * math.log(4 * math.pi)
+        u = unit_roundoff(torch.float64)
+        return 4 * u * parts, 4 * u * self.normaliser_derivative(scale).abs()
+
+
+def draw(loc: Tensor, scale: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """A draw for each loc (..., D) and scale (...), differentiable in both.
+
+    (1 + <loc, x>) / 2 is a beta variable, toward / (toward + away) of two gamma variables. Their ratio keeps the digits
+    of a small angle, and its gradient those of a large scale, which that of torch's Beta loses in float32.
+    """
+    b = 0.5 * (loc.shape[-1] - 1)
+    a = scale + b
+    toward = torch._standard_gamma(a, generator=generator).where(a > 0, math.nan)  # else it makes something up
+    away = torch._standard_gamma(torch.full_like(scale, b), generator=generator)
+    return about(loc, away / toward, generator)
+
+
+def workload(
+    *,
+    M: int,
+    T: int,
+    D: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All pairs of M components and a draw from each, at T positions: loc (M, T, D), scale (M, T), x (M, 1, T, D)."""
+    vectors = torch.randn(M, T, D, dtype=torch.float64, generator=generator)
+    scale = vectors.norm(dim=-1)
+    loc = vectors / scale.unsqueeze(-1)
+    x = draw(loc, scale, generator).unsqueeze(1)
+    return loc.to(device, dtype), scale.to(device, dtype), x.to(device, dtype)
+
+
+density = Directional(
+    "power_spherical",
+    scale_name="scale",
+    phi=_phi,
+    normaliser=_normaliser,
+    map=HalfLog,
+    kernel="power_spherical",
+    singular=True,
+    workload=workload,
+)
+op = log_prob_op(density)
+mixture = mixture_op(density)
+
+
+@op.public
+def power_spherical_log_prob(loc: Tensor, scale: Tensor | float, x: Tensor, *, variant: str | None = None) -> Tensor:
+    """Log density of PowerSpherical distributions: `PowerSpherical(loc, scale).log_prob(x)`, without its intermediate.
+
+        log p(x | loc, s) = W(s) + s log((1 + <loc, x>) / 2)
+        W(s) = lgamma(s + 2 b) - lgamma(s + b) - b log(4 pi),    b = (D - 1) / 2
+
+    Args:
+        loc: mean directions `(*L, D)`, unit vectors, D >= 2
+        scale: concentrations `(*S)` or a number, positive
+        x: points on the sphere `(*X, D)`, unit vectors
+        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+
+    Returns:
+        The log densities, of the shape to which `L`, `S` and `X` broadcast; it may be a permuted view. The dtype is the
+        promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
+
+    The normaliser is computed in float64. Variants chunked and triton save the three inputs for backward, no more.
+    Values are not validated: a scale at which the density cannot be normalised (s <= -b) or NaN gives NaN, and so does
+    a dot product further below -1 than rounding explains. An exact antipode is finite.
+
+    Raises:
+        TypeError: an argument is no tensor, or not of a real (loc, x: floating-point) dtype
+        ValueError: shapes do not broadcast, last dimensions differ or are below 2, devices differ, no such variant
+        NotImplementedError: the named variant cannot run this call
+
+    Example:
+        >>> loc = torch.nn.functional.normalize(torch.randn(4, 3), dim=-1)
+        >>> x = torch.nn.functional.normalize(torch.randn(1000, 1, 3), dim=-1)
+        >>> effops.power_spherical_log_prob(loc, torch.full((4,), 10.0), x).shape
+        torch.Size([1000, 4])
+
+    Source: De Cao & Aziz 2020, The Power Spherical distribution, arXiv:2006.04437.
+    """
+    return op(loc, scale, x, variant=variant)
+
+
+@mixture.public
+def power_spherical_mixture_log_prob(
+    log_weights: Tensor,
+    loc: Tensor,
+    scale: Tensor | float,
+    x: Tensor,
+    dim: int = -1,
+    *,
+    variant: str | None = None,
+) -> Tensor:
+    """Log density of mixtures of PowerSpherical distributions, without the densities of the components.
+
+        log p(x) = log sum_n exp(log_weights_n + log p(x | loc_n, s_n))
+
+    It equals `torch.logsumexp(log_weights + power_spherical_log_prob(loc, scale, x), dim)`.
+
+    Args:
+        log_weights: logarithms of the weights of the components, of a batch shape `(*W)`; they need not add up to 1
+        loc: mean directions `(*L, D)`, unit vectors, D >= 2
+        scale: concentrations `(*S)` or a number
+        x: points on the sphere `(*X, D)`, unit vectors
+        dim: the axis of the components in the shape to which `W`, `L`, `S` and `X` broadcast
+        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+
+    Returns:
+        The log densities, of that shape without `dim`; it may be a permuted view. The dtype is the promotion of the
+        inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
+
+    Variants chunked and triton save the four inputs for backward and two numbers for each result, in the dtype of the
+    arithmetic. Without a component, or with weights of 0 alone, the result is -inf and its gradients are 0; +inf and
+    NaN are as in `torch.logsumexp`, but variant triton leaves a component of weight 0 out even where its density is
+    NaN. Values are not validated: see `power_spherical_log_prob`.
+
+    Raises:
+        TypeError: an argument is no tensor, or not of a real (all but scale: floating-point) dtype
+        ValueError: shapes do not broadcast, `dim` is none of their axes, last dimensions differ or are below 2, devices
+            differ, no such variant
+        NotImplementedError: the named variant cannot run this call
+
+    Example:
+        >>> loc = torch.nn.functional.normalize(torch.randn(4, 3), dim=-1)
+        >>> x = torch.nn.functional.normalize(torch.randn(1000, 1, 3), dim=-1)
+        >>> log_weights = torch.full((4,), 0.25).log()
+        >>> effops.power_spherical_mixture_log_prob(log_weights, loc, torch.full((4,), 10.0), x).shape
+        torch.Size([1000])
+
+    Source: De Cao & Aziz 2020, The Power Spherical distribution, arXiv:2006.04437.
+    """
+    return mixture(log_weights, loc, scale, x, dim, variant=variant)

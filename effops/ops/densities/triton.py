@@ -1,0 +1,288 @@
+"""Score every pair of rows, map the score: as Triton kernels, for any op of the form that `effops.blocks.dots` has, and
+for the squared distances of `effops.blocks.distances`.
+
+Lays broadcast operands out as the matrices that `effops.kernels` takes, and its gradients as those of the operands. A
+view where strides allow; an operand whose axes of one role do not collapse into one is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from effops.blocks.plan import Plan, Shape
+from effops.blocks.tiling import Reduction
+from effops.numerics.precision import arithmetic_dtype
+
+
+class Dots(NamedTuple):
+    """The kernels of a map of dot products, with the functions that `effops.kernels.distances` has."""
+
+    map: Any
+    tolerance: float
+
+    def forward(self, *operands: Any) -> None:
+        from effops.kernels import pairs
+
+        pairs.forward(self.map, *operands, **self._settings)
+
+    def backward(self, *operands: Any) -> None:
+        from effops.kernels import pairs
+
+        pairs.backward(self.map, *operands, **self._settings)
+
+    def forward_logsumexp(self, *operands: Any) -> None:
+        from effops.kernels import mixture
+
+        mixture.forward(self.map, *operands, **self._settings)
+
+    def backward_logsumexp(self, *operands: Any) -> None:
+        from effops.kernels import mixture
+
+        mixture.backward(self.map, *operands, **self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"precision": torch.get_float32_matmul_precision(), "tolerance": self.tolerance}
+
+
+def forward(
+    kernels: Any, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, scale_dims: int = 0
+) -> Tensor:
+    """The result in `dtype`, contiguous in the plan's order of axes.
+
+    `kernels` is a `Dots`, or the module of the others. `scale_dims` of the last dimensions of scale are no batch axes.
+    """
+    layout = Layout.of_pairs(plan)
+    matrices, out = _workspace(layout, loc, scale, x, dtype, scale_dims)
+    kernels.forward(*matrices, plan.view(out, plan.order).view(matrices[2].shape[:3]))
+    return out.to(dtype)
+
+
+def rehearse(plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, scale_dims: int = 0) -> Tensor:
+    """Allocate what `forward` allocates, and compute nothing: for predictions on fake tensors."""
+    layout = Layout.of_pairs(plan)
+    _matrices, out = _workspace(layout, loc, scale, x, dtype, scale_dims)
+    rehearse_normaliser(scale, scale_dims)
+    return out
+
+
+def rehearse_normaliser(scale: Tensor, scale_dims: int) -> None:
+    """Of distances; that of a map of dot products is computed in registers."""
+    if scale_dims:
+        torch.empty_like(scale, dtype=torch.float64).sum(-1)
+
+
+def _workspace(
+    layout: Layout, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, scale_dims: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    out = layout.plan.empty(x, stored_dtype(dtype, x.device))
+    return _matrices(layout, loc, scale, x, scale_dims), out
+
+
+def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype that a kernel stores: Triton's interpreter, on the CPU, truncates to bfloat16 where it should round."""
+    return torch.float32 if dtype == torch.bfloat16 and device.type == "cpu" else dtype
+
+
+def backward(
+    kernels: Any,
+    plan: Plan,
+    loc: Tensor,
+    scale: Tensor,
+    x: Tensor,
+    dout: Tensor,
+    dtype: torch.dtype,
+    needs: Sequence[bool],
+    *,
+    scale_dims: int = 0,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of loc, scale and x, in their shapes and dtypes, each where `needs` asks for it."""
+    need_loc, need_scale, need_x = needs
+    arithmetic = arithmetic_dtype(dtype)
+    layout = Layout.of_pairs(plan)
+    left, right, factor = _matrices(layout, loc, scale, x, scale_dims)
+    own_loc = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
+    # What is summed further down here is not rounded before.
+    loc_dtype = stored_dtype(loc.dtype, x.device) if own_loc.numel() == right.numel() else arithmetic
+    dloc = right.new_empty(right.shape, dtype=loc_dtype) if need_loc else None
+    dscale = layout.empty_sums(scale, arithmetic, trailing=scale_dims) if need_scale else None
+    dx = left.new_empty(left.shape, dtype=stored_dtype(x.dtype, x.device)) if need_x else None
+    kernels.backward(left, right, factor, plan.view(dout, plan.order).reshape(factor.shape[:3]), dx, dloc, dscale)
+    return (
+        None if dloc is None else layout.restore(dloc, loc, (0, 2), trailing=1),
+        None if dscale is None else layout.restore(dscale, scale, (0, 1, 2), trailing=scale_dims),
+        None if dx is None else layout.restore(dx, x, (0, 1), trailing=1),
+    )
+
+
+def _matrices(layout: Layout, loc: Tensor, scale: Tensor, x: Tensor, scale_dims: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x as (batch, rows, D), loc as (batch, columns, D), scale as (batch, rows, columns), and its last dimension."""
+    return (
+        layout.matrix(x, (0, 1), trailing=1),
+        layout.matrix(loc, (0, 2), trailing=1),
+        layout.matrix(scale, (0, 1, 2), trailing=scale_dims),
+    )
+
+
+class Layout:
+    """Axes of a plan in groups, each of which becomes one: the last two are rows and columns."""
+
+    def __init__(self, plan: Plan, axes: tuple[Shape, ...]) -> None:
+        self.plan, self.axes = plan, axes
+
+    @classmethod
+    def of_pairs(cls, plan: Plan) -> Layout:
+        return cls(plan, (plan.batch, plan.rows, plan.columns))
+
+    def matrix(self, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0) -> Tensor:
+        """The operand with one axis for each of the groups, of stride 0 where it does not vary."""
+        axes: list[int] = []
+        sizes: list[int] = []
+        merged: list[int] = []
+        for group in (self.axes[i] for i in groups):
+            varies = self.plan.varies(operand, group, trailing=trailing)
+            axes += group
+            sizes += self.plan.sizes(group) if varies else (1,) * len(group)
+            merged.append(math.prod(self.plan.sizes(group)) if varies else 1)
+        view = self.plan.view(operand, tuple(axes), trailing=trailing, expand=False)
+        last = view.shape[view.ndim - trailing :]
+        matrix = view.expand((*sizes, *last)).reshape((*merged, *last))
+        return matrix.expand(*(math.prod(self.plan.sizes(self.axes[i])) for i in groups), *last)
+
+    def obstacle(self, scale: Tensor, scale_dims: int) -> str:
+        """Why kernels cannot take a scale with a last dimension: `matrix` would copy it for every pair."""
+        varying = [
+            {self.plan.varies(scale, (axis,), trailing=scale_dims) for axis in group if self.plan.shape[axis] > 1}
+            for group in self.axes
+        ]
+        if scale_dims == 0 or {True, False} not in varying or sum(True in group for group in varying[1:]) < 2:
+            return ""
+        return (
+            "needs a scale of each pair to vary along all axes of x, or of loc, if along one; here it would be copied"
+        )
+
+    def empty_sums(self, operand: Tensor, dtype: torch.dtype, *, trailing: int = 0) -> Tensor:
+        """For the gradient of an operand, with an axis for each group: of size 1 where the kernel is to sum over it."""
+        *outer, by_rows, by_columns = (self.plan.varies(operand, group, trailing=trailing) for group in self.axes)
+        if not trailing:  # a kernel of dot products sums over the rows or the columns
+            outer, by_columns = [True] * len(outer), by_columns or not by_rows
+        sizes = (
+            math.prod(self.plan.sizes(group)) if varies else 1
+            for group, varies in zip(self.axes, (*outer, by_rows, by_columns))
+        )
+        return operand.new_empty((*sizes, *operand.shape[operand.ndim - trailing :]), dtype=dtype)
+
+    def restore(self, gradient: Tensor, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0) -> Tensor:
+        """A gradient with an axis for each of the groups, of size 1 where it was summed: that of the operand."""
+        axes = sum((self.axes[i] for i in groups), ())
+        sizes: list[int] = []
+        for i, size in zip(groups, gradient.shape):
+            group = self.plan.sizes(self.axes[i])
+            sizes += group if size == math.prod(group) else (1,) * len(group)
+        own = self.plan.view(operand, axes, trailing=trailing, expand=False).shape
+        ordered = gradient.view((*sizes, *gradient.shape[len(groups) :])).sum_to_size(own)
+        return self.plan.gradient(ordered, operand, axes)
+
+
+def component_groups(plan: Plan, axis: int) -> tuple[Shape, ...]:
+    """The axes of a logsumexp along `axis`: batch, what varies as the components do, points, components."""
+    rows, columns = (plan.columns, plan.rows) if axis in plan.rows else (plan.rows, plan.columns)
+    return plan.batch, tuple(other for other in columns if other != axis), rows, (axis,)
+
+
+class Groups(Layout):
+    """A logsumexp as `effops.kernels` take it: axes of the plan in four groups.
+
+    The components are the last group. One of x and loc varies along it, the other does not: which is which tells
+    `left`, the points, from `right`; along the second group only `right` and further operands vary.
+    """
+
+    def __init__(self, reduction: Reduction, loc: Tensor, x: Tensor) -> None:
+        plan, axis = reduction.plan, reduction.axis
+        self.left, self.right = (loc, x) if axis in plan.rows else (x, loc)
+        self.reduction = reduction
+        super().__init__(plan, component_groups(plan, axis))
+
+    def of_result(self, tensor: Tensor, *, trailing: int = 0) -> Tensor:
+        """A tensor of the shape of the result, with an axis for each of the first three groups."""
+        reduced, axis = self.reduction.reduced, self.reduction.axis
+        groups = [tuple(other - (other > axis) for other in group) for group in self.axes[:3]]
+        view = reduced.view(tensor, sum(groups, ()), trailing=trailing)
+        sizes = [math.prod(reduced.sizes(group)) for group in groups]
+        return view.reshape(*sizes, *tensor.shape[tensor.ndim - trailing :])
+
+
+def forward_logsumexp(
+    kernels: Any,
+    reduction: Reduction,
+    log_weights: Tensor,
+    loc: Tensor,
+    scale: Tensor,
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    scale_dims: int = 0,
+) -> Tensor:
+    """The statistics of the reduction, as `effops.blocks.tiling.forward_logsumexp` gives them."""
+    groups = Groups(reduction, loc, x)
+    statistics = reduction.empty(x, arithmetic_dtype(dtype))
+    kernels.forward_logsumexp(
+        groups.matrix(groups.left, (0, 1, 2), trailing=1),
+        groups.matrix(groups.right, (0, 1, 3), trailing=1),
+        groups.matrix(scale, (0, 1, 2, 3), trailing=scale_dims),
+        groups.matrix(log_weights, (0, 1, 2, 3)),
+        groups.of_result(statistics, trailing=1),
+    )
+    return statistics
+
+
+def backward_logsumexp(
+    kernels: Any,
+    reduction: Reduction,
+    log_weights: Tensor,
+    loc: Tensor,
+    scale: Tensor,
+    x: Tensor,
+    statistics: Tensor,
+    dout: Tensor,
+    dtype: torch.dtype,
+    needs: Sequence[bool],
+    *,
+    scale_dims: int = 0,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of log_weights, loc, scale and x, in their shapes and dtypes, each where `needs` asks for it."""
+    need_weights, need_loc, need_scale, need_x = needs
+    groups = Groups(reduction, loc, x)
+    need_left, need_right = (need_x, need_loc) if groups.left is x else (need_loc, need_x)
+    left = groups.matrix(groups.left, (0, 1, 2), trailing=1)
+    right = groups.matrix(groups.right, (0, 1, 3), trailing=1)
+    arithmetic = arithmetic_dtype(dtype)
+    dleft = left.new_empty((left.shape[0], 1, *left.shape[2:]), dtype=arithmetic) if need_left else None
+    dright = right.new_empty(right.shape, dtype=arithmetic) if need_right else None
+    dfactor = groups.empty_sums(scale, arithmetic, trailing=scale_dims) if need_scale else None
+    dweights = groups.empty_sums(log_weights, arithmetic) if need_weights else None
+    kernels.backward_logsumexp(
+        left,
+        right,
+        groups.matrix(scale, (0, 1, 2, 3), trailing=scale_dims),
+        groups.matrix(log_weights, (0, 1, 2, 3)),
+        groups.of_result(statistics, trailing=1),
+        groups.of_result(dout),
+        dweights,
+        dleft,
+        dright,
+        dfactor,
+    )
+
+    def restore(gradient: Tensor | None, operand: Tensor, axes: tuple[int, ...], trailing: int = 0) -> Tensor | None:
+        return None if gradient is None else groups.restore(gradient, operand, axes, trailing=trailing)
+
+    of_left, of_right = restore(dleft, groups.left, (0, 1, 2), 1), restore(dright, groups.right, (0, 1, 3), 1)
+    dloc, dx = (of_right, of_left) if groups.left is x else (of_left, of_right)
+    every = (0, 1, 2, 3)
+    return restore(dweights, log_weights, every), dloc, restore(dfactor, scale, every, scale_dims), dx

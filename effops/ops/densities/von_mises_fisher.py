@@ -1,0 +1,221 @@
+"""von Mises-Fisher log density of every broadcast pair.   Mardia & Jupp 2000, Directional Statistics, section 9.3.2.
+
+    log p(x | loc, k) = W(k) + k (<loc, x> - 1)
+    W(k) = (D / 2 - 1) log k - D / 2 log(2 pi) - log I_{D/2-1}(k) + k
+
+With the maximum of the exponential taken out, neither term overflows; W is `log_vmf_normaliser`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from effops.dispatch.custom_op import Binding
+from effops.numerics.special import bessel_ratio, log_vmf_normaliser
+from effops.ops.densities.density import log_prob_op
+from effops.ops.densities.directional import Directional, about, random_directions
+from effops.ops.densities.mixture import mixture_op
+
+
+def _phi(dot: Tensor, tolerance: float) -> Tensor:
+    return dot - 1
+
+
+def _like(concentration: Tensor, dimension: int) -> Tensor:
+    return torch.empty_like(concentration)
+
+
+def _normaliser_forward(concentration: Tensor, dimension: int) -> Tensor:
+    return _like(concentration, dimension).copy_(log_vmf_normaliser(concentration, dimension))
+
+
+def _normaliser_backward(
+    dout: Tensor, concentration: Tensor, dimension: int, needs: Sequence[bool]
+) -> tuple[Tensor | None]:
+    slope = bessel_ratio(concentration, dimension)[1]
+    return (torch.mul(dout, slope, out=_like(concentration, dimension)) if needs[0] else None,)
+
+
+# One operator, since its recurrence is long: compilers take a minute over it, and autograd keeps every step.
+_normaliser = Binding(
+    "von_mises_fisher_normaliser",
+    forward=_normaliser_forward,
+    backward=_normaliser_backward,
+    composite=log_vmf_normaliser,
+    empty=_like,
+    empty_gradients=lambda concentration, dimension: (_like(concentration, dimension),),
+    core_dims=(0,),
+)
+
+
+class CosineMinusOne:
+    """phi(dot) = dot - 1 and the von Mises-Fisher normaliser, for `effops.ops.densities.directional`."""
+
+    def __init__(self, dimension: int, arithmetic: torch.dtype, floor: float, tolerance: float) -> None:
+        self.dimension = dimension
+
+    def value_(self, dot: Tensor) -> None:
+        dot.sub_(1)
+
+    def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
+        if value is not None:
+            torch.sub(dot, 1, out=value)
+        dot.copy_(factor.expand(dot.shape))
+
+    def normaliser(self, scale: Tensor) -> Tensor:
+        return log_vmf_normaliser(scale, self.dimension)
+
+    def normaliser_derivative(self, scale: Tensor) -> Tensor:
+        return bessel_ratio(scale, self.dimension)[1]
+
+    def phi(self, t: Tensor) -> Tensor:
+        return t - 2
+
+    def slope(self, t: Tensor) -> Tensor:
+        return torch.ones_like(t)
+
+    def normaliser_errors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        accuracy = (2e-14, 1e-13) if self.dimension < 64 else (1e-15, 3e-15)  # those of `effops.numerics.special`
+        return accuracy[0] * (self.normaliser(scale).abs() + 1), accuracy[1] * self.normaliser_derivative(scale)
+
+
+def draw(loc: Tensor, concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """A draw for each loc (..., D) and concentration (...), by rejection.   Wood 1994, Simulation of the von Mises
+    Fisher distribution.
+
+    The proposal is tan(angle / 2)^2 = c up / down with two gamma variables, and Wood's log acceptance ratio
+    k (w - w0) + d log((1 - w0 w) / (1 - w0^2)), d = D - 1, is d (v + log(1 - v)), where nothing cancels at large k.
+    """
+    d = loc.shape[-1] - 1
+    c = d / (2 * concentration + torch.hypot(2 * concentration, concentration.new_full((), d)))
+    ratio, missing = torch.empty_like(c), torch.ones_like(c, dtype=torch.bool)
+    while missing.any():
+        c_missing = c[missing]
+        up, down = (torch._standard_gamma(torch.full_like(c_missing, 0.5 * d), generator=generator) for _ in range(2))
+        v = (1 - c_missing) * (down - up) / (2 * (down + c_missing * up))
+        rejected = d * (v + torch.log1p(-v)) < torch.empty_like(v).uniform_(generator=generator).log()
+        ratio[missing] = c_missing * up / down
+        missing = missing.masked_scatter(missing, rejected)
+    return about(loc, ratio, generator)
+
+
+def workload(
+    *,
+    M: int,
+    T: int,
+    D: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All pairs of M components and a draw from each, at T positions: loc (M, T, D), k (M, T), x (M, 1, T, D)."""
+    loc = random_directions((M, T, D), generator)
+    concentration = 10 ** (2 * torch.rand(M, T, dtype=torch.float64, generator=generator))
+    x = draw(loc, concentration, generator).unsqueeze(1)
+    return loc.to(device, dtype), concentration.to(device, dtype), x.to(device, dtype)
+
+
+density = Directional(
+    "von_mises_fisher",
+    scale_name="concentration",
+    phi=_phi,
+    normaliser=_normaliser,
+    map=CosineMinusOne,
+    kernel="von_mises_fisher",
+    singular=False,
+    workload=workload,
+)
+op = log_prob_op(density)
+mixture = mixture_op(density)
+
+
+@op.public
+def von_mises_fisher_log_prob(
+    loc: Tensor, concentration: Tensor | float, x: Tensor, *, variant: str | None = None
+) -> Tensor:
+    """Log density of von Mises-Fisher distributions on the unit sphere.
+
+        log p(x | loc, k) = W(k) + k (<loc, x> - 1)
+        W(k) = (D / 2 - 1) log k - D / 2 log(2 pi) - log I_{D/2-1}(k) + k
+
+    Args:
+        loc: mean directions `(*L, D)`, unit vectors, D >= 2
+        concentration: k, of shape `(*S)` or a number; at 0 the distribution is uniform
+        x: points on the sphere `(*X, D)`, unit vectors
+        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+
+    Returns:
+        The log densities, of the shape to which `L`, `S` and `X` broadcast; it may be a permuted view. The dtype is the
+        promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
+
+    The normaliser is computed in float64. Variants chunked and triton save the three inputs for backward, no more.
+    Values are not validated: a negative, infinite or NaN concentration gives NaN.
+
+    Raises:
+        TypeError: an argument is no tensor, or not of a real (loc, x: floating-point) dtype
+        ValueError: shapes do not broadcast, last dimensions differ or are below 2, devices differ, no such variant
+        NotImplementedError: the named variant cannot run this call
+
+    Example:
+        >>> loc = torch.nn.functional.normalize(torch.randn(4, 3), dim=-1)
+        >>> x = torch.nn.functional.normalize(torch.randn(1000, 1, 3), dim=-1)
+        >>> effops.von_mises_fisher_log_prob(loc, torch.full((4,), 10.0), x).shape
+        torch.Size([1000, 4])
+
+    Source: Mardia & Jupp 2000, Directional Statistics, section 9.3.2.
+    """
+    return op(loc, concentration, x, variant=variant)
+
+
+@mixture.public
+def von_mises_fisher_mixture_log_prob(
+    log_weights: Tensor,
+    loc: Tensor,
+    concentration: Tensor | float,
+    x: Tensor,
+    dim: int = -1,
+    *,
+    variant: str | None = None,
+) -> Tensor:
+    """Log density of mixtures of von Mises-Fisher distributions, without the densities of the components.
+
+        log p(x) = log sum_n exp(log_weights_n + log p(x | loc_n, k_n))
+
+    It equals `torch.logsumexp(log_weights + von_mises_fisher_log_prob(loc, concentration, x), dim)`.
+
+    Args:
+        log_weights: logarithms of the weights of the components, of a batch shape `(*W)`; they need not add up to 1
+        loc: mean directions `(*L, D)`, unit vectors, D >= 2
+        concentration: concentrations `(*S)` or a number
+        x: points on the sphere `(*X, D)`, unit vectors
+        dim: the axis of the components in the shape to which `W`, `L`, `S` and `X` broadcast
+        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+
+    Returns:
+        The log densities, of that shape without `dim`; it may be a permuted view. The dtype is the promotion of the
+        inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
+
+    Variants chunked and triton save the four inputs for backward and two numbers for each result, in the dtype of the
+    arithmetic. Without a component, or with weights of 0 alone, the result is -inf and its gradients are 0; +inf and
+    NaN are as in `torch.logsumexp`, but variant triton leaves a component of weight 0 out even where its density is
+    NaN. Values are not validated: see `von_mises_fisher_log_prob`.
+
+    Raises:
+        TypeError: an argument is no tensor, or not of a real (all but concentration: floating-point) dtype
+        ValueError: shapes do not broadcast, `dim` is none of their axes, last dimensions differ or are below 2, devices
+            differ, no such variant
+        NotImplementedError: the named variant cannot run this call
+
+    Example:
+        >>> loc = torch.nn.functional.normalize(torch.randn(4, 3), dim=-1)
+        >>> x = torch.nn.functional.normalize(torch.randn(1000, 1, 3), dim=-1)
+        >>> log_weights = torch.full((4,), 0.25).log()
+        >>> effops.von_mises_fisher_mixture_log_prob(log_weights, loc, torch.full((4,), 10.0), x).shape
+        torch.Size([1000])
+
+    Source: Banerjee et al. 2005, Clustering on the Unit Hypersphere using von Mises-Fisher Distributions.
+    """
+    return mixture(log_weights, loc, concentration, x, dim, variant=variant)

@@ -1,0 +1,209 @@
+"""What a CUDA device holds beside the tensors of a step, each part with the assumption that it rests on."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+from effops.measure import CUDA_BLOCK_BYTES
+from effops.prediction.timeline import Timeline
+
+MIB = 2**20
+CONTEXT_BYTES = 600 * MIB
+WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+ASSUMPTIONS = {
+    "rounding": f"each tensor takes a multiple of {CUDA_BLOCK_BYTES} bytes",
+    "cuBLAS workspace": "its default, :4096:2:16:8",
+    "allocator": "segments that PyTorch's caching allocator reserves, replayed allocation by allocation",
+    "context": "kernels and driver; 600 MiB unless `context_bytes` says what the first kernel leaves occupied",
+    "kernels": "of a CPU but for dropout and attention, without the workspaces of oneDNN and of cuDNN",
+    "autocast": "by the lists of a CPU: CUDA's also have softmax, normalisations and sums in float32",
+}
+RECURRENT = torch._VF.gru, torch._VF.lstm, torch._VF.rnn_relu, torch._VF.rnn_tanh
+
+
+@dataclass
+class _Block:
+    """A piece of a segment. Neighbours are known so that free ones merge."""
+
+    start: int
+    size: int
+    small: bool
+    free: bool = True
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+class CachingAllocator:
+    """The segments of `torch.cuda`'s caching allocator with its default settings, for one stream.
+
+    Requests are rounded to 512 bytes. Up to 1 MiB they are cut from segments of 2 MiB, above up to 10 MiB from segments
+    of 20 MiB, larger ones get segments of their own, rounded to 2 MiB. The smallest free block that fits is taken, and
+    cut unless too little is left. Nothing goes back to the device.
+    """
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+        self.pools: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self.address = 0
+
+    def allocate(self, nbytes: int) -> _Block:
+        size = max(CUDA_BLOCK_BYTES, -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
+        small = size <= MIB
+        pool = self.pools[small]
+        index = bisect.bisect_left(pool, (size, -1))
+        if index < len(pool):
+            block = pool.pop(index)[2]
+        else:
+            segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            block = _Block(self.address, segment, small)
+            self.address += segment
+            self.reserved_bytes += segment
+        block.free = False
+        left = block.size - size
+        if left >= CUDA_BLOCK_BYTES if small else left > MIB:
+            rest = _Block(block.start + size, left, small, before=block, after=block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after, block.size = rest, size
+            self._offer(rest)
+        return block
+
+    def release(self, block: _Block) -> None:
+        block.free = True
+        if block.after is not None and block.after.free:
+            self._take(block.after)
+            self._merge(block, block.after)
+        if block.before is not None and block.before.free:
+            self._take(block.before)
+            block = self._merge(block.before, block)
+        self._offer(block)
+
+    def _merge(self, first: _Block, second: _Block) -> _Block:
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        return first
+
+    def _offer(self, block: _Block) -> None:
+        bisect.insort(self.pools[block.small], (block.size, block.start, block))
+
+    def _take(self, block: _Block) -> None:
+        pool = self.pools[block.small]
+        pool.pop(bisect.bisect_left(pool, (block.size, block.start)))
+
+
+def overheads(timeline: Timeline, context_bytes: int) -> Mapping[str, int]:
+    """What is occupied beside the tensors at the peak of the last step, by the names of `ASSUMPTIONS`."""
+    peak_bytes = timeline.peak_bytes
+    rounded = [
+        replace(one, nbytes=-(-one.nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES) for one in timeline.allocations
+    ]
+    rounded_bytes = replace(timeline, allocations=rounded).peak_bytes
+    return {
+        "rounding": rounded_bytes - peak_bytes,
+        "cuBLAS workspace": WORKSPACE_BYTES,
+        "allocator": reserved_bytes(timeline) - rounded_bytes,
+        "context": context_bytes,
+    }
+
+
+def reserved_bytes(timeline: Timeline) -> int:
+    """What the caching allocator has reserved at the end of all steps."""
+    allocator = CachingAllocator()
+    born = {one.born: one for one in timeline.allocations}
+    died = {one.died: one.born for one in timeline.allocations if one.died is not None}
+    blocks: dict[int, _Block] = {}
+    for tick in range(timeline.end + 1):
+        if died.get(tick) in blocks:
+            allocator.release(blocks.pop(died[tick]))
+        if tick in born and born[tick].nbytes:
+            blocks[tick] = allocator.allocate(born[tick].nbytes)
+    return allocator.reserved_bytes
+
+
+class CudaForms(TorchFunctionMode):
+    """Functions in the form that they have on CUDA, which saves other tensors for backward than that on a CPU.
+
+    Dropout keeps booleans, and `scaled_dot_product_attention` never holds all pairs. Recurrent layers, which cuDNN has
+    as a whole, have the form of a CPU and are added to `unknown`.
+    """
+
+    def __init__(self, unknown: set[str]) -> None:
+        super().__init__()
+        self.unknown = unknown
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func in RECURRENT:
+            self.unknown.add(f"aten::{func.__name__}")
+        if func is torch.nn.functional.dropout:
+            return _dropout(*args, **options)
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _attention(*args, **options)
+        if func is torch.autograd.backward:
+            with self:  # what checkpointing computes again has the same forms
+                return _backward(*args, **options)
+        return func(*args, **options)
+
+
+def _backward(
+    losses: Sequence[Tensor],
+    grad_tensors: Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """`torch.autograd.backward`, without the switch that turns modes off."""
+    upstream = tuple(
+        torch.ones_like(loss) if gradient is None else gradient
+        for loss, gradient in zip(losses, grad_tensors or [None] * len(losses))
+    )
+    keep = create_graph if retain_graph is None else retain_graph
+    _engine_run_backward(
+        tuple(losses), upstream, keep, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0 or inplace:
+        return torch.dropout(input, p, training)
+    result: Tensor = torch.native_dropout(input, p, training)[0]
+    return result
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    batch = query.shape[:-2]
+    if enable_gqa:
+        key, value = (tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3) for tensor in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            numbers = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = numbers.masked_fill_(attn_mask.logical_not(), -math.inf)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    if query.ndim != 4:
+        query, key, value = (tensor.reshape(1, -1, *tensor.shape[-2:]) for tensor in (query, key, value))
+        attn_mask = None if attn_mask is None else attn_mask.reshape(1, -1, *attn_mask.shape[-2:])
+    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    result: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale
+    )[0]
+    return result.reshape(*batch, *result.shape[-2:])

@@ -1,0 +1,353 @@
+"""What PyTorch's operators allocate on a CPU that fake tensors do not show, as measured with torch 2.13.
+
+`RULES` describe some, of which those `OF_A_CPU` say nothing of a CUDA device; `UNKNOWN` are those of which it was
+measured that they allocate more, and no rule says how much. Any other operator allocates what its results take, as far
+as a prediction knows; `anatomy(..., measure=True)` tells where that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from effops.blocks.tiling import few_tiles
+from effops.dispatch.custom_op import BINDINGS
+from effops.prediction.allocations import Allocations
+from effops.prediction.convolutions import convolution_backward_bytes, convolution_bytes, is_measured_cpu
+
+aten = torch.ops.aten
+
+KNOWN_NAMESPACES = "aten", "prim", "prims", "profiler", "effops"
+UNKNOWN = {
+    aten._native_multi_head_attention.default,
+    aten._transformer_encoder_layer_fwd.default,
+    aten._euclidean_dist.default,
+    aten._embedding_bag.default,
+    aten._embedding_bag_forward_only.default,
+    aten._fft_c2c.default,
+    aten._fft_c2r.default,
+    aten._fft_r2c.default,
+    aten._trilinear.default,
+    aten._upsample_bicubic2d_aa.default,
+    aten._upsample_bilinear2d_aa.default,
+    aten.affine_grid_generator.default,
+    aten.bucketize.Tensor,
+    aten.col2im.default,
+    aten.im2col.default,
+    aten.kthvalue.default,
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_matrix_exp.default,
+    aten.multinomial.default,
+    aten.searchsorted.Tensor,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_bilinear2d.default,
+}
+
+PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.addbmm.default,
+    aten.mv.default,
+    aten.addmv.default,
+    aten.dot.default,
+    aten.vdot.default,
+}
+ONEDNN_MULTIPLICATIONS = 16**3  # a product of no more is left to other kernels
+PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys for no fewer queries and keys
+
+
+class Hidden(NamedTuple):
+    """What a call of an operator allocates inside.
+
+    `temporary_bytes` are allocated and released; `result_bytes` is the storage of some results, by index; if not
+    `known` there may be more.
+    """
+
+    temporary_bytes: int = 0
+    result_bytes: Mapping[int, int] = {}
+    known: bool = True
+
+
+Rule = Callable[[Sequence[Any], Any], Hidden]
+RULES: dict[Any, Rule] = {}
+OF_A_CPU = {
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.mkldnn_rnn_layer.default,
+    aten.mkldnn_rnn_layer_backward.default,
+}
+
+
+def hidden(func: Any, args: Sequence[Any], result: Any, cuda: bool = False) -> Hidden:
+    """Of a call of an operator on fake tensors, which with `cuda` stand for those of a CUDA device."""
+    if cuda and func in OF_A_CPU:
+        return Hidden(known=False)
+    if func.namespace == "effops":
+        return Hidden(_rehearsed_bytes(func, args))
+    rule = RULES.get(func)
+    if rule is not None:
+        found = rule(args, result)
+    else:
+        found = Hidden(known=func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN)
+    return found._replace(known=False) if not cuda and _is_onednn_product(func, args, result) else found
+
+
+def caution(unknown: Iterable[str]) -> str:
+    """A line that names operators which may allocate more than is predicted; empty if there are none."""
+    names = ", ".join(unknown)
+    return f"not known, and not counted: what {names} allocate inside" if names else ""
+
+
+def rule(*operators: Any) -> Callable[[Rule], Rule]:
+    """Register what operators hide."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
+@rule(
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+)
+def _loss(args: Sequence[Any], result: Tensor) -> Hidden:
+    """A loss that is reduced keeps its scalar on the storage of all elements, which it has once more meanwhile."""
+    nbytes = _elements_bytes(args, result)
+    return Hidden(0 if result.shape else nbytes, {0: nbytes})
+
+
+@rule(aten.huber_loss.default)
+def _huber_loss(args: Sequence[Any], result: Tensor) -> Hidden:
+    return Hidden(0 if result.shape else _elements_bytes(args, result))
+
+
+def _elements_bytes(args: Sequence[Any], result: Tensor) -> int:
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return int(result.element_size() * math.prod(shape))
+
+
+@rule(aten.binary_cross_entropy_with_logits.default)
+def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Hidden:
+    """The logarithm of the sigmoid beside the loss of all elements, and weights of positives changed."""
+    weights_bytes = args[3].numel() * args[3].element_size() if len(args) > 3 and args[3] is not None else 0
+    return Hidden(_elements_bytes(args, result) * (1 if result.shape else 2) + weights_bytes)
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+    """A block of weights, its maxima and sums, and results of each thread; weights once more in a narrow dtype."""
+    query, wide_bytes = args[0], result[1].element_size()
+    rows, pairs = _attention_block(query, args[1])
+    wide = pairs + rows * (2 + query.shape[3])
+    return Hidden(torch.get_num_threads() * (wide * wide_bytes + _narrow_bytes(query, wide_bytes, pairs)))
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+    """Weights of a block and their gradients of each thread, and the gradient from above if its layout is another."""
+    upstream, query, key, wide_bytes = args[0], args[1], args[2], args[5].element_size()
+    rows, pairs = _attention_block(query, key)
+    of_thread = 2 * (pairs * wide_bytes + _narrow_bytes(query, wide_bytes, pairs))
+    copied = 0 if upstream.transpose(1, 2).is_contiguous() else upstream.numel() * upstream.element_size()
+    return Hidden(torch.get_num_threads() * of_thread + rows * wide_bytes + copied)
+
+
+def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
+    """Rows of a block, and pairs in it."""
+    length = query.shape[2]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    return rows, rows * min(512, key.shape[2])
+
+
+def _narrow_bytes(query: Tensor, wide_bytes: int, pairs: int) -> int:
+    return pairs * query.element_size() if query.element_size() < wide_bytes else 0
+
+
+def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
+    """Whether oneDNN multiplies in a narrow dtype here, with memory of PyTorch's allocator.
+
+    It is the scratchpad of each product, and packed keys and values in attention. No rule says how much: oneDNN decides
+    by sizes, threads and instructions of the CPU.
+    """
+    if func in PRODUCTS:
+        left = args[-2]
+        return left.dtype in _onednn_dtypes() and result.numel() * left.shape[-1] > ONEDNN_MULTIPLICATIONS
+    if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        query, key = args[:2]
+        lengths = query.shape[2], key.shape[2]
+        return query.dtype in _onednn_dtypes() and min(lengths) >= PACKED_LENGTHS[query.dtype]
+    if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        query, key = args[1:3]
+        _, pairs = _attention_block(query, key)
+        return query.dtype in _onednn_dtypes() and pairs * query.shape[3] > ONEDNN_MULTIPLICATIONS
+    return False
+
+
+@cache
+def _onednn_dtypes() -> frozenset[torch.dtype]:
+    """Narrow dtypes in which oneDNN computes products on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return frozenset(dtype for dtype, is_supported in supported.items() if is_supported)
+
+
+@rule(
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default,
+    aten.native_layer_norm_backward.default,
+    aten.gelu_backward.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten.reflection_pad1d_backward.default,
+    aten.reflection_pad2d_backward.default,
+    aten.grid_sampler_2d_backward.default,
+)
+def _contiguous(args: Sequence[Any], result: Any) -> Hidden:
+    """What is not laid out in order is copied, such as the gradient that comes from a sum."""
+    given = (one for one in args if isinstance(one, Tensor) and not one.is_contiguous())
+    return Hidden(sum(one.numel() * one.element_size() for one in given))
+
+
+@rule(aten.logsumexp.default)
+def _logsumexp(args: Sequence[Any], result: Tensor) -> Hidden:
+    """Exponentials, and maxima beside the result."""
+    return Hidden((args[0].numel() + result.numel()) * result.element_size())
+
+
+@rule(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+def _matrices(args: Sequence[Any], result: Tensor) -> Hidden:
+    """A matrix whose rows or columns are not apart is copied; in a batch one at a time."""
+    copied = (one for one in args[-2:] if not (_has_rows(one) or _has_rows(one.mT)))
+    return Hidden(sum(math.prod(one.shape[-2:]) * one.element_size() for one in copied))
+
+
+def _has_rows(matrix: Tensor) -> bool:
+    return matrix.stride(-1) == 1 and matrix.stride(-2) >= max(1, matrix.shape[-1])
+
+
+@rule(aten.native_layer_norm.default)
+def _layer_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+    """Mean and deviation have the dtype of the weight, if that is wider than the input's."""
+    copied, (weight, mean) = _contiguous(args, result), (args[2], result[1])
+    if weight is None or weight.dtype == mean.dtype:
+        return copied
+    nbytes = weight.element_size() * mean.numel()
+    return Hidden(copied.temporary_bytes, {1: nbytes, 2: nbytes})
+
+
+@rule(aten.convolution.default)
+def _convolution(args: Sequence[Any], result: Tensor) -> Hidden:
+    nbytes = convolution_bytes(args, result)
+    return Hidden(nbytes or 0, known=nbytes is not None)
+
+
+@rule(aten.convolution_backward.default)
+def _convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> Hidden:
+    nbytes = convolution_backward_bytes(args, result)
+    return Hidden(nbytes or 0, known=nbytes is not None)
+
+
+PAGE_BYTES = 4096
+ONEDNN_STATE_BYTES = 12856
+ONEDNN_INFERENCE_BYTES = PAGE_BYTES + 776
+
+
+@rule(aten.mkldnn_rnn_layer.default)
+def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+    """oneDNN keeps the gates and states of all steps of a layer, each kind on pages of its own.
+
+    Without gradients it has the gates of one step, all of it for the time of the call, and the weights in its layout.
+    """
+    input, hidden_size, trains = args[0], args[10], args[15]
+    steps, batch, size = input.shape
+    width = _leading(max(size, hidden_size))
+    per_step, per_state = steps * batch, 2 * (steps + 1) * batch
+    if not trains:
+        gates, biases = 4 * _rounded(hidden_size), 4 * hidden_size
+        sections = [per_state * width, per_state * hidden_size]
+        sections += [batch * _leading(4 * hidden_size), batch * _leading(hidden_size)]
+        weights = 4 * ((size + hidden_size) * gates + biases)
+        nbytes = weights + sum(_pages(4 * count) for count in sections) + ONEDNN_INFERENCE_BYTES
+        return Hidden(nbytes, known=is_measured_cpu())
+    sections = [
+        per_step * _leading(4 * hidden_size),
+        per_step * _leading(hidden_size),
+        *[per_state * width] * 3,
+        *[per_state * hidden_size] * 2,
+    ]
+    return Hidden(result_bytes={3: sum(_pages(4 * count) for count in sections)})
+
+
+@rule(aten.mkldnn_rnn_layer_backward.default)
+def _lstm_backward(args: Sequence[Any], result: Any) -> Hidden:
+    """Gradients of the gates of all steps, of weights in oneDNN's layout, and the weights in it if they are not."""
+    input, hx, output, upstream, hidden_size = args[0], args[5], args[7], args[10], args[15]
+    elements, gates = input.shape[0] * input.shape[1], 4 * hidden_size
+    copied = output.numel() if upstream is None or not upstream.is_contiguous() else 0
+    floats = 2 * hx.numel() + gates + copied
+    for size in (input.shape[2], hidden_size):
+        floats += size * _leading(gates) + (gates * _leading(size) if size != _leading(size) else 0)
+    return Hidden(4 * floats + _pages(4 * elements * _leading(gates)) + ONEDNN_STATE_BYTES)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _rounded(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _leading(size: int) -> int:
+    """The leading dimension that oneDNN gives to rows of floats."""
+    rounded = _rounded(size)
+    return rounded + 16 if rounded % 256 == 0 else rounded
+
+
+def _rehearsed_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Temporaries of one of our operators: two blocks along each axis, run on fake tensors."""
+    name = func._schema.name.split("::")[1]
+    binding = BINDINGS[name.removesuffix("_backward")]
+    function = binding.backward if name.endswith("_backward") else binding.forward
+    with few_tiles(), _Rehearsal() as allocations:
+        for tensor in (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
+            allocations.count(tensor, nbytes=0)
+        result = function(*args)
+        kept = allocations.live_bytes
+        del result
+    hidden_bytes: int = allocations.peak_bytes - kept
+    return hidden_bytes
+
+
+class _Rehearsal(Allocations):
+    """Sees what operators are composed of; a value that blocks look at is 1, for fake tensors have none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (aten.item.default, aten._local_scalar_dense.default):
+            return 1.0 if args[0].is_floating_point() else 1
+        if func.namespace == "aten":
+            with self:
+                result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return super().__torch_dispatch__(func, types, args, kwargs)

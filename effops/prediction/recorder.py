@@ -1,0 +1,202 @@
+"""Follows a step on fake tensors: every storage, its bytes, when it lives, and the operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from effops.prediction.allocations import Allocations
+from effops.prediction.inside import Hidden, hidden
+from effops.prediction.operations import operations
+from effops.prediction.outcomes import Call, Outcome
+from effops.prediction.timeline import Allocation, Timeline
+
+LIFTS = (
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.lift_fresh_copy.default,
+)  # of new constants, which have values
+ITEM = torch.ops.aten._local_scalar_dense.default
+NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
+OWNED = 4, 2  # users of a gradient and of its storage, as an operator is called on one that autograd alone has
+
+
+class Recorder(Allocations):
+    """An observer of a step on fake tensors of a mode; as a mode itself it sees all operators.
+
+    Of the last step `operations` counts those of each phase, by phase and class, and `unknown` names the operators that
+    may allocate more than is recorded.
+    """
+
+    def __init__(self, mode: FakeTensorMode, cuda: bool = False) -> None:
+        super().__init__()
+        self.mode, self.cuda = mode, cuda
+        self.tick = 0
+        self.records: list[Allocation] = []
+        self.living: dict[weakref.ref[Any], Allocation] = {}
+        self.phases: list[tuple[str, int]] = []
+        self.start = 0
+        self.operations: Counter[tuple[str, str]] = Counter()
+        self.unknown: set[str] = set()
+        self.operator = ""
+        self.known: dict[Any, tuple[Outcome, Hidden, tuple[str, int]]] = {}
+        self.outside: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begin(self) -> None:
+        """What comes now is the last step."""
+        self.start = self.tick
+        self.operations.clear()
+        self.unknown.clear()
+
+    def enter(self, phase: str) -> None:
+        self.phases.append((phase, self.tick + 1))
+
+    def mark(self, category: str, found: Iterable[Tensor]) -> None:
+        for tensor in found:
+            self.count(tensor)
+            self.living[weakref.ref(tensor.untyped_storage())].category = category
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # a third of all calls; the mode below takes its time for it
+        phase = self.phases[-1][0]
+        kwargs = kwargs or {}
+        changes = func._schema.is_mutable and not any(tag in func.tags for tag in NOT_BY_VALUE)
+        if (func is ITEM or changes) and not kwargs and _are_constants(args):
+            with torch._C._DisableTorchDispatch():
+                value = func(*(arg.constant if isinstance(arg, FakeTensor) else arg for arg in args))
+            return value if func is ITEM else args[0]
+        if func is torch.ops.aten.add.Tensor and _accumulates(args):
+            func = torch.ops.aten.add_.Tensor
+        self.operator = func._schema.name
+        call = Call(func, args, kwargs)
+        if call.key is None and func not in LIFTS and _has_real((*args, *kwargs.values())):
+            call = Call(func, *tree_map_only(Tensor, self._fake, (args, kwargs)))
+        try:
+            result, found, (kind, count) = self._run(call)
+        except DataDependentOutputException:
+            if phase != "optimizer" or func is not ITEM:
+                raise
+            return 1.0 if args[0].is_floating_point() else 1  # few tensors of an optimizer depend on values
+        for index, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
+            if isinstance(leaf, Tensor):
+                if leaf.layout is not torch.strided:
+                    raise NotImplementedError(
+                        f"anatomy: tensors must be dense; got one of layout {leaf.layout} from {self.operator}; leave "
+                        "`sparse=False` in embeddings, or convert it by `to_dense`"
+                    )
+                self.count(leaf, nbytes=found.result_bytes.get(index))
+        if found.temporary_bytes:
+            self.tick += 1
+            self.records.append(Allocation(found.temporary_bytes, self.tick, self.tick + 1, self.operator))
+            self.tick += 1
+        if not found.known:
+            self.unknown.add(self.operator)
+        self.operations[phase, kind] += count
+        # What the mode remembers of a tensor would keep `Module.to` from putting another one in its place.
+        self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        return result
+
+    def _run(self, call: Call) -> tuple[Any, Hidden, tuple[str, int]]:
+        """The result of a call, what the operator hides, and what operations it makes."""
+        if call.key in self.known:
+            outcome, found, counted = self.known[call.key]
+            return outcome(call.tensors), found, counted
+        func, args, kwargs = call.func, call.args, call.kwargs
+        result = func(*args, **kwargs)
+        found, counted = hidden(func, args, result, self.cuda), operations(func, args, kwargs, result)
+        made = call.outcome(result)
+        if made is not None:
+            self.known[call.key] = made, found, counted
+        return result, found, counted
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """In place of a real tensor, which a step may not change: a fake one, which is not the step's own."""
+        if not _is_real(tensor):
+            return tensor
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "Workload: what requires gradients must be made by `model`; got a tensor of shape "
+                f"{tuple(tensor.shape)} that exists already; construct it inside of the function"
+            )
+        if id(tensor) not in self.outside:
+            fake = self.mode.from_tensor(tensor)
+            self.count(fake, nbytes=0)
+            self.outside[id(tensor)] = tensor, fake
+        return self.outside[id(tensor)][1]
+
+    def allocate(self, reference: weakref.ref[Any], nbytes: int) -> None:
+        super().allocate(reference, nbytes)
+        self.tick += 1
+        self.living[reference] = Allocation(nbytes, self.tick, None, self.operator)
+        self.records.append(self.living[reference])
+
+    def release(self, reference: weakref.ref[Any]) -> None:
+        super().release(reference)
+        self.tick += 1
+        self.living.pop(reference).died = self.tick
+
+    def timeline(self) -> Timeline:
+        """The record so far."""
+        return Timeline([replace(record) for record in self.records], tuple(self.phases), self.start, self.tick)
+
+
+@contextmanager
+def generator_states_recorded() -> Iterator[None]:
+    """Let states of the random number generator, which checkpointing keeps, be fake tensors under a fake mode.
+
+    PyTorch has no other place where it could be told so: the states are no results of operators.
+    """
+    get, put = torch.get_rng_state, torch.set_rng_state
+    nbytes = get().nbytes
+
+    def is_fake() -> bool:
+        return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+    torch.get_rng_state = lambda: torch.empty(nbytes, dtype=torch.uint8) if is_fake() else get()
+    torch.set_rng_state = lambda new_state: None if isinstance(new_state, FakeTensor) else put(new_state)
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state = get, put
+
+
+def _are_constants(args: Sequence[Any]) -> bool:
+    """Whether all tensors among the arguments of an operator have values, the first argument too; none is in a list."""
+    return (
+        bool(args)
+        and type(args[0]) is FakeTensor
+        and args[0].constant is not None
+        and all(arg.constant is not None for arg in args if isinstance(arg, FakeTensor))
+        and not any(isinstance(arg, (list, tuple)) for arg in args)
+    )
+
+
+def _accumulates(args: Sequence[Any]) -> bool:
+    """Whether autograd adds to a gradient that nobody else has: in place, if nobody looked at its operators."""
+    node = torch._C._current_autograd_node()
+    if node is None or isinstance(node, BackwardCFunction) or torch.is_grad_enabled():
+        return False
+    first, second = args[:2]
+    if not isinstance(second, Tensor) or (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    users = first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    return users == OWNED and torch.ops.aten.is_non_overlapping_and_dense.default(first)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+def _has_real(arguments: Iterable[Any]) -> bool:
+    """Whether there is a real tensor among the arguments of an operator, or in a list of them."""
+    return any(any(map(_is_real, one)) if isinstance(one, (list, tuple)) else _is_real(one) for one in arguments)

@@ -1,0 +1,105 @@
+"""Where correct results and gradients of attention lie, from float64."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from effops.numerics.precision import contraction_error, matmul_precision, unit_roundoff
+from effops.ops.attention.call import Call, Kind, in_order
+from effops.reference.bounds import Bounds
+
+
+class _Exact(NamedTuple):
+    """Of a call in float64: masked scores, weights and sums, by how much correct ones may be off, those of the weights
+    in proportion; and where no pair takes part."""
+
+    scores: Tensor
+    error: Tensor
+    excluded: Tensor
+    weights: Tensor
+    relative: Tensor
+
+
+def _exact(kind: Kind, call: Call) -> _Exact:
+    scores, error = kind.exact(call)
+    u = unit_roundoff(call.arithmetic)
+    excluded = torch.zeros(call.plan.shape, dtype=torch.bool, device=call.device)
+    if call.masked and call.mask.dtype == torch.bool:
+        excluded = excluded | ~call.mask
+    elif call.masked:
+        scores = scores + call.mask.double()
+        error = error + 2 * u * (scores.abs() + call.mask.double().abs()).nan_to_num(posinf=0.0)
+    if call.is_causal:
+        excluded = (
+            excluded | torch.ones(call.plan.shape[-2:], dtype=torch.bool, device=call.device).tril().logical_not()
+        )
+    scores = scores.masked_fill(excluded, -math.inf)
+    error = torch.where(scores == -math.inf, 0.0, error.expand(scores.shape))
+    nowhere = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(nowhere, 0).softmax(-1).masked_fill(nowhere, 0)
+    relative = torch.expm1(error + (weights * error).sum(-1, keepdim=True)) + (8 + scores.shape[-1]) * u
+    return _Exact(scores, error, excluded, weights, relative)
+
+
+def bounds(kind: Kind, call: Call, *, rounded: bool) -> Bounds:
+    """Where a correct result lies. If `rounded`, weights may be so to the dtype of a sum, as PyTorch does."""
+    exact, u = _exact(kind, call), unit_roundoff(call.arithmetic)
+    if call.reduced == "scores":
+        return Bounds(exact.scores, exact.error, exact.error, dtype=call.dtype)
+    if call.value is None:
+        radius = exact.weights * exact.relative
+        return Bounds(exact.weights, radius, radius, dtype=call.dtype)
+    value = call.value.double()
+    rounding = (4 + value.shape[-2]) * u + _rounding(call, rounded)
+    radius = (exact.weights * (exact.relative + rounding)) @ value.abs()
+    return Bounds(exact.weights @ value, radius, radius, dtype=call.dtype)
+
+
+def _rounding(call: Call, rounded: bool) -> float:
+    """Of what is kept for every pair, beyond that of the arithmetic."""
+    return unit_roundoff(call.dtype) if rounded and call.dtype != call.arithmetic else 0.0
+
+
+def gradient_bounds(kind: Kind, call: Call, dout: Tensor, *, rounded: bool) -> tuple[Bounds, ...]:
+    """Where correct gradients lie, of the tensors that a caller gives; `rounded` as for `bounds`."""
+    exact, u, g = _exact(kind, call), unit_roundoff(call.arithmetic), dout.double()
+    weights, relative, keys = exact.weights, exact.relative, exact.weights.shape[-1]
+    coarse = _rounding(call, rounded)
+    of_value: tuple[Bounds, ...] = ()
+    if call.reduced == "scores":
+        dscores, error = g.masked_fill(exact.excluded, 0), torch.zeros_like(g)
+    else:
+        dweights, off, mean_error = g, torch.zeros_like(g), torch.zeros(())
+        if call.value is not None:
+            value = call.value.double()
+            dweights = g @ value.mT
+            products = contraction_error(value.shape[-1], call.arithmetic, matmul_precision())
+            off = products * u * (g.norm(dim=-1).unsqueeze(-1) * value.norm(dim=-1).unsqueeze(-2))
+            mean_error = coarse * (g.abs() * (weights @ value).abs()).sum(-1, keepdim=True)
+            size = weights.mT @ g.abs()
+            error = (weights * (relative + 2 * coarse)).mT @ g.abs()
+            of_value = (summed_bounds(weights.mT @ g, error, size, weights.shape[-2], call.value, u),)
+        mean = (weights * dweights).sum(-1, keepdim=True)
+        mean_error = mean_error + (weights * ((relative + (4 + keys) * u) * dweights.abs() + off)).sum(-1, keepdim=True)
+        dscores = weights * (dweights - mean)
+        error = weights * (
+            (relative + 2 * coarse) * (dweights - mean).abs() + off + mean_error + 2 * u * (dweights.abs() + mean.abs())
+        )
+    query, key, *others = kind.gradient_bounds(call, dscores, error)
+    of_mask = (summed_bounds(dscores, error, dscores.abs(), 1, call.mask, u),) if call.masked else ()
+    return in_order((query, key, *others), of_value, *of_mask)
+
+
+def summed_bounds(value: Tensor, error: Tensor, size: Tensor, terms: int, operand: Tensor, u: float) -> Bounds:
+    """The bounds of a gradient that is summed to the shape of its operand; `terms` of `size` were summed before."""
+    value, error, size = (
+        tensor.expand(torch.broadcast_shapes(tensor.shape, operand.shape)) for tensor in (value, error, size)
+    )
+    terms *= value.numel() // max(1, operand.numel())
+    shape = operand.shape
+    radius = error.sum_to_size(shape) + (4 + terms) * u * size.sum_to_size(shape)
+    return Bounds(value.sum_to_size(shape), radius, radius)

@@ -1,0 +1,92 @@
+"""How right a result is: errors against float64, in units of the budget that rounding leaves a correct variant.
+
+An error ratio of at most 1 passes. Budgets follow from the dtype of the arithmetic and from how exact a contraction
+may be, not from what some variant happens to reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.blocks.plan import Shape
+from effops.dispatch.op import Op
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The float64 value of a result and how far below and above it a correct result may lie, elementwise.
+
+    NaN is required where `value` is NaN, and accepted where `may_be_nan` holds; so is a result of `dtype`, if given.
+    """
+
+    value: Tensor
+    below: Tensor
+    above: Tensor
+    may_be_nan: Tensor | None = None
+    dtype: torch.dtype | None = None
+
+    def error_ratio(self, result: Tensor) -> float:
+        """Largest error of `result` in units of its budget; infinite for a wrong shape, dtype or NaN."""
+        if result.shape != self.value.shape or result.dtype != (self.dtype or result.dtype):
+            return float("inf")
+        if result.numel() == 0:
+            return 0.0
+        finite = torch.finfo(result.dtype)
+        found, value = result.detach().to(self.value), self.value
+        # The result is rounded once to its own dtype.
+        rounding = value.abs() * (finite.eps / 2) + finite.smallest_normal
+        error = found - value
+        ratio = torch.where(error < 0, -error / (self.below + rounding), error / (self.above + rounding))
+        overflow = (found.sign() == value.sign()) & found.isinf() & (value.abs() + self.above + rounding >= finite.max)
+        ratio = torch.where(overflow | (found == value), 0.0, ratio)
+        ratio = torch.where(value.isnan() & found.isnan(), 0.0, ratio)
+        if self.may_be_nan is not None:
+            ratio = torch.where(found.isnan() & self.may_be_nan, 0.0, ratio)
+        return float(torch.nan_to_num(ratio, nan=float("inf")).max())
+
+
+def error_ratio(op: Op, args: tuple[Any, ...], out: Tensor, **options: Any) -> float:
+    """Error of a forward result in units of its budget: right if at most 1."""
+    bounds: Bounds = op.bounds(op.prepare(*args, **options))
+    return bounds.error_ratio(out)
+
+
+def gradient_error_ratio(
+    op: Op, args: tuple[Any, ...], dout: Tensor, gradients: tuple[Tensor | None, ...], **options: Any
+) -> float:
+    """Largest error of the gradients of the arguments in units of their budgets: right if at most 1.
+
+    A gradient that was not asked for is None; without any, there is nothing right: infinite.
+    """
+    return worst_error_ratio(op.gradient_bounds(op.prepare(*args, **options), dout), gradients)
+
+
+def worst_error_ratio(expected: Sequence[Bounds], results: Sequence[Tensor | None]) -> float:
+    """Largest error of results in units of their budgets; infinite if all are None."""
+    found = [(bounds, result) for bounds, result in zip(expected, results, strict=True) if result is not None]
+    return max((bounds.error_ratio(result) for bounds, result in found), default=float("inf"))
+
+
+def normal_sample(
+    *shapes: Shape,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, ...]:
+    """Normal tensors of given shapes: the `sample` of an op that takes any values."""
+    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype) for shape in shapes)
+
+
+def exact_dot(loc: Tensor, x: Tensor) -> Tensor:
+    """<loc, x> of every pair: in float64, or for float64 inputs, which that would round, in extended precision."""
+    if torch.float64 not in (loc.dtype, x.dtype):
+        return torch.einsum("...d,...d->...", loc.double(), x.double())
+    import numpy
+
+    dot = numpy.einsum("...d,...d->...", *(t.detach().cpu().numpy().astype(numpy.longdouble) for t in (loc, x)))
+    return torch.tensor(dot.astype(numpy.float64), device=loc.device)

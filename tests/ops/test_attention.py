@@ -1,0 +1,437 @@
+"""Masks, causality, dropout, shared heads and the choice of `attention` and its scores and weights."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import effops
+from effops.dispatch.op import find_op
+from effops.measure import Pass, memory
+from effops.ops.attention.dot_product import KIND
+from effops.prediction.allocations import Allocations
+from effops.reference.attention import bounds, gradient_bounds
+
+FUNCTIONS = [effops.attention_scores, effops.attention_weights, effops.attention]
+ALL = [
+    pytest.param(function, variant, id=f"{function.__name__}-{variant}")
+    for function in FUNCTIONS
+    for variant in effops.variants(function)
+]
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+SHAPES = {
+    "heads": ((2, 3, 9, 5), (2, 3, 7, 5)),
+    "two axes": ((9, 5), (12, 5)),
+    "shared keys": ((2, 4, 9, 5), (2, 1, 7, 5)),
+    "several blocks": ((1, 300, 5), (1, 1100, 5)),
+}
+
+
+def operands(function, query, key, *, dtype, device, generator):
+    shapes = [query, key, *([(*key[:-1], 5)] if function is effops.attention else [])]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def masks(query, key, device, generator):
+    """Boolean masks that broadcast differently, additive ones with -inf; each excludes some queries altogether."""
+    batch, (queries, keys) = query[:-2], (query[-2], key[-2])
+    full = torch.rand((*batch, queries, keys), generator=generator) < 0.6
+    full[..., 2, :] = False
+    additive = torch.randn((queries, keys), generator=generator, dtype=torch.float64)
+    additive[torch.rand((queries, keys), generator=generator) < 0.3] = -math.inf
+    additive[1] = -math.inf
+    found = {
+        "boolean": full,
+        "of keys": full[..., :1, :],
+        "of queries": full[..., :1],
+        "one": full[..., 0, 0].reshape(-1)[:1].clone().fill_(False),
+        "additive": additive,
+        "additive of keys": additive[:1],
+    }
+    return {name: mask.to(device) for name, mask in found.items()}
+
+
+def variant_or_skip(function, variant, args, options):
+    op = find_op(function)
+    obstacle = op.variants[variant].obstacle(op.prepare(*args, **options))
+    if obstacle:
+        pytest.skip(f"{variant} {obstacle}")
+
+
+def interpreted(variant, device):
+    """Whether kernels run in Triton's interpreter: dtypes take turns then; `test_attention_kernels` tests them too."""
+    return variant == "triton" and device == "cpu"
+
+
+def check(function, variant, args, options, generator):
+    """Results and gradients within the budget of the arithmetic; that of variant sdpa may round its weights."""
+    op = find_op(function)
+    call = op.prepare(*args, **options)
+    leaves = [arg.detach().clone().requires_grad_(arg.is_floating_point()) for arg in args]
+    out = function(*leaves, **options, variant=variant)
+    dout = torch.randn(call.shape, generator=generator, dtype=torch.float64).to(out)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    gradients = torch.autograd.grad(out, wanted, dout)
+    rounded = variant == "sdpa"
+    assert bounds(KIND, call, rounded=rounded).error_ratio(out) <= 1
+    expected = gradient_bounds(KIND, call, dout, rounded=rounded)
+    for bound, gradient in zip(expected[: len(wanted)], gradients, strict=True):
+        assert bound.error_ratio(gradient) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("function", "variant"), ALL)
+def test_masks(function, variant, dtype, device, generator):
+    if variant == "compile" and dtype != torch.float32:
+        pytest.skip("compilation takes seconds: one dtype")
+    for shape in ["heads"] if variant in ("compile", "triton") else SHAPES:
+        query, key = SHAPES[shape]
+        args = operands(function, query, key, dtype=dtype, device=device, generator=generator)
+        for number, (name, mask) in enumerate(masks(query, key, device, generator).items()):
+            if variant == "compile" and name != "additive":
+                continue
+            if interpreted(variant, device) and number % 3 != DTYPES.index(dtype):
+                continue
+            mask = mask if mask.dtype == torch.bool else mask.to(dtype)
+            variant_or_skip(function, variant, [*args, mask], {})
+            check(function, variant, [*args, mask], {}, generator)
+            assert name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("function", "variant"), ALL)
+def test_causal_and_scale(function, variant, dtype, device, generator):
+    if variant == "compile" and dtype != torch.float32:
+        pytest.skip("compilation takes seconds: one dtype")
+    for shape in ["heads"] if variant in ("compile", "triton") else SHAPES:
+        query, key = SHAPES[shape]
+        args = operands(function, query, key, dtype=dtype, device=device, generator=generator)
+        every = {"is_causal": True}, {"scale": 0.3}, {"scale": 0.0}, {"is_causal": True, "scale": -2.0}
+        for number, options in enumerate(every):
+            if interpreted(variant, device) and number % 3 != DTYPES.index(dtype):
+                continue
+            if variant == "compile" and options != {"is_causal": True}:
+                continue
+            if variant == "sdpa" and len(options) == 2:
+                with pytest.raises(NotImplementedError, match="needs a positive scale if is_causal"):
+                    function(*args, **options, variant=variant)
+                continue
+            variant_or_skip(function, variant, args, options)
+            check(function, variant, args, options, generator)
+
+
+@pytest.mark.parametrize("variant", effops.variants(effops.attention))
+def test_is_a_drop_in(variant, device, generator):
+    """The same arguments as PyTorch's function, and the same result."""
+    query = torch.randn(2, 6, 9, 8, generator=generator, dtype=torch.float64).to(device)
+    key, value = (torch.randn(2, 2, 7, 8, generator=generator, dtype=torch.float64).to(device) for _ in range(2))
+    mask = torch.rand(2, 6, 9, 7, generator=generator).to(device) < 0.7
+    variant_or_skip(effops.attention, variant, (query[:, :2], key, value), {})
+    for options in (
+        {"is_causal": True, "enable_gqa": True},
+        {"attn_mask": mask, "enable_gqa": True, "scale": 0.2},
+        {"attn_mask": mask[:, :1], "enable_gqa": True},
+        {"attn_mask": mask[0, 0], "enable_gqa": True},
+    ):
+        if variant == "compile" and "is_causal" not in options:
+            continue
+        expected = scaled_dot_product_attention(query, key, value, **options)
+        torch.testing.assert_close(effops.attention(query, key, value, **options, variant=variant), expected)
+    if variant == "compile":  # seconds for each call
+        return
+    found = effops.attention(query[:, :2], key, value, mask[:, :2], 0.0, False, None, variant=variant)
+    torch.testing.assert_close(found, scaled_dot_product_attention(query[:, :2], key, value, mask[:, :2]))
+
+
+@pytest.mark.parametrize("variant", effops.variants(effops.attention))
+def test_dropout(variant, device, generator):
+    """Weights are dropped independently, the others scaled; the seed of PyTorch says which, in gradients too."""
+    keys, p = 100, 0.3
+    query, key = torch.zeros(50, 2, device=device), torch.zeros(keys, 2, device=device)
+    value = torch.eye(keys, device=device)
+    variant_or_skip(effops.attention, variant, (query, key, value), {"dropout_p": p})
+
+    def dropped(seed):
+        torch.manual_seed(seed)
+        return effops.attention(query, key, value, None, p, variant=variant) * keys
+
+    first, again, other = dropped(0), dropped(0), dropped(1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    kept = (first != 0).double()
+    torch.testing.assert_close(first, (kept / (1 - p)).float())
+    deviation = math.sqrt(p * (1 - p) / kept.numel())
+    assert abs(kept.mean().item() - (1 - p)) < 5 * deviation
+    # neither along queries nor along keys do decisions go together
+    for axis in (0, 1):
+        neighbours = ((kept - kept.mean()) * (kept.roll(1, axis) - kept.mean())).mean() / (p * (1 - p))
+        assert abs(neighbours.item()) < 5 / math.sqrt(kept.numel())
+    if variant == "compile":
+        return
+    args = operands(effops.attention, (3, 5), (4, 5), dtype=torch.float64, device=device, generator=generator)
+
+    def seeded(*args):
+        torch.manual_seed(3)
+        return effops.attention(*args, dropout_p=p, variant=variant)
+
+    assert torch.autograd.gradcheck(seeded, [arg.requires_grad_() for arg in args])
+
+
+@pytest.mark.parametrize("variant", ["naive", "chunked"])
+def test_dropping_everything(variant, device, generator):
+    args = operands(effops.attention, (3, 5), (4, 5), dtype=torch.float32, device=device, generator=generator)
+    assert not effops.attention(*args, dropout_p=1.0, variant=variant).any()
+
+
+def test_the_choice_never_holds_all_pairs(device):
+    """PyTorch's kernels where it fuses them, and blocks where it would not."""
+    if device != "cpu":
+        pytest.skip("which calls are fused differs by device")
+
+    def fused(query, key, value, mask=None, **options):
+        settings = {"dropout_p": options.get("dropout_p", 0.0), "is_causal": options.get("is_causal", False)}
+        return bool(torch._fused_sdp_choice(query, key, value, mask, *settings.values()))
+
+    query, key = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 7, 8)
+    for args, options in (
+        ((query, key, key), {}),
+        ((query, key, key), {"is_causal": True}),
+        ((query, key, key), {"dropout_p": 0.1}),
+        ((query, key, key[..., :5]), {}),
+        ((query, key, key, torch.randn(9, 7)), {}),
+        ((query, key, key, torch.randn(2, 1, 9, 7)), {}),
+        ((query, key, key, torch.randn(9, 7).requires_grad_()), {}),
+        ((query, key, key, torch.rand(9, 7) < 0.5), {}),
+        ((query.clone().requires_grad_(), key, key), {}),
+        ((query.bfloat16(), key.bfloat16(), key.bfloat16()), {}),
+        ((query.double(), key.double(), key.double()), {}),
+        ((query[:, :, :0], key, key), {}),
+        ((query, key[:, :, :0], key[:, :, :0]), {}),
+        ((query, key.mT.contiguous().mT, key), {}),
+        ((query, key[:, :1].expand(2, 3, 7, 8), key), {}),
+    ):
+        expected = "sdpa" if fused(*args, **options) else "chunked"
+        assert effops.explain(effops.attention, *args, **options).chosen == expected, (args, options)
+    # other than four axes PyTorch does not fuse by itself
+    assert effops.explain(effops.attention, query[0], key[0], key[0]).chosen == "sdpa"
+    report = effops.explain(effops.attention, *(torch.empty(4096, 64, device="meta") for _ in range(3)))
+    assert report.variants["sdpa"].temporary_bytes < 2**20 < report.variants["naive"].temporary_bytes
+
+
+def test_memory(device):
+    """Beyond the result: at most 4 MiB for weights and sums, and for sums at most 5 % of the naive form's."""
+    query = torch.randn(2, 4, 512, 64, device=device)
+    mask = torch.randn(512, 512, device=device)
+    for dtype, variant_mask in itertools.product((torch.float32, torch.bfloat16), (None, mask, mask > 0)):
+        args = (query.to(dtype), query.to(dtype))
+        options = {"attn_mask": variant_mask}
+        for function in (effops.attention_scores, effops.attention_weights):
+            run = Pass(lambda *args, f=function, o=options: f(*args, **o, variant="chunked"), args)
+            assert memory(run).temporary_bytes <= 2**22
+    long = torch.randn(1, 1, 4096, 64, device=device)
+    naive = effops.explain(effops.attention, long, long, long, is_causal=True).variants["naive"]
+    for variant in ("chunked", "sdpa"):
+        run = Pass(lambda long, v=variant: effops.attention(long, long, long, is_causal=True, variant=v), (long,))
+        assert memory(run).temporary_bytes <= min(2**22, 0.05 * naive.temporary_bytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_fused_kernels_under_masks_of_any_dtype_and_shape(dtype, device, generator):
+    """PyTorch's kernels misread a mask of another dtype, and turn one that was expanded into numbers."""
+    query, key = ((2, 3, 70, 16), (2, 3, 600, 16))
+    args = operands(effops.attention, query, key, dtype=dtype, device=device, generator=generator)
+    args[2] = torch.randn(key, generator=generator, dtype=torch.float64).to(device, dtype)
+    for shape in ((600,), (1, 600), (70, 1), (70, 600), (2, 1, 1, 600), (2, 3, 70, 600), (1, 1, 1, 600)):
+        numbers = torch.randn(shape, generator=generator)
+        for mask in (numbers > 0, *(numbers.to(other) for other in (torch.float32, torch.float64, torch.bfloat16))):
+            call = (*args, mask.to(device))
+            out = effops.attention(*call)
+            op = find_op(effops.attention)
+            prepared = op.prepare(*call)
+            assert bounds(KIND, prepared, rounded=True).error_ratio(out) <= 1, (shape, mask.dtype)
+            chosen = effops.explain(effops.attention, *call)
+            if dtype == mask.dtype or mask.dtype == torch.bool:
+                assert chosen.chosen == "sdpa"
+            report = chosen.variants[chosen.chosen]
+            measured = memory(Pass(lambda *args: effops.attention(*args), call)).temporary_bytes
+            assert measured <= 2**20 + 8 * mask.numel(), (shape, mask.dtype)
+            assert abs(report.temporary_bytes - measured) <= max(2**16, 0.1 * measured), (shape, mask.dtype)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((3, 100000), (5, 100000), (5, 4)),
+        ((3, 4), (5, 4), (5, 100000)),
+        ((200000, 1), (1, 1), (1, 1)),
+        ((1, 1), (200000, 1), (200000, 1)),
+        ((40000, 2, 3), (40000, 2, 3), (40000, 2, 3)),
+        ((2, 300, 600), (2, 1200, 600), (2, 1200, 600)),
+    ],
+    ids=["wide keys", "wide values", "queries", "keys", "batch", "wide"],
+)
+def test_memory_of_extreme_shapes(shapes, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        args = tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+        for function in FUNCTIONS:
+            inputs = args if function is effops.attention else args[:2]
+            run = Pass(lambda *args, f=function: f(*args, variant="chunked"), inputs)
+            assert memory(run).temporary_bytes <= 2**22, (function, dtype)
+
+
+def sdpa(*args):
+    return effops.attention(*args, variant="sdpa")
+
+
+def test_fused_kernels_at_home_in_pytorch(device, generator):
+    """What PyTorch's own function lacks: second derivatives, forward mode, batches; and what it has."""
+    args = operands(
+        effops.attention, (2, 3, 6, 5), (2, 3, 7, 5), dtype=torch.float64, device=device, generator=generator
+    )
+    assert effops.explain(effops.attention, *args).chosen == "sdpa"
+
+    def naive(*args):
+        return effops.attention(*args, variant="naive")
+
+    leaves = [arg.clone().requires_grad_() for arg in args]
+    assert torch.autograd.gradgradcheck(sdpa, leaves, fast_mode=True)
+    _, tangent = torch.func.jvp(sdpa, tuple(args), tuple(args))
+    torch.testing.assert_close(tangent, torch.func.jvp(naive, tuple(args), tuple(args))[1])
+    each = torch.func.vmap(torch.func.grad(lambda *args: sdpa(*args).square().sum()))(*args)
+    torch.testing.assert_close(each, torch.func.vmap(torch.func.grad(lambda *args: naive(*args).square().sum()))(*args))
+    expected = torch.autograd.grad(naive(*leaves).square().sum(), leaves)
+    out = sdpa(*leaves)
+    for retain in (True, True, False):  # the second time nothing is left of what PyTorch saved
+        found = torch.autograd.grad(out.square().sum(), leaves, retain_graph=retain)
+        torch.testing.assert_close(found, expected)
+    out = checkpoint(sdpa, *leaves, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), leaves), expected)
+    compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*leaves).square().sum(), leaves), expected)
+
+
+def test_fused_kernels_save_what_pytorch_saves(device):
+    query, key, value = (torch.randn(2, 4, 512, 64, device=device).requires_grad_() for _ in range(3))
+    saved = memory(Pass(sdpa, (query, key, value))).saved_bytes
+    plain = memory(Pass(scaled_dot_product_attention, (query, key, value))).saved_bytes
+    assert saved <= plain + 64
+
+
+def test_fused_kernels_allocate_for_fake_tensors_what_pytorch_allocates():
+    """Saved bytes and peaks of a training step, so that predictions of its memory hold."""
+
+    def forward_and_backward(function):
+        with FakeTensorMode(), Allocations() as allocations:
+            args = [torch.empty(2, 512, 4, 64).transpose(1, 2).requires_grad_() for _ in range(3)]
+            out = function(*args)
+            saved, peak = allocations.live_bytes, allocations.peak_bytes
+            torch.autograd.grad(out, args, torch.ones_like(out))
+        return saved, peak, allocations.peak_bytes
+
+    for found, expected in zip(forward_and_backward(sdpa), forward_and_backward(scaled_dot_product_attention)):
+        assert expected <= found <= expected + 9  # what stands for a mask, and a seed
+
+
+def with_gradients(function, args):
+    """The result, and the gradients of two backward passes: the second finds nothing of what PyTorch saved."""
+    args = [arg.detach().requires_grad_() for arg in args]
+    out = function(*args)
+    passes = (torch.autograd.grad(out, args, torch.ones_like(out), retain_graph=True) for _ in range(2))
+    return [out, *itertools.chain(*passes)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strides_of_fused_kernels_are_the_same_in_eager_fake_and_compiled_execution(dtype, device):
+    def heads(*shape):
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    calls = {
+        "contiguous": ({}, *(heads(2, 3, 40, 16) for _ in range(3))),
+        "heads last": ({}, *(heads(2, 40, 3, 16).transpose(1, 2) for _ in range(3))),
+        "causal": ({"is_causal": True}, heads(3, 40, 16), heads(3, 30, 16), heads(3, 30, 16)),
+        "five axes": ({}, *(heads(2, 2, 40, 3, 16).transpose(2, 3) for _ in range(3))),
+        "shared": ({}, heads(2, 3, 40, 16), heads(2, 1, 40, 16), heads(40, 16)),
+        "grouped": ({"enable_gqa": True}, heads(2, 6, 40, 16), heads(2, 2, 40, 16), heads(2, 2, 40, 16)),
+        "never fused": ({}, *(heads(2, 40, 3, 16).transpose(1, 2) for _ in range(2)), heads(2, 3, 40, 5)),
+        "dropout": ({"dropout_p": 0.1}, *(heads(2, 3, 40, 16) for _ in range(3))),
+    }
+    for case, (options, *args) in calls.items():
+
+        def call(*args, options=options):
+            return effops.attention(*args, **options, variant="sdpa")
+
+        expected = [tensor.stride() for tensor in with_gradients(call, args)]
+        with FakeTensorMode() as mode:
+            fakes = with_gradients(call, [mode.from_tensor(arg) for arg in args])
+            assert [tensor.stride() for tensor in fakes] == expected, case
+        if case == "heads last" and dtype == torch.float32:
+            compiled = with_gradients(torch.compile(call, fullgraph=True, backend="aot_eager"), args)
+            assert [tensor.stride() for tensor in compiled] == expected
+
+
+def test_autocast_rounds_as_pytorch_does(device, generator):
+    args = operands(
+        effops.attention, (2, 3, 6, 5), (2, 3, 7, 5), dtype=torch.float32, device=device, generator=generator
+    )
+    for options in ({}, {"attn_mask": torch.randn(6, 7, generator=generator).to(device)}):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            found, expected = (f(*args, **options) for f in (effops.attention, scaled_dot_product_attention))
+        assert found.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_bad_arguments(function, device):
+    def tensors(*shapes):
+        made = [torch.zeros(shape, device=device) for shape in shapes]
+        return [*made, *made[1:2]] if function is effops.attention else made
+
+    name = function.__name__
+    good = tensors((2, 3, 4, 5), (2, 3, 6, 5))
+    for args, options, error, message in (
+        (tensors((2, 3, 4, 5), (2, 3, 6, 7)), {}, ValueError, "last dimensions of `query` and `key` must be equal"),
+        (tensors((2, 3, 4, 5), (2, 2, 6, 5)), {}, ValueError, "heads among them, must broadcast"),
+        (tensors((5,), (6, 5)), {}, ValueError, "`query` must have at least 2 dimensions"),
+        (good, {"attn_mask": torch.zeros(4, 7, device=device)}, ValueError, r"must broadcast to .* = \(4, 6\)"),
+        (good, {"attn_mask": torch.zeros(5, 1, 4, 6, device=device)}, ValueError, "must broadcast"),
+        (good, {"attn_mask": torch.zeros(4, 6, dtype=torch.int64, device=device)}, TypeError, "`attn_mask` must be"),
+        (good, {"attn_mask": good[0][0, 0, :, :1], "is_causal": True}, ValueError, "exclude each other"),
+        (good, {"attn_mask": [1]}, TypeError, "`attn_mask` must be a tensor"),
+        (good, {"scale": torch.ones(())}, TypeError, "`scale` must be a number"),
+        ([None, *good[1:]], {}, TypeError, "`query` must be a tensor"),
+        ([good[0].long(), *good[1:]], {}, TypeError, "`query` must be real floating point"),
+    ):
+        with pytest.raises(error, match=f"{name}: .*{message}"):
+            function(*args, **options)
+
+
+def test_bad_arguments_of_attention(device):
+    query, key = torch.zeros(2, 6, 4, 5, device=device), torch.zeros(2, 4, 7, 5, device=device)
+    with pytest.raises(ValueError, match="one value for each key"):
+        effops.attention(query, key[:, :1], key[:, :1, :6])
+    for p in (-0.1, 1.1, float("nan"), True):
+        with pytest.raises(ValueError, match="`dropout_p` must be a probability"):
+            effops.attention(query, key[:, :1], key[:, :1], dropout_p=p)
+    with pytest.raises(ValueError, match="`attn_mask` must have 1 or 6 heads"):
+        effops.attention(query, key[:, :2], key[:, :2], torch.zeros(2, 4, 7, device=device), enable_gqa=True)
+    assert effops.explain(effops.attention, query, key[:, :2], key[:, :2], enable_gqa=True).chosen
+    with pytest.raises(NotImplementedError, match="randomness='different'"):
+        torch.func.vmap(
+            lambda query: effops.attention(query, key[0, :1], key[0, :1], dropout_p=0.5), randomness="different"
+        )(query)
+    for shape in ((5, 7, 5), (4, 5, 5)):
+        with pytest.raises(ValueError, match=r"`weight` must broadcast to \(queries, keys, D\) = \(4, 7, 5\)"):
+            effops.additive_attention_scores(query[:, :4], key, torch.zeros(shape, device=device))
+    with pytest.raises(ValueError, match="must be a multiple of those of `key`"):
+        effops.attention(query, key, key, enable_gqa=True)
+    with pytest.raises(ValueError, match="enable_gqa=True if several heads"):
+        effops.attention(query, key[:, :3], key[:, :3])
+    leaf = query.clone().requires_grad_()
+    out = effops.attention(leaf, key[:, :1], key[:, :1], dropout_p=0.5, variant="chunked")
+    (gradient,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(gradient.sum(), leaf)

@@ -1,0 +1,99 @@
+"""What a prediction does not know is named wherever its result is shown."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import effops
+from effops.commands import main as cli
+from effops.memory import Workload, anatomy
+
+NAME = "aten::kthvalue"
+
+
+def ranked(width: int = 5) -> Workload:
+    return Workload(
+        lambda: nn.Linear(7, width),
+        lambda size: torch.randn(size, 7),
+        lambda model, x: model(x).kthvalue(2, dim=1)[0].sum(),
+        torch.optim.SGD,
+    )
+
+
+@pytest.fixture(scope="module")
+def custom():
+    """An operator of which PyTorch knows the result's layout alone."""
+    library = torch.library.Library("unheard_of", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x + x, "CPU")
+    library.impl("twice", torch.empty_like, "Meta")
+    yield torch.ops.unheard_of.twice
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    "predict",
+    [
+        lambda workload: anatomy(workload, 3),
+        lambda workload: effops.memory.max_batch_size(workload, "100 KB"),
+        lambda workload: effops.memory.advise(workload, 2),
+        lambda workload: effops.memory.sweep(ranked, {"width": [3, 5]}, batch_size=3),
+        lambda workload: effops.memory.sweep(ranked, {"width": [3, 5]}, "100 KB"),
+    ],
+)
+def test_unknown_operators_are_named(predict):
+    found = predict(ranked())
+    assert found.unknown == (NAME,)
+    assert f"not known, and not counted: what {NAME} allocate inside" in str(found)
+
+
+def test_unknown_operators_are_in_json(tmp_path, monkeypatch):
+    (tmp_path / "of_mine.py").write_text(
+        "import torch\nfrom effops.memory import Workload\n"
+        "workload = Workload(lambda: torch.nn.EmbeddingBag(7, 5), lambda size: torch.arange(3).expand(size, 3))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    options = ["--workload", "of_mine:workload", "--batch-size", "3", "--json", "found.json"]
+    assert cli.main(["memory", "anatomy", *options]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["unknown"] == ["aten::_embedding_bag"]
+
+
+def test_what_is_known_is_not_named():
+    workload = Workload(
+        lambda: nn.Linear(7, 5), lambda size: torch.randn(size, 7), lambda model, x: model(x).sum(), torch.optim.Adam
+    )
+    found = anatomy(workload, 3)
+    assert found.unknown == ()
+    assert "not known" not in str(found)
+    assert not any(kind == "uncounted" for _, kind in found.operations)  # as marks of the profiler once were
+
+
+def test_operators_of_others_are_not_known(custom):
+    workload = Workload(lambda: nn.Linear(7, 5), lambda size: torch.randn(size, 7), generate=lambda m, x: custom(m(x)))
+    assert anatomy(workload, 3).unknown == ("unheard_of::twice",)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_cuda_are_not_known(layer):
+    """Predictions had the workspace of oneDNN."""
+    workload = Workload(
+        lambda: layer(7, 5),
+        lambda size: torch.randn(11, size, 7),
+        lambda model, x: model(x)[0].sum(),
+        torch.optim.SGD,
+    )
+    cpu, cuda = (anatomy(workload, 3, device=device) for device in ("cpu", "cuda"))
+    assert cpu.unknown == ()
+    assert f"aten::{layer.__name__.lower()}" in [name.removesuffix("_tanh") for name in cuda.unknown]
+    if layer is nn.LSTM:
+        assert cuda.peak_bytes < cpu.peak_bytes
+
+
+def test_rules_of_a_cpu_are_not_those_of_cuda():
+    workload = Workload(lambda: nn.Conv2d(9, 5, 3), lambda size: torch.randn(size, 9, 9, 11))
+    found = anatomy(workload, 3, device="cuda")
+    assert found.unknown == ("aten::convolution",)
+    assert found.peak_bytes == found.categories["weights"] + 4 * 3 * (9 * 9 * 11 + 5 * 7 * 9)
+    assert "autocast: by the lists of a CPU" in str(found)
