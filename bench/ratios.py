@@ -15,6 +15,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 
+from effops.dispatch.choice import choose
 from effops.dispatch.custom_op import BINDINGS
 from effops.measure import Pass, memory, times, without_collector
 from effops.numerics.precision import without_autocast
@@ -72,7 +73,7 @@ def report_overhead(*args: torch.Tensor) -> None:
     """
     torch.set_num_threads(1)
     call, naive = op.prepare(*args), op.variants["naive"]
-    chosen = op.choose(call, None)
+    chosen = choose(op, call, None)
     report_differences(
         "a call of 3 pairs, over the naive body",
         {
@@ -96,7 +97,7 @@ def report_overhead(*args: torch.Tensor) -> None:
         {
             "body": body,
             "validation, then body": lambda: (op.prepare(*args), body()),
-            "choice, then body": lambda: (op.choose(call, None), body()),
+            "choice, then body": lambda: (choose(op, call, None), body()),
             "body without autocast": without_autocast_body,
             "with binding": lambda: binding(*plain),
             "with dispatch": lambda: op(*args),

@@ -66,7 +66,7 @@ PLACEMENTS = (
 
 
 @dataclass(frozen=True)
-class Need:
+class Requirement:
     """Bytes of the device that has most: held at once in a forward and a backward pass, and sent in a backward pass.
 
     A forward pass sends nothing. The backward pass includes the reduction of pending gradients to full ones, by a ring:
@@ -78,7 +78,7 @@ class Need:
     sent_bytes: int
 
 
-def need(split: Split, *, M: int, T: int, D: int, itemsize: int = 4) -> Need:
+def need(split: Split, *, M: int, T: int, D: int, itemsize: int = 4) -> Requirement:
     """The model: M rows, M components, T positions, in closed form, without the temporaries of the op itself."""
     rows, components, positions = -(-M // split.rows), -(-M // split.components), -(-T // split.positions)
     loc = itemsize * components * positions * D
@@ -87,7 +87,7 @@ def need(split: Split, *, M: int, T: int, D: int, itemsize: int = 4) -> Need:
     result = itemsize * rows * components * positions
     sent = _ring(split.rows, loc + scale) + _ring(split.components, x)
     received = max(loc * (split.rows > 1), x * (split.components > 1))  # beside the pending gradient that it replaces
-    return Need(loc + scale + x + result, 2 * (loc + scale + x + result) + received, sent)
+    return Requirement(loc + scale + x + result, 2 * (loc + scale + x + result) + received, sent)
 
 
 def _ring(devices: int, nbytes: int) -> int:

@@ -1,7 +1,8 @@
 """Memory-efficient operations for PyTorch."""
 
 from effops import distributions, nn
-from effops.dispatch.op import Explanation, VariantReport, explain, use_variant, variants
+from effops.dispatch.choice import use_variant, variants
+from effops.dispatch.explain import Explanation, VariantReport, explain
 from effops.ops.attention.additive import additive_attention, additive_attention_scores
 from effops.ops.attention.dot_product import attention, attention_scores, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention

@@ -18,10 +18,10 @@ from torch.distributions.constraints import Constraint, nonnegative, positive
 from torch.distributions.kl import register_kl
 from torch.types import _size
 
+from effops.numerics.directions import random_directions
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
 from effops.numerics.special import bessel_ratio, digamma_ratio
 from effops.ops.densities import normal, power_spherical, von_mises_fisher
-from effops.ops.densities.directional import random_directions
 
 __all__ = ["HypersphericalUniform", "Mixture", "PowerSpherical", "VonMisesFisher", "unit_vector"]
 

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from effops.blocks.operand import Operand, depths, pieces, sizes
+from effops.blocks.operand import PairOperand
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import Block, cut, fit, part, tiles, whole
+from effops.blocks.tiling import Block, cut, depths, fit, part, pieces, sizes, tiles, whole
 from effops.numerics.precision import arithmetic_dtype, unit_roundoff, wider
 
 PAIR_BYTES = 128 * 1024  # of the pairs of a block: 64 x 512 in float32, for callers that reduce it
@@ -49,9 +49,9 @@ class _Weights(NamedTuple):
 
 
 class AdditiveScores:
-    """The scores of one call, as `effops.blocks.tiling.Scores`: of query (rows), key (columns) and weight.
+    """The scores of one call, as `Scores`: of query (rows), key (columns) and weight.
 
-    They have the same last dimension. `needs` says of which of them gradients are wanted, `held` how many values the
+    They have the same last dimension. `wanted` says of which of them gradients are wanted, `held` how many values the
     caller keeps for each row of a block.
     """
 
@@ -63,15 +63,15 @@ class AdditiveScores:
         weight: Tensor,
         arithmetic: torch.dtype,
         *,
-        needs: Sequence[bool] = (False, False, False),
+        wanted: Sequence[bool] = (False, False, False),
         held: int = 1,
     ) -> None:
         self.plan = plan
         self.arithmetic = arithmetic
         self.query, self.key, self.weight = (
-            Operand(plan, tensor, axes, arithmetic, wanted, any(needs))
-            for tensor, axes, wanted in zip(
-                (query, key, weight), (plan.batch + plan.rows, plan.batch + plan.columns, plan.order), needs
+            PairOperand(plan, tensor, axes, arithmetic, is_wanted, any(wanted))
+            for tensor, axes, is_wanted in zip(
+                (query, key, weight), (plan.batch + plan.rows, plan.batch + plan.columns, plan.order), wanted
             )
         )
         self.dimension = query.shape[-1]
@@ -84,7 +84,7 @@ class AdditiveScores:
         self.weight_of_pairs = self.weight.varies(all_axes[len(plan.batch) :])
         self.weight_varies = self.weight.varies(all_axes)
         values = PIECE_BYTES // arithmetic.itemsize
-        if any(needs) or self.weight_varies:  # there is a second buffer, or a piece of it may be converted
+        if any(wanted) or self.weight_varies:  # there is a second buffer, or a piece of it may be converted
             values //= 2
         self.piece = fit(self.extents.pairs, values // self.extents.depth)
         pairs = math.prod(self.piece)
@@ -97,7 +97,7 @@ class AdditiveScores:
             for operand in (self.query, self.key)
         ]
         self.ratios, self.sums = empty(pairs * self.extents.depth), empty(pairs)
-        self.terms = torch.empty_like(self.ratios) if any(needs) else None
+        self.terms = torch.empty_like(self.ratios) if any(wanted) else None
         self.rooms: dict[tuple[int, Shape], Tensor] = {}
         self.expands = any(
             size != 1 and self.query.view.shape[axis] == self.key.view.shape[axis] == 1

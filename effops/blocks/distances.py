@@ -43,9 +43,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from effops.blocks.operand import Operand, depths, pieces, sizes
+from effops.blocks.operand import PairOperand
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, fit, merge, tiles, whole
+from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, depths, fit, merge, pieces, sizes, tiles, whole
 from effops.numerics.precision import contraction_error, unit_roundoff
 
 TOLERANCE = 2.0**-22  # relative, of a squared distance: what the direct form in float32 leaves
@@ -58,7 +58,7 @@ HALF_LOG_2PI = math.log(2 * math.pi) / 2
 
 
 class Distances:
-    """Scores of normal densities, and the gradients of loc, scale and x, in that order, that `needs` asks for."""
+    """Scores of normal densities, and the gradients of loc, scale and x, in that order, that `wanted` asks for."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class Distances:
         scale: Tensor,
         x: Tensor,
         arithmetic: torch.dtype,
-        needs: Sequence[bool] = (False, False, False),
+        wanted: Sequence[bool] = (False, False, False),
     ) -> None:
         self.plan = plan
         self.arithmetic = arithmetic
         self.loc, self.scale, self.x = (
-            Operand(plan, tensor, axes, arithmetic, wanted, any(needs))
-            for tensor, axes, wanted in zip(
-                (loc, scale, x), (plan.batch + plan.columns, plan.order, plan.batch + plan.rows), needs
+            PairOperand(plan, tensor, axes, arithmetic, is_wanted, any(wanted))
+            for tensor, axes, is_wanted in zip(
+                (loc, scale, x), (plan.batch + plan.columns, plan.order, plan.batch + plan.rows), wanted
             )
         )
         dimension = x.shape[-1]
@@ -140,7 +140,9 @@ class Distances:
 class _Direct:
     """The direct form, a piece of a block at a time."""
 
-    def __init__(self, extents: Extents, loc: Operand, scale: Operand, x: Operand, arithmetic: torch.dtype) -> None:
+    def __init__(
+        self, extents: Extents, loc: PairOperand, scale: PairOperand, x: PairOperand, arithmetic: torch.dtype
+    ) -> None:
         self.loc, self.scale, self.x = loc, scale, x
         self.arithmetic = arithmetic
         self.dimension = x.view.shape[-1]
@@ -296,7 +298,7 @@ class _Factor(ABC):
     a value for each coordinate, then one.
     """
 
-    def __init__(self, operand: Operand, scale: Operand, others: range, extents: Extents) -> None:
+    def __init__(self, operand: PairOperand, scale: PairOperand, others: range, extents: Extents) -> None:
         self.operand, self.scale = operand, scale
         self.others = others
         self.batch_axes = len(extents.batch)

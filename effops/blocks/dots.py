@@ -1,4 +1,4 @@
-"""Scores of the form normaliser(scale) + scale * phi(<x, loc>), block by block, for `effops.blocks.tiling`.
+"""Scores of the form normaliser(scale) + scale * phi(<x, loc>), block by block, for `pairs` and `logsumexp`.
 
 The dot products of a block are one batched matrix product, computed where the scores will stand; `phi` and the
 normaliser are applied while the block is in the cache. Operands that need another dtype or layout for the product are
@@ -8,6 +8,7 @@ cutting it would cost more than computing it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, fit, merge, part, tiles, whole
+from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, fit, merge, part, row_blocks, tiles, whole
 from effops.numerics.precision import arithmetic_dtype
 
 SLAB = 65536  # values of the scale whose normaliser is kept for the blocks that share it
@@ -41,7 +42,7 @@ class DotMap(Protocol):
         """Its derivative by the scale."""
 
 
-class Operand:
+class MatrixOperand:
     """One factor of the products, given block by block as the three-dimensional factor of a batched matrix product."""
 
     def __init__(self, view: Tensor, batch_axes: int, arithmetic: torch.dtype) -> None:
@@ -108,17 +109,17 @@ class Products:
         arithmetic: torch.dtype,
         *,
         extents: Extents | None = None,
-        need_loc: bool = False,
-        need_x: bool = False,
+        wants_loc: bool = False,
+        wants_x: bool = False,
     ) -> None:
         self.plan = plan
         self.arithmetic = arithmetic
         self.tensors = loc, x
         self.dimension = x.shape[-1]
         batch_axes = len(plan.batch)
-        self.left = Operand(plan.view(x, plan.batch + plan.rows, trailing=1), batch_axes, arithmetic)
+        self.left = MatrixOperand(plan.view(x, plan.batch + plan.rows, trailing=1), batch_axes, arithmetic)
         right = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
-        self.right = Operand(right, batch_axes, arithmetic)
+        self.right = MatrixOperand(right, batch_axes, arithmetic)
         copies = float(self.left.copied or self.right.copied)
         self.extents = extents or cut(plan, self.dimension, arithmetic.itemsize, copies=copies)
         self.left.make_buffer((*self.extents.batch, *self.extents.rows, self.extents.depth))
@@ -126,8 +127,8 @@ class Products:
         # The dot products of all parts of the depth but the first.
         self.partial = self.buffer() if self.extents.depth < self.dimension else None
         self.dloc, self.dx = (
-            operand.view.new_zeros(operand.view.shape, dtype=arithmetic) if need else None
-            for operand, need in ((self.right, need_loc), (self.left, need_x))
+            operand.view.new_zeros(operand.view.shape, dtype=arithmetic) if is_wanted else None
+            for operand, is_wanted in ((self.right, wants_loc), (self.left, wants_x))
         )
 
     def buffer(self) -> Tensor:
@@ -183,8 +184,33 @@ class Products:
         return merge(block, len(self.plan.batch), len(self.plan.rows))
 
 
+class ScaledDots:
+    """The scores scale <query, key>, as `Scores`, with gradients of query and key."""
+
+    def __init__(self, products: Products, scale: float) -> None:
+        self.products, self.scale = products, scale
+        self.plan, self.arithmetic, self.extents = products.plan, products.arithmetic, products.extents
+
+    def walk(self) -> Iterator[Block]:
+        return itertools.chain.from_iterable(row_blocks(self.plan, self.extents))
+
+    def evaluate(self, block: Block, out: Tensor | None) -> None:
+        if out is not None:
+            self.products.evaluate(block, out, self.scale)
+
+    def rehearse(self, block: Block, out: Tensor) -> None:
+        """The buffers made at the start are all."""
+
+    def pull_back(self, block: Block, weight: Tensor) -> None:
+        self.products.pull_back(block, weight, self.scale)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        dkey, dquery = self.products.gradients()
+        return dquery, dkey
+
+
 class DotScores:
-    """The scores of one call, as `effops.blocks.tiling.Scores`.
+    """The scores of one call, as `Scores`.
 
     Args:
         scored: whether the scores are wanted, besides gradients
@@ -202,13 +228,13 @@ class DotScores:
         arithmetic: torch.dtype,
         *,
         scored: bool = True,
-        needs: Sequence[bool] = (False, False, False),
+        wanted: Sequence[bool] = (False, False, False),
     ) -> None:
         self.map = dot_map
         self.plan = plan
         self.arithmetic = arithmetic
-        need_loc, self.need_scale, need_x = needs
-        self.products = Products(plan, loc, x, arithmetic, need_loc=need_loc, need_x=need_x)
+        wants_loc, self.wants_scale, wants_x = wanted
+        self.products = Products(plan, loc, x, arithmetic, wants_loc=wants_loc, wants_x=wants_x)
         self.extents = self.products.extents
         self.scale_operand, self.scale = scale, plan.view(scale, plan.order, expand=False)
         batch_axes = len(plan.batch)
@@ -221,14 +247,14 @@ class DotScores:
         shared = max(batch, SLAB // max(1, columns))
         self.slab = self.extents.batch if batch == 1 or self.scale_by_rows else fit(plan.sizes(plan.batch), shared)
 
-        self.scored, self.differentiated = scored, any(needs)
+        self.scored, self.differentiated = scored, any(wanted)
         if self.differentiated or self.repeated:  # else they are computed where the scores will stand
             self.dot = self.products.buffer()
-        wants_phi = self.differentiated and (scored or self.need_scale)
+        wants_phi = self.differentiated and (scored or self.wants_scale)
         self.phi = scale.new_empty(math.prod(self.extents.pairs), dtype=arithmetic) if wants_phi else None
         self.slope: Tensor  # factor * phi' of the block evaluated last
         self.constants: _Constants  # of the block that `walk` gave last
-        self.dscale = scale.new_zeros(self.scale.shape, dtype=arithmetic) if self.need_scale else None
+        self.dscale = scale.new_zeros(self.scale.shape, dtype=arithmetic) if self.wants_scale else None
 
     def walk(self) -> Iterator[Block]:
         plan, extents = self.plan, self.extents
@@ -253,7 +279,7 @@ class DotScores:
         factor = scale.to(self.arithmetic, memory_format=torch.contiguous_format).contiguous()
         return _Constants(
             _in_pieces(self.map.normaliser, scale, factor) if self.scored else None,
-            _in_pieces(self.map.normaliser_derivative, scale, factor) if self.need_scale else None,
+            _in_pieces(self.map.normaliser_derivative, scale, factor) if self.wants_scale else None,
             factor,
         )
 

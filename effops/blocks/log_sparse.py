@@ -258,17 +258,17 @@ def _attend(
 
 
 def backward(
-    blocks: Blocks, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, needs: Sequence[bool]
+    blocks: Blocks, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients that `needs` asks for, in the shapes and dtypes of the tensors.
+    """The gradients that `wanted` asks for, in the shapes and dtypes of the tensors.
 
     With the probabilities P and dP = dout value^T, elementwise in the pairs:
         dvalue = P^T dout,    dS = scale P (dP - sum_keys P dP),    dquery = dS key,    dkey = dS^T query
     """
     tensors = query, key, value
     totals = [
-        tensor.new_zeros(tensor.shape, dtype=blocks.arithmetic) if need else None
-        for tensor, need in zip(tensors, needs)
+        tensor.new_zeros(tensor.shape, dtype=blocks.arithmetic) if is_wanted else None
+        for tensor, is_wanted in zip(tensors, wanted)
     ]
     if dout.numel():
         for batch, rows in itertools.product(blocks.batches(), blocks.row_blocks()):

@@ -1,17 +1,15 @@
-"""Parts of an operand for blocks of pairs, and the sum of what the blocks add to its gradient."""
+"""An operand of all pairs: its parts for a block, and the sum of what the blocks add to its gradient."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import BLOCK_BYTES, Block, part, tiles
+from effops.blocks.tiling import BLOCK_BYTES, part
 
 
-class Operand:
+class PairOperand:
     """An operand with all axes of the plan in its order, of size 1 where it does not vary, and its last axis.
 
     It varies along `axes` at most. `wanted` is its gradient; `differentiated` is the call if that of any operand is.
@@ -51,18 +49,3 @@ class Operand:
             return None
         own = self.plan.view(self.tensor, self.axes, trailing=1, expand=False).shape
         return self.plan.gradient(self.total.view(own).to(self.tensor.dtype), self.tensor, self.axes)
-
-
-def pieces(block: Block, extents: Shape) -> Iterator[tuple[Slices, Slices]]:
-    """Where the pieces of a block lie along the axes of the plan, and within the block."""
-    for pairs in tiles(block.pairs, extents):
-        yield pairs, tuple(slice(i.start - j.start, i.stop - j.start) for i, j in zip(pairs, block.pairs))
-
-
-def depths(dimension: int, step: int) -> Iterator[slice]:
-    """Coordinates by parts; one empty part if there are none."""
-    return (slice(i, min(i + step, dimension)) for i in range(0, max(1, dimension), step))
-
-
-def sizes(pairs: Slices) -> Shape:
-    return tuple(axis.stop - axis.start for axis in pairs)

@@ -23,121 +23,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from effops.blocks.dots import Operand, Products
+from effops.blocks.dots import MatrixOperand, Products
+from effops.blocks.logsumexp import absorb, finite
+from effops.blocks.masked import Masked
+from effops.blocks.pairs import inside, pair_buffer
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import (
-    BLOCK_BYTES,
-    DEPTH,
-    Block,
-    Extents,
-    Scores,
-    absorb,
-    finite,
-    inside,
-    merge,
-    pair_buffer,
-    part,
-    tiles,
-    whole,
-)
-
-HELD = 8  # numbers kept for a row, with temporaries, while its blocks go by
+from effops.blocks.tiling import BLOCK_BYTES, DEPTH, Block, Extents, merge
 
 Gradients = tuple[Tensor | None, ...]
 
-
-class ScaledDots:
-    """The scores scale <query, key>, as `Scores`, with gradients of query and key."""
-
-    def __init__(self, products: Products, scale: float) -> None:
-        self.products, self.scale = products, scale
-        self.plan, self.arithmetic, self.extents = products.plan, products.arithmetic, products.extents
-
-    def walk(self) -> Iterator[Block]:
-        return itertools.chain.from_iterable(row_blocks(self.plan, self.extents))
-
-    def evaluate(self, block: Block, out: Tensor | None) -> None:
-        if out is not None:
-            self.products.evaluate(block, out, self.scale)
-
-    def rehearse(self, block: Block, out: Tensor) -> None:
-        """The buffers made at the start are all."""
-
-    def pull_back(self, block: Block, weight: Tensor) -> None:
-        self.products.pull_back(block, weight, self.scale)
-
-    def gradients(self) -> Gradients:
-        dkey, dquery = self.products.gradients()
-        return dquery, dkey
-
-
-class Masked:
-    """Scores under a mask, as `Scores`, with the gradient of an additive mask besides those of theirs.
-
-    Pairs that a boolean mask excludes, and those of a key after the query if `causal`, score -inf and pass no gradient.
-    """
-
-    def __init__(self, scores: Scores, mask: Tensor | None, causal: bool, need_mask: bool = False) -> None:
-        self.scores, self.causal, self.operand = scores, causal, mask
-        self.plan, self.arithmetic, self.extents = scores.plan, scores.arithmetic, scores.extents
-        self.query_axis = self.plan.order.index(len(self.plan.shape) - 2)
-        self.mask = None if mask is None else self.plan.view(mask, self.plan.order, expand=False)
-        self.excludes = mask is not None and mask.dtype == torch.bool
-        self.dmask = (
-            self.mask.new_zeros(self.mask.shape, dtype=self.arithmetic) if need_mask and self.mask is not None else None
-        )
-
-    def walk(self) -> Iterator[Block]:
-        return self.scores.walk()
-
-    def rows(self) -> Iterator[list[Block]]:
-        """For some rows at a time, the blocks of the keys that take part in them."""
-        for blocks in row_blocks(self.plan, self.extents):
-            last = self._queries(blocks[0]).stop if self.causal and blocks else math.inf
-            yield [block for block in blocks if block.pairs[-1].start < last]
-
-    def evaluate(self, block: Block, out: Tensor | None) -> None:
-        self.scores.evaluate(block, out)
-        if out is not None:
-            self._mask_(block, out)
-
-    def rehearse(self, block: Block, out: Tensor) -> None:
-        self.scores.rehearse(block, out)
-        self._mask_(block, out)
-
-    def pull_back(self, block: Block, weight: Tensor) -> None:
-        weight = weight.to(self.arithmetic).contiguous()
-        for excluded in self._excluded(block, weight.device):
-            weight = weight.masked_fill(excluded, 0)
-        if self.dmask is not None:
-            total = part(self.dmask, block.pairs)
-            total += weight.sum_to_size(total.shape)
-        self.scores.pull_back(block, weight)
-
-    def gradients(self) -> Gradients:
-        dmask = None
-        if self.dmask is not None and self.operand is not None:
-            dmask = self.plan.gradient(self.dmask, self.operand, self.plan.order)
-        return *self.scores.gradients(), dmask
-
-    def _mask_(self, block: Block, out: Tensor) -> None:
-        if self.mask is not None and not self.excludes:
-            out += part(self.mask, block.pairs)
-        for excluded in self._excluded(block, out.device):
-            out.masked_fill_(excluded, -math.inf)
-
-    def _excluded(self, block: Block, device: torch.device) -> Iterator[Tensor]:
-        """Which pairs of a block do not take part: tensors that broadcast with it."""
-        if self.mask is not None and self.excludes:
-            yield part(self.mask, block.pairs).logical_not()
-        queries, keys = self._queries(block), block.pairs[-1]
-        if self.causal and keys.stop - 1 > queries.start:
-            query = torch.arange(queries.start, queries.stop, device=device)
-            key = torch.arange(keys.start, keys.stop, device=device)
-            yield key > query.view(-1, *(1,) * (len(block.pairs) - 1 - self.query_axis))
-
-    def _queries(self, block: Block) -> slice:
-        return block.pairs[self.query_axis]
+HELD = 8  # numbers kept for a row, with temporaries, while its blocks go by
 
 
 class Softmax:
@@ -229,7 +124,7 @@ def forward_sums(
     """Fill `out`, laid out in the plan's order of axes, with the sums of `value (*batch, 1, keys, V)`."""
     plan, extents = scores.plan, scores.extents
     softmax = Softmax(scores, out, rehearsed=rehearsed)
-    values = Operand(
+    values = MatrixOperand(
         plan.view(value, plan.batch + plan.columns, trailing=1, expand=False), len(plan.batch), scores.arithmetic
     )
     depth = _depth(extents, value, scores.arithmetic)
@@ -256,11 +151,13 @@ def forward_sums(
 
 
 def backward_sums(
-    scores: Masked, value: Tensor, dropout: Dropout | None, dout: Tensor, need_value: bool
+    scores: Masked, value: Tensor, dropout: Dropout | None, dout: Tensor, wants_value: bool
 ) -> tuple[Gradients, Tensor | None]:
     """Gradients of the operands of the scores, and of `value`."""
     extents = replace(scores.extents, depth=_depth(scores.extents, value, scores.arithmetic))
-    products = Products(scores.plan, value, dout.unsqueeze(-2), scores.arithmetic, extents=extents, need_loc=need_value)
+    products = Products(
+        scores.plan, value, dout.unsqueeze(-2), scores.arithmetic, extents=extents, wants_loc=wants_value
+    )
     buffer = pair_buffer(scores, dout)
 
     def dweights(block: Block) -> Tensor:
@@ -268,7 +165,7 @@ def backward_sums(
         return found if dropout is None else found.mul_(dropout.factor(block, found))
 
     def pull_back(block: Block, weights: Tensor) -> None:
-        if need_value:
+        if wants_value:
             products.pull_back(block, weights if dropout is None else weights * dropout.factor(block, weights))
 
     return _backward(scores, dout, dweights, pull_back), products.gradients()[0]
@@ -314,11 +211,3 @@ class Dropout:
         self.generator.manual_seed((self.seed + first) % 2**63)
         kept = torch.empty_like(like).bernoulli_(1 - self.p, generator=self.generator)
         return kept.mul_(1 / (1 - self.p) if self.p < 1 else 0)
-
-
-def row_blocks(plan: Plan, extents: Extents) -> Iterator[list[Block]]:
-    """All blocks, those of some rows at a time."""
-    all_batch, all_rows, all_columns = (whole(plan.sizes(axes)) for axes in (plan.batch, plan.rows, plan.columns))
-    for batch in tiles(all_batch, extents.batch):
-        for rows in tiles(all_rows, extents.rows):
-            yield [Block(batch, rows, columns) for columns in tiles(all_columns, extents.columns)]

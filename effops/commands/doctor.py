@@ -19,6 +19,7 @@ from torch import Tensor
 
 import effops
 from effops.commands.console import Progress
+from effops.dispatch.choice import choose
 from effops.dispatch.op import Op, ops
 from effops.measure import available_bytes, device_model, upstream_gradient
 from effops.reference.bounds import error_ratio, gradient_error_ratio
@@ -188,7 +189,7 @@ def check_op(op: Op, device: torch.device, progress: Progress) -> OpCheck:
 
     automatic, reason = None, ""
     try:
-        automatic = op.choose(op.prepare(*args()), None).name
+        automatic = choose(op, op.prepare(*args()), None).name
     except Exception as error:
         reason = f"raised {_one_line(error)}"
     checks = []

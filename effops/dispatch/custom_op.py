@@ -36,8 +36,8 @@ class Binding:
     Args:
         name: of the operator, `torch.ops.effops.<name>`; that of its backward ends in `_backward`
         forward: `forward(*tensors, *settings)` -> the result
-        backward: `backward(dout, *tensors, *settings, needs)` -> a gradient a tensor, None where `needs` is False; the
-            result comes after the tensors if it is saved
+        backward: `backward(dout, *tensors, *settings, wanted)` -> a gradient a tensor, None where `wanted` is
+            False; the result comes after the tensors if it is saved
         composite: the same function as `forward`, of differentiable PyTorch operations: for derivatives of `backward`
             and for forward-mode differentiation
         empty: an uninitialised result, laid out as `forward` does
@@ -82,9 +82,11 @@ class Binding:
                 return [gradient for gradient in backward(dout, *arguments) if gradient is not None]
 
         def fake_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
-            *settings, needs = arguments[self.saved :]
+            *settings, wanted = arguments[self.saved :]
             return [
-                gradient for gradient, need in zip(empty_gradients(*arguments[: self.count], *settings), needs) if need
+                gradient
+                for gradient, is_wanted in zip(empty_gradients(*arguments[: self.count], *settings), wanted)
+                if is_wanted
             ]
 
         self.operator = torch.library.custom_op(f"effops::{name}", run, mutates_args=(), schema=schema)
@@ -123,27 +125,27 @@ class Binding:
     def runs_at_once(self, tensors: Sequence[Tensor]) -> bool:
         return is_plain(tensors) or (self.native and _is_fake(tensors))
 
-    def gradients(self, dout: Tensor, arguments: Sequence[Any], needs: Sequence[bool]) -> Gradients:
+    def gradients(self, dout: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
         """Gradients of the tensors among `arguments`, which can be differentiated again: arguments of `backward`."""
         tensors = (dout, *arguments[: self.saved])
         # `is_grads_batched` gives a batched gradient of a kind for which operators have no rule.
         if _needs_composite() or torch._C._functorch.is_legacy_batchedtensor(dout):
-            found = iter(self.composite_gradients(dout, arguments, needs))
+            found = iter(self.composite_gradients(dout, arguments, wanted))
         elif self.runs_at_once(tensors) and not requires_grad(tensors):
             with without_autocast(dout.device):
-                return self.backward(dout, *arguments, needs)
+                return self.backward(dout, *arguments, wanted)
         elif torch._C._are_functorch_transforms_active():
-            found = iter(_TransformableGradients.apply(dout, *arguments, list(needs), self.name))
+            found = iter(_TransformableGradients.apply(dout, *arguments, list(wanted), self.name))
         else:
-            found = iter(self.backward_operator(dout, *arguments, list(needs)))
-        return tuple(next(found) if need else None for need in needs)
+            found = iter(self.backward_operator(dout, *arguments, list(wanted)))
+        return tuple(next(found) if is_wanted else None for is_wanted in wanted)
 
-    def composite_gradients(self, dout: Tensor, arguments: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
-        """What `backward` computes, of differentiable PyTorch operations; only the gradients that `needs` asks for."""
+    def composite_gradients(self, dout: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+        """What `backward` computes, of differentiable PyTorch operations; only the gradients that `wanted` asks for."""
         tensors, settings = arguments[: self.count], arguments[self.saved :]
         with without_autocast(dout.device):
             _, pull_back = _vjp(lambda *tensors: self.composite(*tensors, *settings), tensors)
-            return tuple(gradient for gradient, need in zip(pull_back(dout), needs) if need)
+            return tuple(gradient for gradient, is_wanted in zip(pull_back(dout), wanted) if is_wanted)
 
     def save(self, ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
         ctx.settings = tuple(inputs[self.count :])
@@ -151,12 +153,12 @@ class Binding:
 
     def pull_back(self, ctx: Any, dout: Tensor) -> Any:
         """The backward rule of the operation."""
-        needs = tuple(ctx.needs_input_grad[: self.count])
-        gradients = self.gradients(dout, (*ctx.saved_tensors, *ctx.settings), needs)
+        wanted = tuple(ctx.needs_input_grad[: self.count])
+        gradients = self.gradients(dout, (*ctx.saved_tensors, *ctx.settings), wanted)
         return *gradients, *(None,) * len(ctx.settings)
 
     def save_for_gradients(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        dout, *arguments, ctx.needs = inputs
+        dout, *arguments, ctx.wanted = inputs
         ctx.settings = tuple(arguments[self.saved :])
         ctx.save_for_backward(dout, *arguments[: self.saved])
 
@@ -166,7 +168,7 @@ class Binding:
         result = saved[self.count :]
 
         def gradients(dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-            return self.composite_gradients(dout, (*tensors, *result, *ctx.settings), ctx.needs)
+            return self.composite_gradients(dout, (*tensors, *result, *ctx.settings), ctx.wanted)
 
         with without_autocast(dout.device):
             found, pull_back = _vjp(gradients, (dout, *saved[: self.count]))
@@ -188,10 +190,10 @@ class Binding:
         )
         operands, result = operands[: self.count], operands[self.count :]
         tensors = self.batch_axes_first(operands, (0,) * self.count)
-        needs = arguments[-1]
+        wanted = arguments[-1]
         found = self.backward_operator(dout, *tensors, *result, *arguments[self.saved :])
-        wanted = (operand for operand, need in zip(operands, needs) if need)
-        return [gradient.reshape(operand.shape) for gradient, operand in zip(found, wanted)], [0] * len(found)
+        wanted_operands = (operand for operand, is_wanted in zip(operands, wanted) if is_wanted)
+        return [gradient.reshape(operand.shape) for gradient, operand in zip(found, wanted_operands)], [0] * len(found)
 
     def batch_axes_first(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
         """Each tensor with its axis `dim` at the front of all batch axes, as they broadcast."""
@@ -252,7 +254,9 @@ class _Native(torch.autograd.Function):
         binding = BINDINGS[ctx.name]
         tensors = inputs[: binding.count]
         with torch.enable_grad():
-            leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, ctx.needs_input_grad)]
+            leaves = [
+                tensor.detach().requires_grad_(is_wanted) for tensor, is_wanted in zip(tensors, ctx.needs_input_grad)
+            ]
             result = binding.forward(*leaves, *inputs[binding.count :])
         ctx.graph = result, [leaf for leaf in leaves if leaf.requires_grad]
         binding.save(ctx, inputs, result)
@@ -268,7 +272,7 @@ class _Native(torch.autograd.Function):
         result, leaves = graph
         with without_autocast(dout.device):
             found = iter(torch.autograd.grad(result, leaves, dout, allow_unused=True, materialize_grads=True))
-        return *(next(found) if need else None for need in ctx.needs_input_grad[:-1]), None
+        return *(next(found) if is_wanted else None for is_wanted in ctx.needs_input_grad[:-1]), None
 
 
 class _Transformable(torch.autograd.Function):

@@ -26,12 +26,13 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from effops.blocks.plan import Shape
 from effops.dispatch.arguments import check_dense
+from effops.dispatch.choice import choose
 from effops.dispatch.op import Op
+from effops.numerics.precision import without_autocast
 
 
-class Operand(NamedTuple):
+class ShardedOperand(NamedTuple):
     """A tensor argument: for each axis of the result its dimension there, None where it has none or broadcasts."""
 
     name: str
@@ -52,20 +53,22 @@ def sharded_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], variant
     reduced = None if op.logsumexp is None else op.logsumexp(call)
     batch_shapes = {name: tensor.shape[: tensor.ndim - op.core_dims[name]] for name, tensor in tensors.items()}
     batch = torch.broadcast_shapes(*batch_shapes.values())
-    operands = [Operand(name, tensors[name], _dims(shape, batch)) for name, shape in batch_shapes.items()]
+    operands = [ShardedOperand(name, tensors[name], _dims(shape, batch)) for name, shape in batch_shapes.items()]
     roles = [_role(op.name, operands, mesh_axis) for mesh_axis in range(mesh.ndim)]
     local = {operand.name: _local(op.name, operand, roles) for operand in operands}
     local_call = op.prepare(
         *(local.get(name, arg) for name, arg in zip(op.core_dims, args)), *args[len(op.core_dims) :], **kwargs
     )
-    if reduced is not None and reduced in roles:
-        statistics = op.statistics(local_call, variant)
-        for mesh_axis, role in enumerate(roles):
-            if role == reduced:
-                statistics = _Combined.apply(statistics, mesh, mesh_axis)
-        result = op.finish(local_call, statistics)
-    else:
-        result = op.compute(local_call, variant)
+    chosen = choose(op, local_call, variant)
+    with without_autocast(local_call.device):
+        if chosen.statistics is not None and reduced in roles:
+            statistics = chosen.statistics(local_call)
+            for mesh_axis, role in enumerate(roles):
+                if role == reduced:
+                    statistics = _Combined.apply(statistics, mesh, mesh_axis)
+            result = op.finish(local_call, statistics)
+        else:
+            result = chosen.run(local_call)
     axes = [axis for axis in range(len(batch)) if axis != reduced]
     sizes = {axes.index(role): batch[role] for role in roles if role in axes}
     shape = torch.Size(sizes.get(axis, size) for axis, size in enumerate(result.shape))
@@ -95,7 +98,7 @@ def _dtensors(op: Op, args: Sequence[Any]) -> dict[str, DTensor]:
     return found
 
 
-def _dims(own: Shape, result: Shape) -> tuple[int | None, ...]:
+def _dims(own: Sequence[int], result: Sequence[int]) -> tuple[int | None, ...]:
     """For each axis of the batch shape `result` the dimension of `own` that is as long, or None."""
     missing = len(result) - len(own)
     return tuple(
@@ -103,7 +106,7 @@ def _dims(own: Shape, result: Shape) -> tuple[int | None, ...]:
     )
 
 
-def _role(function: str, operands: Sequence[Operand], mesh_axis: int) -> int | None:
+def _role(function: str, operands: Sequence[ShardedOperand], mesh_axis: int) -> int | None:
     """The axis of the result that is sharded along an axis of the mesh, or None."""
     roles = {}
     for operand in operands:
@@ -125,7 +128,7 @@ def _role(function: str, operands: Sequence[Operand], mesh_axis: int) -> int | N
     return next(iter(roles.values()), None)
 
 
-def _local(function: str, operand: Operand, roles: Sequence[int | None]) -> Tensor:
+def _local(function: str, operand: ShardedOperand, roles: Sequence[int | None]) -> Tensor:
     """What this process needs of an operand, differentiably."""
     own = operand.tensor.placements
     dims = [None if role is None else operand.dims[role] for role in roles]

@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from effops.blocks import dots, tiling
+from effops.blocks import dots, pairs
 from effops.blocks.dots import contract
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_devices, check_operand
+from effops.dispatch.call import call
 from effops.dispatch.custom_op import Binding, Gradients
-from effops.dispatch.jit import needs_triton
-from effops.dispatch.op import Cost, Op, on_cuda
+from effops.dispatch.forms import add_forms, predict
+from effops.dispatch.op import Cost, Op
+from effops.dispatch.requirements import on_cuda, requires_triton
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, contraction_error, unit_roundoff, wider
 from effops.ops.densities import triton
-from effops.ops.densities.density import add_forms, predict
 from effops.reference.bounds import Bounds, exact_dot, normal_sample
 
 NAME = "broadcast_dot"
@@ -129,11 +130,11 @@ def _chunked(a: Tensor, b: Tensor, dtype: torch.dtype, *, rehearsed: bool = Fals
     plan = _plan(a, b)
     if dots.fit_one_block(plan, a, dtype):
         return dots.at_once(Identity(), plan, b, _one(a, dtype), a, dtype, rehearsed=rehearsed)
-    return (tiling.rehearse if rehearsed else tiling.forward)(_scores(a, b, dtype), plan.empty(a, dtype))
+    return (pairs.rehearse if rehearsed else pairs.forward)(_scores(a, b, dtype), plan.empty(a, dtype))
 
 
-def _chunked_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
-    return tiling.backward(_scores(a, b, dtype, scored=False, needs=needs), dout)
+def _chunked_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, wanted: Sequence[bool]) -> Gradients:
+    return pairs.backward(_scores(a, b, dtype, scored=False, wanted=wanted), dout)
 
 
 def _triton(a: Tensor, b: Tensor, dtype: torch.dtype, *, rehearsed: bool = False) -> Tensor:
@@ -144,10 +145,10 @@ def _triton(a: Tensor, b: Tensor, dtype: torch.dtype, *, rehearsed: bool = False
     return triton.forward(triton.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dtype)
 
 
-def _triton_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
+def _triton_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, wanted: Sequence[bool]) -> Gradients:
     from effops.kernels.broadcast_dot import MAP
 
-    return triton.backward(triton.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dout, dtype, needs)
+    return triton.backward(triton.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dout, dtype, wanted)
 
 
 def _composed(form: Any) -> Any:
@@ -256,12 +257,14 @@ def _add(variant: str, compute: Any, compute_backward: Any, **options: Any) -> N
         result: Tensor = compute(*_expanded(a, b), dtype) if _dimension(a, b) else _empty(a, b, dtype).zero_()
         return result
 
-    def backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, needs: Sequence[bool]) -> Gradients:
+    def backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, wanted: Sequence[bool]) -> Gradients:
         if a.shape[-1] == b.shape[-1] == 0:
-            return [gradient if need else None for gradient, need in zip(_empty_gradients(a, b, dtype), needs)]
-        need_a, need_b = needs
+            return [
+                gradient if is_wanted else None for gradient, is_wanted in zip(_empty_gradients(a, b, dtype), wanted)
+            ]
+        wants_a, wants_b = wanted
         operands = (a, b) if a.shape[-1] == b.shape[-1] else (summed(a, dtype), summed(b, dtype))
-        db, _, da = compute_backward(dout, *operands, dtype, (need_b, False, need_a))
+        db, _, da = compute_backward(dout, *operands, dtype, (wants_b, False, wants_a))
         return [
             None if gradient is None else gradient.to(operand.dtype).expand(operand.shape)
             for operand, gradient in ((a, da), (b, db))
@@ -296,7 +299,7 @@ def _add(variant: str, compute: Any, compute_backward: Any, **options: Any) -> N
 
 
 _add("chunked", _chunked, _chunked_backward)
-_add("triton", _triton, _triton_backward, needs=[needs_triton], automatic=on_cuda)
+_add("triton", _triton, _triton_backward, requires=[requires_triton], automatic=on_cuda)
 
 
 @op.public
@@ -323,4 +326,4 @@ def broadcast_dot(a: Tensor, b: Tensor, *, variant: str | None = None) -> Tensor
         >>> effops.broadcast_dot(torch.randn(1000, 1, 3), torch.randn(4, 3)).shape
         torch.Size([1000, 4])
     """
-    return op(a, b, variant=variant)
+    return call(op, a, b, variant=variant)

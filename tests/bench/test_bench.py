@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import effops.dispatch.op
+from effops.dispatch.call import call
 from effops.dispatch.op import Cost, Op, ops
 from effops.reference.bounds import Bounds
 
@@ -96,12 +97,13 @@ def toy() -> Iterator[Op]:
     def raising(a: Tensor) -> Tensor:
         raise RuntimeError("no such kernel\nand a trace")
 
+    op.public(lambda a, **options: call(op, a, **options))
     op.variant("naive", cost=cost)(row_sum_naive)
     op.variant("wrong", cost=cost)(lambda a: row_sum_naive(a) * 1.01)
     op.variant("nan", cost=cost)(lambda a: row_sum_naive(a) * float("nan"))
     op.variant("wrong_gradient", cost=cost)(lambda a: row_sum_naive(a) * 2 - row_sum_naive(a).detach())
     op.variant("raising", cost=cost)(raising)
-    op.variant("elsewhere", cost=cost, needs=[lambda a: "needs another device"])(row_sum_naive)
+    op.variant("elsewhere", cost=cost, requires=[lambda a: "needs another device"])(row_sum_naive)
     yield op
     del effops.dispatch.op._ops["toy_row_sum"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from effops.blocks import additive, tiling
+from effops.blocks import additive, pairs, tiling
 from effops.blocks.additive import AdditiveScores, exact_gradients, exact_scores
 from effops.blocks.plan import broadcast_plan
 from effops.blocks.tiling import Block, tiles, whole
@@ -49,17 +49,17 @@ def result_dtype(query, key, weight):
     return wider(wider(query.dtype, key.dtype), weight.dtype)
 
 
-def make(tensors, needs=(False, False, False)):
-    return AdditiveScores(plan_of(*tensors), *tensors, arithmetic_dtype(result_dtype(*tensors)), needs=needs)
+def make(tensors, wanted=(False, False, False)):
+    return AdditiveScores(plan_of(*tensors), *tensors, arithmetic_dtype(result_dtype(*tensors)), wanted=wanted)
 
 
 def scores(*tensors):
     out = plan_of(*tensors).empty(tensors[0], result_dtype(*tensors))
-    return tiling.forward(make(tensors), out)
+    return pairs.forward(make(tensors), out)
 
 
-def gradients(*tensors, dout, needs=(True, True, True)):
-    return tiling.backward(make(tensors, needs), dout)
+def gradients(*tensors, dout, wanted=(True, True, True)):
+    return pairs.backward(make(tensors, wanted), dout)
 
 
 def sample(shapes, generator, dtype=torch.float32, scale=1.0):
@@ -247,14 +247,16 @@ def test_any_block_by_itself(form, generator):
         assert Bounds(value, error, error).error_ratio(found) <= 1
 
 
-@pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=3)))
+@pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=3)))
 @pytest.mark.parametrize("form", ["attention", "weight by pair"])
-def test_only_the_gradients_asked_for(form, needs, generator):
+def test_only_the_gradients_asked_for(form, wanted, generator):
     tensors = sample(SHAPES[form], generator)
     dout = upstream(tensors, generator)
     everything = gradients(*tensors, dout=dout)
-    for need, found, expected in zip(needs, gradients(*tensors, dout=dout, needs=needs), everything, strict=True):
-        assert torch.equal(found, expected) if need else found is None
+    for is_wanted, found, expected in zip(
+        wanted, gradients(*tensors, dout=dout, wanted=wanted), everything, strict=True
+    ):
+        assert torch.equal(found, expected) if is_wanted else found is None
 
 
 def test_deterministic(generator):
@@ -303,7 +305,7 @@ def test_rehearsal_allocates_as_much(shapes, generator):
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(tensor) for tensor in tensors]
         rehearsed = make(fake)
-        tiling.rehearse(rehearsed, plan.empty(fake[0], torch.float32))
+        pairs.rehearse(rehearsed, plan.empty(fake[0], torch.float32))
     buffers = [rehearsed.ratios, rehearsed.sums, *rehearsed.factors]
     found = memory(Pass(scores, tuple(tensors)), warmup=0).temporary_bytes
     assert sum(buffer.numel() * 4 for buffer in buffers) == pytest.approx(found, rel=0.02, abs=10_000)

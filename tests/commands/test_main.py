@@ -20,8 +20,8 @@ import effops
 from effops.commands import doctor as module
 from effops.commands import main as cli
 from effops.dispatch import op as registry
-from effops.dispatch.jit import needs_inductor
 from effops.dispatch.op import find_op, ops
+from effops.dispatch.requirements import requires_inductor
 
 OP = find_op(effops.broadcast_dot)
 NAIVE = OP.variants["naive"].run
@@ -33,8 +33,8 @@ def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     """`effops doctor` of one op on the CPU without compiling; gives the exit code and the JSON file's content."""
     monkeypatch.setattr(module, "_cuda_obstacle", lambda: "not in this test")
     monkeypatch.setattr(registry, "_ops", {OP.name: OP})
-    absent = dataclasses.replace(OP.variants["compile"], needs=[lambda call: "needs a compiler, got none"])
-    monkeypatch.setitem(OP._variants, "compile", absent)
+    absent = dataclasses.replace(OP.variants["compile"], requires=[lambda call: "needs a compiler, got none"])
+    monkeypatch.setitem(OP.variants, "compile", absent)
 
     def run() -> tuple[int, dict[str, Any]]:
         path = tmp_path / "report.json"
@@ -45,7 +45,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
 
 
 def change(monkeypatch: pytest.MonkeyPatch, variant: str, **changes: Any) -> None:
-    monkeypatch.setitem(OP._variants, variant, dataclasses.replace(OP.variants[variant], **changes))
+    monkeypatch.setitem(OP.variants, variant, dataclasses.replace(OP.variants[variant], **changes))
 
 
 def check_of(content: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
@@ -149,7 +149,7 @@ def test_right_variants_pass(doctor: Doctor, capsys: pytest.CaptureFixture[str])
 
 
 def test_compiled_variants_are_checked_too(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    change(monkeypatch, "compile", needs=[needs_inductor])
+    change(monkeypatch, "compile", requires=[requires_inductor])
     code, content = doctor()
     assert (code, statuses(content)["compile"]) == (0, "ok")
     run = OP.variants["compile"].run
@@ -159,7 +159,7 @@ def test_compiled_variants_are_checked_too(doctor: Doctor, monkeypatch: pytest.M
 
 
 def test_auto_is_the_variant_that_a_call_takes(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    change(monkeypatch, "chunked", needs=[lambda call: "needs a blue moon, got none"])
+    change(monkeypatch, "chunked", requires=[lambda call: "needs a blue moon, got none"])
     code, content = doctor()
     assert (code, check_of(content)["automatic"]) == (0, "einsum")
 
@@ -241,8 +241,8 @@ def test_a_raising_variant_fails(
 
 
 def test_an_automatic_choice_that_raises_fails(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    change(monkeypatch, "triton", automatic=lambda call: False, needs=[lambda call: "needs to be out of the way"])
-    change(monkeypatch, "chunked", needs=[lambda call: 1 // 0])
+    change(monkeypatch, "triton", automatic=lambda call: False, requires=[lambda call: "needs to be out of the way"])
+    change(monkeypatch, "chunked", requires=[lambda call: 1 // 0])
     code, content = doctor()
     check = check_of(content)
     assert (code, check["automatic"]) == (1, None)
@@ -253,7 +253,7 @@ def test_an_automatic_choice_that_raises_fails(doctor: Doctor, monkeypatch: pyte
 
 def test_an_op_that_no_variant_can_run_fails(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OP.variants:
-        change(monkeypatch, name, needs=[lambda call: "needs another machine"])
+        change(monkeypatch, name, requires=[lambda call: "needs another machine"])
     code, content = doctor()
     assert (code, check_of(content)["automatic"]) == (1, None)
     assert set(statuses(content).values()) == {"unavailable"}

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import effops
-from effops.dispatch.op import current_variant, find_op, ops
+from effops.dispatch.choice import current_variant
+from effops.dispatch.op import find_op, ops
 
 FUNCTION = effops.power_spherical_log_prob
 OP = find_op(FUNCTION)
@@ -35,7 +36,7 @@ def ran(monkeypatch):
             return run(call)
 
         monkeypatch.setitem(
-            OP._variants, name, type(variant)(name, run, variant.cost, variant.needs, variant.automatic)
+            OP.variants, name, type(variant)(name, run, variant.cost, variant.requires, variant.automatic)
         )
     return names
 
@@ -194,7 +195,7 @@ def test_a_named_variant_that_cannot_run_raises(args, monkeypatch):
         return "needs a blue moon, got none"
 
     chunked = OP.variants["chunked"]
-    monkeypatch.setitem(OP._variants, "chunked", dataclasses.replace(chunked, needs=[needs]))
+    monkeypatch.setitem(OP.variants, "chunked", dataclasses.replace(chunked, requires=[needs]))
     with pytest.raises(NotImplementedError, match=r'log_prob\(variant="chunked"\) needs a blue moon, got none; leave'):
         FUNCTION(*args, variant="chunked")
     explanation = effops.explain(FUNCTION, *args)
@@ -209,16 +210,16 @@ def test_auto_never_hides_an_exception(args, monkeypatch):
         raise RuntimeError("out of cheese")
 
     chunked = OP.variants["chunked"]
-    monkeypatch.setitem(OP._variants, "chunked", dataclasses.replace(chunked, run=fails))
+    monkeypatch.setitem(OP.variants, "chunked", dataclasses.replace(chunked, run=fails))
     with pytest.raises(RuntimeError, match="out of cheese"):
         FUNCTION(*args)
 
 
 def test_an_import_error_is_the_reason(args, monkeypatch):
-    from effops.dispatch import jit
+    from effops.dispatch import requirements
 
-    monkeypatch.setattr(jit, "INTERPRETED", True)
-    monkeypatch.setattr(jit, "_import_error", lambda module: f"ImportError: no {module}")
+    monkeypatch.setattr(requirements, "INTERPRETED", True)
+    monkeypatch.setattr(requirements, "_import_error", lambda module: f"ImportError: no {module}")
     report = effops.explain(FUNCTION, *args).variants["triton"]
     assert not report.supported
     assert report.reason.endswith("cannot be imported: ImportError: no effops.kernels.pairs")

@@ -109,7 +109,7 @@ def test_a_bad_row_stays_alone(op, variant, bad, device, generator):
     for spoiled, (row, column) in (("x", (69, slice(None))), ("loc", (slice(None), 66)), ("scale", (slice(None), 66))):
         args = {"loc": loc.clone(), "scale": scale.clone(), "x": x.clone()}
         args[spoiled][-1] = bad
-        out = op(**args, variant=variant)
+        out = op(*args.values(), variant=variant)
         assert not out[row, column].isfinite().any()
         out[row, column] = clean[row, column]
         assert error_ratio(op, (loc, scale, x), out) <= 1
@@ -184,7 +184,7 @@ def test_bad_dtypes(op, argument, dtype):
     args = {"loc": torch.ones(3, 2), "scale": torch.ones(3), "x": torch.ones(3, 2)}
     args[argument] = args[argument].to(dtype)
     with pytest.raises(TypeError, match=f"`{argument}` must be real floating point; got {dtype}"):
-        op(**args)
+        op(*args.values())
 
 
 def test_bad_scale(op):

@@ -70,10 +70,10 @@ def test_nothing_comes_of_a_component_without_a_share(variant, device):
 )
 def test_kernels_refuse_scales_that_they_would_copy_for_every_pair(scale, is_copied, device, generator):
     args = op.sample((4, 6), scale, (13, 3, 1, 6), device=device, generator=generator)
-    obstacles = [need(op.prepare(*args)) for need in op.variants["triton"].needs]
+    obstacles = [need(op.prepare(*args)) for need in op.variants["triton"].requires]
     assert any("here it would be copied" in obstacle for obstacle in obstacles) == is_copied
     weights = torch.zeros(4, device=device)
-    obstacles = [need(mixture.prepare(weights, *args)) for need in mixture.variants["triton"].needs]
+    obstacles = [need(mixture.prepare(weights, *args)) for need in mixture.variants["triton"].requires]
     assert any("here it would be copied" in obstacle for obstacle in obstacles) == is_copied
 
 

@@ -237,11 +237,11 @@ def test_copies_of_what_is_not_laid_out_in_order(function, width):
 @pytest.mark.skipif(IS_AVX2 or not CAPABILITY.startswith("AVX"), reason="this CPU is one with AVX2, or cannot be one")
 def test_all_is_exact_as_on_avx2():
     """A CPU with more than AVX2 runs these tests once more without it, for they are skipped or weaker there."""
-    files = ["tests/test_memory_hidden.py", "tests/test_memory_console.py"]
+    files = ["tests/prediction/test_inside.py", "tests/commands/test_memory.py"]
     options = ["-q", "-rs", "-p", "no:cacheprovider", "--deselect", f"{files[0]}::test_all_is_exact_as_on_avx2"]
     process = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, **AS_AVX2},
         capture_output=True,
         text=True,

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.blocks import softmax, tiling
+from effops.blocks import softmax
 from effops.blocks.additive import AdditiveScores, exact_gradients, exact_scores
-from effops.blocks.operand import sizes
+from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import Block, cut, part
-from effops.dispatch.jit import needs_triton
-from effops.dispatch.op import on_cuda
+from effops.blocks.tiling import Block, cut, part, row_blocks, sizes
+from effops.dispatch.call import call
+from effops.dispatch.requirements import on_cuda, requires_triton
 from effops.numerics.precision import unit_roundoff
 from effops.ops.attention.call import Call, Form, rounded_by_autocast
 from effops.ops.attention.variants import add_blocks, attention_op
@@ -45,10 +45,10 @@ class Additive:
     def scale(self, call: Call) -> float:
         return 1.0
 
-    def blocks(self, call: Call, needs: Sequence[bool]) -> tiling.Scores:
+    def blocks(self, call: Call, wanted: Sequence[bool]) -> Scores:
         held = softmax.HELD + (0 if call.value is None else call.value.shape[-1])
         weight = call.scored[2]
-        return AdditiveScores(call.plan, *call.pairs, weight, call.arithmetic, needs=needs, held=held)
+        return AdditiveScores(call.plan, *call.pairs, weight, call.arithmetic, wanted=wanted, held=held)
 
     def exact(self, call: Call) -> tuple[Tensor, Tensor]:
         return exact_scores(*_broadcast(call))
@@ -68,10 +68,10 @@ def _broadcast(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _KernelScores:
-    """The scores of one call by kernels, as `effops.blocks.tiling.Scores`: of larger blocks than a cache holds."""
+    """The scores of one call by kernels, as `Scores`: of larger blocks than a cache holds."""
 
     def __init__(
-        self, plan: Plan, query: Tensor, key: Tensor, weight: Tensor, arithmetic: torch.dtype, needs: Sequence[bool]
+        self, plan: Plan, query: Tensor, key: Tensor, weight: Tensor, arithmetic: torch.dtype, wanted: Sequence[bool]
     ) -> None:
         from effops.kernels import additive
 
@@ -84,11 +84,12 @@ class _KernelScores:
             plan.view(operand, axes, trailing=1, expand=False) for operand, axes in zip(self.operands, self.axes)
         ]
         self.totals = [
-            view.new_zeros(view.shape, dtype=arithmetic) if need else None for view, need in zip(self.views, needs)
+            view.new_zeros(view.shape, dtype=arithmetic) if is_wanted else None
+            for view, is_wanted in zip(self.views, wanted)
         ]
 
     def walk(self) -> Iterator[Block]:
-        return itertools.chain.from_iterable(softmax.row_blocks(self.plan, self.extents))
+        return itertools.chain.from_iterable(row_blocks(self.plan, self.extents))
 
     def evaluate(self, block: Block, out: Tensor | None) -> None:
         if out is None:
@@ -114,7 +115,7 @@ class _KernelScores:
                 target = part(total, axes)
                 target += gradient.view(*sizes(axes), gradient.shape[-1]).sum_to_size(target.shape)
 
-    def gradients(self) -> softmax.Gradients:
+    def gradients(self) -> tuple[Tensor | None, ...]:
         return tuple(
             None if total is None else self.plan.gradient(total, operand, axes)
             for total, operand, axes in zip(self.totals, self.operands, self.axes)
@@ -149,11 +150,11 @@ class _KernelScores:
 class _InKernels(Additive):
     """The same kind, with the scores of blocks by kernels."""
 
-    def blocks(self, call: Call, needs: Sequence[bool]) -> tiling.Scores:
-        return _KernelScores(call.plan, *call.pairs, call.scored[2], call.arithmetic, needs)
+    def blocks(self, call: Call, wanted: Sequence[bool]) -> Scores:
+        return _KernelScores(call.plan, *call.pairs, call.scored[2], call.arithmetic, wanted)
 
 
-def _needs_one_weight(call: Call) -> str:
+def _requires_one_weight(call: Call) -> str:
     weight = call.scored[2]
     if all(size == 1 for size in weight.shape[-3:-1]):
         return ""
@@ -224,8 +225,8 @@ op = attention_op(
     preference=PREFERENCE,
 )
 for of_kernels, reduced in ((scores_op, "scores"), (op, "sums")):
-    needs = [needs_triton, _needs_one_weight]
-    add_blocks(of_kernels, _InKernels(), reduced, "triton", needs=needs, automatic=on_cuda)
+    requires = [requires_triton, _requires_one_weight]
+    add_blocks(of_kernels, _InKernels(), reduced, "triton", requires=requires, automatic=on_cuda)
 
 
 @scores_op.public
@@ -254,7 +255,7 @@ def additive_attention_scores(query: Tensor, key: Tensor, weight: Tensor, *, var
         >>> effops.additive_attention_scores(query, key, weight).shape
         torch.Size([2, 20, 300])
     """
-    return scores_op(query, key, weight, variant=variant)
+    return call(scores_op, query, key, weight, variant=variant)
 
 
 @op.public
@@ -289,4 +290,4 @@ def additive_attention(
         torch.Size([2, 20, 80])
     """
     with rounded_by_autocast(op.name, query, key=key, value=value, weight=weight, attn_mask=attn_mask) as operands:
-        return op(*operands, variant=variant)
+        return call(op, *operands, variant=variant)

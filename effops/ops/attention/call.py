@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from effops.blocks import tiling
+from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_dense, check_devices, check_operand
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider, without_autocast
@@ -178,8 +178,8 @@ class Kind(Protocol):
     def scale(self, call: Call) -> float:
         """The factor of the scores."""
 
-    def blocks(self, call: Call, needs: Sequence[bool]) -> tiling.Scores:
-        """The scores block by block, and the gradients that `needs` asks for."""
+    def blocks(self, call: Call, wanted: Sequence[bool]) -> Scores:
+        """The scores block by block, and the gradients that `wanted` asks for."""
 
     def exact(self, call: Call) -> tuple[Tensor, Tensor]:
         """The scores in float64, without a mask, and by how much correct ones may be off."""

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from effops.blocks import softmax, tiling
-from effops.blocks.dots import Products, contract
+from effops.blocks.dots import Products, ScaledDots, contract
+from effops.blocks.pairs import Scores
 from effops.dispatch.arguments import check_operand
+from effops.dispatch.call import call
 from effops.numerics.precision import (
     contraction_error,
     matmul_precision,
@@ -46,18 +48,18 @@ class ScaledDotProducts:
         dimension = call.scored[0].shape[-1]
         return 1 / math.sqrt(max(1, dimension)) if call.scale is None else call.scale
 
-    def blocks(self, call: Call, needs: Sequence[bool]) -> tiling.Scores:
+    def blocks(self, call: Call, wanted: Sequence[bool]) -> Scores:
         query, key = call.pairs
         plan, arithmetic = call.plan, call.arithmetic
         summed = 0 if call.value is None else call.value.shape[-1]
         dimension = max(1, query.shape[-1], summed)
         # Where a block is the only buffer it may be larger than the cache: fewer, longer passes win.
-        pair_bytes = tiling.BLOCK_BYTES if summed or any(needs) else WIDE_BYTES
+        pair_bytes = tiling.BLOCK_BYTES if summed or any(wanted) else WIDE_BYTES
         held = softmax.HELD + summed
         extents = tiling.cut(plan, dimension, arithmetic.itemsize, copies=1.0, held=held, pair_bytes=pair_bytes)
-        need_query, need_key = needs
-        products = Products(plan, key, query, arithmetic, extents=extents, need_loc=need_key, need_x=need_query)
-        return softmax.ScaledDots(products, self.scale(call))
+        wants_query, wants_key = wanted
+        products = Products(plan, key, query, arithmetic, extents=extents, wants_loc=wants_key, wants_x=wants_query)
+        return ScaledDots(products, self.scale(call))
 
     def exact(self, call: Call) -> tuple[Tensor, Tensor]:
         query, key = call.scored
@@ -179,7 +181,7 @@ add_bound(
     empty=functools.partial(sdpa.forward, KIND),
     native=True,
     cost=functools.partial(sdpa.cost, KIND),
-    needs=[sdpa.needs_one_dtype, functools.partial(sdpa.needs_positive_scale, KIND)],
+    requires=[sdpa.requires_one_dtype, functools.partial(sdpa.requires_positive_scale, KIND)],
     automatic=functools.partial(sdpa.is_fused, KIND),
 )
 
@@ -221,7 +223,7 @@ def attention_scores(
         >>> effops.attention_scores(query, key, is_causal=True).shape
         torch.Size([2, 8, 100, 120])
     """
-    return scores_op(query, key, attn_mask, is_causal=is_causal, scale=scale, variant=variant)
+    return call(scores_op, query, key, attn_mask, is_causal=is_causal, scale=scale, variant=variant)
 
 
 @weights_op.public
@@ -246,7 +248,7 @@ def attention_weights(
         >>> effops.attention_weights(query, key).sum(-1).allclose(torch.ones(2, 8, 100))
         True
     """
-    return weights_op(query, key, attn_mask, is_causal=is_causal, scale=scale, variant=variant)
+    return call(weights_op, query, key, attn_mask, is_causal=is_causal, scale=scale, variant=variant)
 
 
 @op.public
@@ -302,8 +304,8 @@ def attention(
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "variant": variant}
     with rounded_by_autocast(op.name, query, key=key, value=value, attn_mask=attn_mask) as operands:
         if not enable_gqa:
-            return op(*operands, **options)
-        return op(*_grouped(*operands), **options).flatten(-4, -3)
+            return call(op, *operands, **options)
+        return call(op, *_grouped(*operands), **options).flatten(-4, -3)
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:

@@ -23,7 +23,7 @@ class Call(Protocol):
     def tensors(self) -> tuple[Tensor, ...]: ...
 
 
-def needs_flex(call: Call) -> str:
+def requires_flex(call: Call) -> str:
     if not is_plain(call.tensors):
         return "needs tensors in memory, neither traced nor transformed: it is compiled by itself"
     dtypes = {tensor.dtype for tensor in call.tensors}

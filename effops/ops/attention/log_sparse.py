@@ -20,9 +20,11 @@ from effops.blocks import log_sparse
 from effops.blocks.log_sparse import allowed
 from effops.blocks.plan import Shape
 from effops.dispatch.arguments import check_devices, check_operand
+from effops.dispatch.call import call
 from effops.dispatch.custom_op import Binding, Gradients, requires_grad
-from effops.dispatch.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
-from effops.dispatch.op import Cost, Op, on_cuda
+from effops.dispatch.jit import compile_by_signature, script
+from effops.dispatch.op import Cost, Op
+from effops.dispatch.requirements import on_cuda, requires_inductor, requires_torchscript, requires_triton
 from effops.numerics.precision import arithmetic_dtype, contraction_error, unit_roundoff, wider
 from effops.ops.attention import flex
 from effops.ops.attention.call import rounded_by_autocast
@@ -174,8 +176,8 @@ def _chunked(call: Call) -> Tensor:
     return log_sparse.forward(_blocks(call, kept=False), *call.tensors, call.factor, empty(call))
 
 
-def _chunked_backward(dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
-    return log_sparse.backward(_blocks(call, kept=True), dout, *call.tensors, call.factor, needs)
+def _chunked_backward(dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gradients:
+    return log_sparse.backward(_blocks(call, kept=True), dout, *call.tensors, call.factor, wanted)
 
 
 def _flex(call: Call) -> Tensor:
@@ -192,13 +194,13 @@ def _triton(call: Call) -> Tensor:
     return out.to(call.dtype)
 
 
-def _triton_backward(dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
+def _triton_backward(dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gradients:
     from effops.kernels import log_sparse as kernels
 
     matrices, batch = _matrices(call), call.batch
     found = [
-        matrix.new_empty(matrix.shape, dtype=_gradient_dtype(tensor, matrix, call.dtype)) if need else None
-        for tensor, matrix, need in zip(call.tensors, matrices, needs)
+        matrix.new_empty(matrix.shape, dtype=_gradient_dtype(tensor, matrix, call.dtype)) if is_wanted else None
+        for tensor, matrix, is_wanted in zip(call.tensors, matrices, wanted)
     ]
     (q, k, v), (dq, dk, dv) = matrices, found
     kernels.backward(q, k, v, _flat(dout), dq, dk, dv, _scale(call), local=call.local, restart=call.restart)
@@ -412,8 +414,8 @@ def _add_form(variant: str, form: Callable[..., Tensor], **options: Any) -> None
 
 
 _add_form("naive", naive)
-_add_form("torchscript", script(naive), needs=[needs_torchscript])
-_add_form("compile", compile_by_signature(naive), needs=[needs_inductor], cost=_compiled_cost)
+_add_form("torchscript", script(naive), requires=[requires_torchscript])
+_add_form("compile", compile_by_signature(naive), requires=[requires_inductor], cost=_compiled_cost)
 
 
 def _add_bound(
@@ -481,11 +483,11 @@ def _rehearse_flex(call: Call) -> Tensor:
 op.variant(
     "flex",
     cost=lambda call: _cost(call, torch.no_grad()(_rehearse_flex), _own_pairs(call)),
-    needs=[needs_inductor, flex.needs_flex],
+    requires=[requires_inductor, flex.requires_flex],
     automatic=lambda call: False,
 )(_flex)
 _add_bound(
-    "triton", _triton, _triton_backward, _rehearse_triton, needs=[needs_triton, _few_features], automatic=on_cuda
+    "triton", _triton, _triton_backward, _rehearse_triton, requires=[requires_triton, _few_features], automatic=on_cuda
 )
 
 
@@ -534,4 +536,4 @@ def log_sparse_attention(
         torch.Size([8, 1000, 64])
     """
     with rounded_by_autocast(NAME, query, key=key, value=value) as operands:
-        return op(*operands, local, restart, scale, variant=variant)
+        return call(op, *operands, local, restart, scale, variant=variant)

@@ -97,10 +97,10 @@ def _seeded(call: Call) -> Iterator[None]:
         yield
 
 
-def backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
+def backward(kind: Kind, dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gradients:
     """Where PyTorch's own backward pass is not at hand: once more, or, inside of an operator, in blocks."""
     with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(call.tensors, needs)]
+        leaves = [tensor.detach().requires_grad_(is_wanted) for tensor, is_wanted in zip(call.tensors, wanted)]
         result = forward(kind, Call.unpacked(call.reduced, (*leaves, *call.settings)))
     if not result.requires_grad:
         if call.dropout_p:
@@ -108,10 +108,10 @@ def backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gra
                 'attention(variant="sdpa"): with dropout gradients cannot be transformed; set dropout_p=0, or give '
                 'variant="chunked"'
             )
-        return in_blocks_backward(kind, dout, call, needs)
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    found = iter(torch.autograd.grad(result, wanted, dout, allow_unused=True, materialize_grads=True))
-    return [next(found) if need else None for need in needs]
+        return in_blocks_backward(kind, dout, call, wanted)
+    sources = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter(torch.autograd.grad(result, sources, dout, allow_unused=True, materialize_grads=True))
+    return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
 def cost(kind: Kind, call: Call) -> Cost:
@@ -128,7 +128,7 @@ def cost(kind: Kind, call: Call) -> Cost:
     return found._replace(temporary_bytes=found.temporary_bytes + torch.get_num_threads() * block)
 
 
-def needs_one_dtype(call: Call) -> str:
+def requires_one_dtype(call: Call) -> str:
     assert call.value is not None
     dtypes = {tensor.dtype for tensor in (*call.scored, call.value)}
     if dtypes == {call.dtype}:
@@ -136,7 +136,7 @@ def needs_one_dtype(call: Call) -> str:
     return f"needs query, key and value in the dtype of the result, {call.dtype}; got {', '.join(map(str, dtypes))}"
 
 
-def needs_positive_scale(kind: Kind, call: Call) -> str:
+def requires_positive_scale(kind: Kind, call: Call) -> str:
     if not call.is_causal or kind.scale(call) > 0:
         return ""
     return f"needs a positive scale if is_causal, for PyTorch's kernels give NaN with {call.scale}"

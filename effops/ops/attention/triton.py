@@ -16,8 +16,8 @@ from torch import Tensor
 
 from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients
-from effops.dispatch.jit import needs_triton
-from effops.dispatch.op import Op, on_cuda
+from effops.dispatch.op import Op
+from effops.dispatch.requirements import on_cuda, requires_triton
 from effops.ops.attention.call import Call, Kind, taken_apart
 from effops.ops.attention.variants import add_bound, predicted
 from effops.ops.densities.triton import stored_dtype
@@ -35,7 +35,7 @@ def add(op: Op, kind: Kind, reduced: str) -> None:
         empty=lambda call: call.mask.new_empty(call.shape, dtype=call.dtype),
         empty_gradients=lambda call: [tensor.new_empty(tensor.shape) for tensor in call.tensors],
         cost=functools.partial(predicted, kind, function=torch.no_grad()(functools.partial(_forward, rehearsed=True))),
-        needs=[needs_triton],
+        requires=[requires_triton],
         automatic=on_cuda,
     )
 
@@ -57,22 +57,22 @@ def _forward(kind: Kind, call: Call, *, rehearsed: bool = False) -> Tensor:
     return out.to(call.dtype)
 
 
-def _backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
+def _backward(kind: Kind, dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gradients:
     from effops.kernels import attention as kernels
 
-    need_scored, need_value, need_mask, _ = taken_apart(call.reduced, needs)
+    wants_scored, wants_value, wants_mask, _ = taken_apart(call.reduced, wanted)
     upstream = dout.reshape(*_outer(call), *call.shape[-2:])
 
-    def gradient(tensor: Tensor, need: bool) -> Tensor | None:
+    def gradient(tensor: Tensor, is_wanted: bool) -> Tensor | None:
         """In four axes; wide if it is yet to be summed."""
         shape = (*_outer(call), *tensor.shape[-2:])
         summed = math.prod(shape) != tensor.numel()
         dtype = call.arithmetic if summed else stored_dtype(tensor.dtype, call.device)
-        return tensor.new_empty(shape, dtype=dtype) if need else None
+        return tensor.new_empty(shape, dtype=dtype) if is_wanted else None
 
-    dquery, dkey = (gradient(tensor, need) for tensor, need in zip(call.scored, need_scored))
-    dvalue = None if call.value is None else gradient(call.value, bool(need_value))
-    dmask = call.mask.new_empty(_mask_sizes(call), dtype=call.arithmetic) if need_mask else None
+    dquery, dkey = (gradient(tensor, is_wanted) for tensor, is_wanted in zip(call.scored, wants_scored))
+    dvalue = None if call.value is None else gradient(call.value, bool(wants_value))
+    dmask = call.mask.new_empty(_mask_sizes(call), dtype=call.arithmetic) if wants_mask else None
     query, key = (_four_axes(call, tensor) for tensor in call.scored)
     mask, settings = _mask(call), _settings(kind, call)
     if call.value is None:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.blocks import softmax, tiling
+from effops.blocks import pairs, softmax
+from effops.blocks.masked import Masked
 from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Binding, Gradients, requires_grad
+from effops.dispatch.forms import add_forms, best_form, predict
 from effops.dispatch.op import Cost, Op
 from effops.ops.attention.call import SETTINGS, Call, Form, Kind, in_order, prepare, taken_apart, tensor_dims
-from effops.ops.densities.density import add_forms, best_form, predict
 from effops.reference.attention import bounds, gradient_bounds
 
 
@@ -181,12 +182,10 @@ def by_operations(kind: Kind, form: Form, call: Call) -> Tensor:
 
 def in_blocks(kind: Kind, call: Call, *, rehearsed: bool = False) -> Tensor:
     """The result block by block; allocated, but not computed, if `rehearsed`."""
-    scores = softmax.Masked(
-        kind.blocks(call, (False,) * len(call.scored)), call.mask if call.masked else None, call.is_causal
-    )
+    scores = Masked(kind.blocks(call, (False,) * len(call.scored)), call.mask if call.masked else None, call.is_causal)
     out = call.result.empty(call.mask, call.dtype)
     if call.reduced == "scores":
-        return (tiling.rehearse if rehearsed else tiling.forward)(scores, out)
+        return (pairs.rehearse if rehearsed else pairs.forward)(scores, out)
     if call.reduced == "weights":
         return softmax.forward_weights(scores, out, rehearsed=rehearsed)
     return softmax.forward_sums(scores, call.values, _dropout(call, rehearsed), out, rehearsed=rehearsed)
@@ -198,18 +197,18 @@ def _dropout(call: Call, rehearsed: bool = False) -> softmax.Dropout | None:
     return softmax.Dropout(call.plan, call.dropout_p, 0 if rehearsed else call.drawn_seed, call.device)
 
 
-def in_blocks_backward(kind: Kind, dout: Tensor, call: Call, needs: Sequence[bool]) -> Gradients:
-    """Gradients of the tensors of a call, each where `needs` asks for it."""
+def in_blocks_backward(kind: Kind, dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gradients:
+    """Gradients of the tensors of a call, each where `wanted` asks for it."""
     given = call.tensors
-    need_scored, need_value, need_mask, _ = taken_apart(call.reduced, needs)
+    wants_scored, wants_value, wants_mask, _ = taken_apart(call.reduced, wanted)
     call = _widened(call)
     mask = call.mask if call.masked else None
-    scores = softmax.Masked(kind.blocks(call, need_scored), mask, call.is_causal, need_mask)
+    scores = Masked(kind.blocks(call, wants_scored), mask, call.is_causal, wants_mask)
     dvalue = None
     if call.value is None:
-        found = (tiling.backward if call.reduced == "scores" else softmax.backward_weights)(scores, dout)
+        found = (pairs.backward if call.reduced == "scores" else softmax.backward_weights)(scores, dout)
     else:
-        found, dvalue = softmax.backward_sums(scores, call.values, _dropout(call), dout, bool(need_value))
+        found, dvalue = softmax.backward_sums(scores, call.values, _dropout(call), dout, bool(wants_value))
     return _restored(call, found, dvalue, given)
 
 

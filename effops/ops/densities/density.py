@@ -15,18 +15,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from effops.blocks import tiling
+from effops.blocks import pairs
+from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_dense, check_devices, check_operand
 from effops.dispatch.custom_op import Binding, Gradients, requires_grad
-from effops.dispatch.jit import compile_by_signature, needs_inductor, needs_torchscript, needs_triton, script
-from effops.dispatch.op import Cost, Need, Op, on_cuda
+from effops.dispatch.forms import add_forms, best_form, predict
+from effops.dispatch.op import Cost, Op
+from effops.dispatch.requirements import on_cuda, requires_triton
 from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
 from effops.ops.densities import triton
-from effops.prediction.allocations import predict_bytes
 from effops.reference.bounds import Bounds
 
-Needs = Sequence[bool]
+Wanted = Sequence[bool]
 
 
 class Call(NamedTuple):
@@ -125,9 +126,9 @@ class Density(Protocol):
         dtype: torch.dtype,
         *,
         scored: bool = True,
-        needs: Needs = (False, False, False),
-    ) -> tiling.Scores:
-        """The scores for a result in `dtype`, block by block, and the gradients that `needs` asks for."""
+        wanted: Wanted = (False, False, False),
+    ) -> Scores:
+        """The scores for a result in `dtype`, block by block, and the gradients that `wanted` asks for."""
 
     def at_once(
         self, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, rehearsed: bool
@@ -236,50 +237,11 @@ def scores(
     return form(loc, wide, density.normaliser(wide, x.shape[-1]), x, arithmetic_dtype(dtype), tolerance)
 
 
-def predict(call: Any, function: Callable[..., Tensor]) -> Cost:
-    """The cost of a call that a function of its tensors computes, or rehearses."""
-    operations = call.plan.numel(call.plan.order) * (2 * call.dimension + 4)
-    return Cost(*predict_bytes(function, *call.tensors), operations)
-
-
 def preference(density: Density) -> tuple[str, ...]:
     """The names of the variants, the best first."""
     everywhere = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
     missing = {"einsum", "triton"} - density.forms.keys() - ({"triton"} if density.kernel else set())
     return tuple(name for name in everywhere if name not in missing)
-
-
-def add_forms(
-    op: Op,
-    forms: Mapping[str, Callable[..., Tensor]],
-    composed: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
-    settings: Callable[[Any], tuple[Any, ...]],
-    compiled_cost: Callable[[Any], Cost],
-) -> None:
-    """The variants made of PyTorch operations: each form, and the last one, which is the best, scripted, and compiled.
-
-    `composed(form)` is the op by a form: a function of the tensors of a call, and then of its `settings`.
-    """
-
-    def add(name: str, function: Callable[..., Tensor], needs: Sequence[Need] = (), cost: Any = None) -> None:
-        def run(call: Any) -> Tensor:
-            return function(*call.tensors, *settings(call))
-
-        def predicted(call: Any) -> Cost:
-            return predict(call, lambda *tensors: op.finish(call, function(*tensors, *settings(call))))
-
-        op.variant(name, cost=cost or predicted, needs=needs)(run)
-
-    for name, form in forms.items():
-        add(name, composed(form))
-    best = best_form(forms)
-    add("torchscript", composed(script(best)), [needs_torchscript])
-    add("compile", compile_by_signature(composed(best)), [needs_inductor], compiled_cost)
-
-
-def best_form(forms: Mapping[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:
-    """Of PyTorch operations, the form with the least memory."""
-    return list(forms.values())[-1]
 
 
 def log_prob_op(density: Density) -> Op:
@@ -336,11 +298,11 @@ def log_prob_op(density: Density) -> Op:
         at_once = density.at_once(plan, loc, scale, x, dtype, rehearsed=False)
         if at_once is not None:
             return at_once
-        return tiling.forward(density.blocks(plan, loc, scale, x, dtype), plan.empty(x, dtype))
+        return pairs.forward(density.blocks(plan, loc, scale, x, dtype), plan.empty(x, dtype))
 
-    def backward(dout: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, needs: Needs) -> Gradients:
+    def backward(dout: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, wanted: Wanted) -> Gradients:
         plan = plan_of_call(loc, scale, x)
-        return tiling.backward(density.blocks(plan, loc, scale, x, dtype, scored=False, needs=needs), dout)
+        return pairs.backward(density.blocks(plan, loc, scale, x, dtype, scored=False, wanted=wanted), dout)
 
     def triton_forward(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
         plan, tolerance = plan_of_call(loc, scale, x), density.tolerance(loc, x, dtype)
@@ -348,11 +310,11 @@ def log_prob_op(density: Density) -> Op:
         return triton.forward(kernels, plan, loc, scale, x, dtype, scale_dims=density.scale_dims)
 
     def triton_backward(
-        dout: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, needs: Needs
+        dout: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, wanted: Wanted
     ) -> Gradients:
         plan, tolerance = plan_of_call(loc, scale, x), density.tolerance(loc, x, dtype)
         kernels = kernels_of(density, tolerance)
-        return triton.backward(kernels, plan, loc, scale, x, dout, dtype, needs, scale_dims=density.scale_dims)
+        return triton.backward(kernels, plan, loc, scale, x, dout, dtype, wanted, scale_dims=density.scale_dims)
 
     def triton_cost(call: Call) -> Cost:
         def rehearse(loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
@@ -366,7 +328,7 @@ def log_prob_op(density: Density) -> Op:
             if at_once is not None:
                 return at_once
             blocks = density.blocks(call.plan, loc, scale, x, call.dtype)
-            return tiling.rehearse(blocks, call.plan.empty(x, call.dtype))
+            return pairs.rehearse(blocks, call.plan.empty(x, call.dtype))
 
         return predict(call, torch.no_grad()(rehearse))
 
@@ -374,8 +336,11 @@ def log_prob_op(density: Density) -> Op:
     op.variant("chunked", cost=rehearsal)(lambda call: in_blocks(*call.tensors, call.dtype))
     if density.kernel:
         in_kernel = bound("triton", triton_forward, triton_backward)
-        needs = [needs_triton, lambda call: triton.Layout.of_pairs(call.plan).obstacle(call.scale, density.scale_dims)]
-        register = op.variant("triton", cost=triton_cost, needs=needs, automatic=on_cuda)
+        requires = [
+            requires_triton,
+            lambda call: triton.Layout.of_pairs(call.plan).obstacle(call.scale, density.scale_dims),
+        ]
+        register = op.variant("triton", cost=triton_cost, requires=requires, automatic=on_cuda)
         register(lambda call: in_kernel(*call.tensors, call.dtype))
     return op
 

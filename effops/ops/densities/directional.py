@@ -19,8 +19,9 @@ from torch import Tensor
 from effops.blocks import dots
 from effops.blocks.dots import contract
 from effops.blocks.plan import Plan, Shape
+from effops.numerics.directions import random_directions
 from effops.numerics.precision import arithmetic_dtype, contraction_error, sphere_tolerance, unit_roundoff
-from effops.ops.densities.density import Call, Form, Needs
+from effops.ops.densities.density import Call, Form, Wanted
 from effops.reference.bounds import Bounds, exact_dot
 
 CASES: Mapping[str, tuple[Shape, ...]] = {
@@ -127,10 +128,10 @@ class Directional:
         dtype: torch.dtype,
         *,
         scored: bool = True,
-        needs: Needs = (False, False, False),
+        wanted: Wanted = (False, False, False),
     ) -> dots.DotScores:
         return dots.DotScores(
-            self.map_of(loc, x, dtype), plan, loc, scale, x, arithmetic_dtype(dtype), scored=scored, needs=needs
+            self.map_of(loc, x, dtype), plan, loc, scale, x, arithmetic_dtype(dtype), scored=scored, wanted=wanted
         )
 
     def at_once(
@@ -236,39 +237,6 @@ class Directional:
             of(terms.sum_to_size(shape), terms.abs().sum_to_size(shape), terms_error.sum_to_size(shape), scale.numel()),
             of(values[1], sizes[1], errors[1], x.numel() // call.dimension),
         )
-
-
-def random_directions(
-    shape: Shape,
-    generator: torch.Generator | None = None,
-    *,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Unit vectors, uniform on the sphere."""
-    vectors = torch.randn(shape, dtype=dtype, device=device, generator=generator)
-    vectors[..., -1] += 1e-12  # float32 noise is 0 once in 2^24 draws, and a vector of one 0 has no direction
-    vectors /= torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
-    return vectors
-
-
-def about(loc: Tensor, ratio: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Unit vectors at angles to `loc` with tan(angle / 2)^2 = `ratio`, in a direction that is uniform otherwise.
-
-    A direction orthogonal to e_1 becomes one orthogonal to loc by the Householder reflection along
-    loc + sign(loc_1) e_1, in which nothing cancels: the result has its gradient wherever loc is, e_1 and -e_1 included.
-    """
-    orthogonal = loc.new_zeros(loc.shape)
-    orthogonal[..., 1:] = random_directions(orthogonal[..., 1:].shape, generator, dtype=loc.dtype, device=loc.device)
-    first, ratio = loc[..., :1], ratio.unsqueeze(-1)
-    sign = torch.copysign(torch.ones_like(first), first).detach()
-    weight = 2 / (1 + ratio)  # 1 + cosine
-    sine = weight * ratio.sqrt()
-    step = sine * torch.linalg.vecdot(orthogonal, loc).unsqueeze(-1) / (1 + sign * first)
-    x = (sine * orthogonal).addcmul_(weight - 1 - step, loc)
-    x[..., :1] -= sign * step
-    x /= torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)  # 1 but for rounding
-    return x
 
 
 def _dot_error(call: Call) -> Tensor:

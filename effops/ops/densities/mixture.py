@@ -19,24 +19,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from effops.blocks import logsumexp as logsumexp_blocks
 from effops.blocks import tiling
+from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.custom_op import Binding, Gradients, is_plain, requires_grad
-from effops.dispatch.jit import needs_triton
-from effops.dispatch.op import Cost, Op, on_cuda
+from effops.dispatch.forms import add_forms, best_form, predict
+from effops.dispatch.op import Cost, Op
+from effops.dispatch.requirements import on_cuda, requires_triton
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, promote
 from effops.ops.densities import triton
 from effops.ops.densities.density import (
     Density,
     Form,
-    add_forms,
-    best_form,
     compiled_cost,
     empty_gradients,
     kernels_of,
     plan_of,
-    predict,
     preference,
     prepare,
     scores,
@@ -169,9 +169,9 @@ def mixture_op(density: Density) -> Op:
         tolerance = density.tolerance(loc, x, dtype)
         return statistics(weighted(best_form(density.forms), log_weights, loc, scale, x, dtype, tolerance), dim)
 
-    def reduction_of(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int) -> tiling.Reduction:
+    def reduction_of(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int) -> Reduction:
         plan = plan_of(density, loc, scale, x, log_weights)
-        return tiling.Reduction(plan, len(plan.shape) + dim)
+        return Reduction(plan, len(plan.shape) + dim)
 
     def empty(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         return reduction_of(log_weights, loc, scale, x, dim).empty(x, arithmetic_dtype(dtype))
@@ -216,12 +216,12 @@ def mixture_op(density: Density) -> Op:
             saves_result=True,
         )
 
-        def whole(call: Call) -> Tensor:
+        def run(call: Call) -> Tensor:
             if keeps_statistics(call) or not is_plain(call.tensors):
-                return op.finish(call, run(call))
+                return op.finish(call, statistics_of_call(call))
             return by_slabs(call, call.tensors, forward)
 
-        def run(call: Call) -> Tensor:
+        def statistics_of_call(call: Call) -> Tensor:
             return binding(*call.tensors, call.dim, call.dtype)
 
         def cost(call: Call) -> Cost:
@@ -231,18 +231,18 @@ def mixture_op(density: Density) -> Op:
             def rehearsal(*tensors: Tensor) -> Tensor:
                 if not kept:
                     return by_slabs(call, tensors, rehearse, 1)
-                statistics = rehearse(*tensors, call.dim, call.dtype)
-                held.extend([statistics] * saved)
-                return op.finish(call, statistics)
+                found = rehearse(*tensors, call.dim, call.dtype)
+                held.extend([found] * saved)
+                return op.finish(call, found)
 
             return predict(call, torch.no_grad()(rehearsal))
 
-        op.variant(variant, cost=cost, whole=whole, **options)(run)
+        op.variant(variant, cost=cost, statistics=statistics_of_call, **options)(run)
 
     def forward(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         reduction = reduction_of(log_weights, loc, scale, x, dim)
         blocks = density.blocks(reduction.plan, loc, scale, x, dtype)
-        return tiling.forward_logsumexp(blocks, log_weights, reduction, reduction.empty(x, arithmetic_dtype(dtype)))
+        return logsumexp_blocks.forward(blocks, log_weights, reduction, reduction.empty(x, arithmetic_dtype(dtype)))
 
     def backward(
         dout: Tensor,
@@ -253,16 +253,16 @@ def mixture_op(density: Density) -> Op:
         result: Tensor,
         dim: int,
         dtype: torch.dtype,
-        needs: Sequence[bool],
+        wanted: Sequence[bool],
     ) -> Gradients:
         reduction = reduction_of(log_weights, loc, scale, x, dim)
-        blocks = density.blocks(reduction.plan, loc, scale, x, dtype, needs=needs[1:])
-        return tiling.backward_logsumexp(blocks, log_weights, reduction, result, dout[..., 1], needs[0])
+        blocks = density.blocks(reduction.plan, loc, scale, x, dtype, wanted=wanted[1:])
+        return logsumexp_blocks.backward(blocks, log_weights, reduction, result, dout[..., 1], wanted[0])
 
     def rehearse(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         reduction = reduction_of(log_weights, loc, scale, x, dim)
         blocks = density.blocks(reduction.plan, loc, scale, x, dtype)
-        return tiling.rehearse_logsumexp(blocks, reduction, reduction.empty(x, arithmetic_dtype(dtype)))
+        return logsumexp_blocks.rehearse(blocks, reduction, reduction.empty(x, arithmetic_dtype(dtype)))
 
     add("chunked", forward, backward, rehearse)
 
@@ -284,7 +284,7 @@ def mixture_op(density: Density) -> Op:
         result: Tensor,
         dim: int,
         dtype: torch.dtype,
-        needs: Sequence[bool],
+        wanted: Sequence[bool],
     ) -> Gradients:
         reduction, tolerance = reduction_of(log_weights, loc, scale, x, dim), density.tolerance(loc, x, dtype)
         return triton.backward_logsumexp(
@@ -297,7 +297,7 @@ def mixture_op(density: Density) -> Op:
             result,
             dout[..., 1],
             dtype,
-            needs,
+            wanted,
             scale_dims=density.scale_dims,
         )
 
@@ -308,12 +308,12 @@ def mixture_op(density: Density) -> Op:
         return empty(log_weights, loc, scale, x, dim, dtype)
 
     if density.kernel:
-        needs = [needs_triton, functools.partial(_needs_layout, density)]
-        add("triton", triton_forward, triton_backward, triton_rehearse, needs=needs, automatic=on_cuda)
+        requires = [requires_triton, functools.partial(_requires_layout, density)]
+        add("triton", triton_forward, triton_backward, triton_rehearse, requires=requires, automatic=on_cuda)
     return op
 
 
-def _needs_layout(density: Density, call: Call) -> str:
+def _requires_layout(density: Density, call: Call) -> str:
     axis = len(call.plan.shape) + call.dim
     if axis in call.plan.batch:
         return "needs components along an axis of x or of loc; here both vary along it"

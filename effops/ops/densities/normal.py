@@ -18,6 +18,7 @@ from torch import Tensor
 
 from effops.blocks.distances import Distances
 from effops.blocks.plan import Plan, Shape
+from effops.dispatch.call import call
 from effops.numerics.precision import arithmetic_dtype, contraction_error, unit_roundoff
 from effops.ops.densities.density import Call, Form, log_prob_op
 from effops.ops.densities.mixture import mixture_op
@@ -79,9 +80,9 @@ class Normal:
         dtype: torch.dtype,
         *,
         scored: bool = True,
-        needs: Sequence[bool] = (False, False, False),
+        wanted: Sequence[bool] = (False, False, False),
     ) -> Distances:
-        return Distances(plan, loc, scale, x, arithmetic_dtype(dtype), needs)
+        return Distances(plan, loc, scale, x, arithmetic_dtype(dtype), wanted)
 
     def at_once(
         self, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, rehearsed: bool = False
@@ -220,7 +221,7 @@ def normal_log_prob(loc: Tensor, scale: Tensor | float, x: Tensor, *, variant: s
         >>> effops.normal_log_prob(torch.zeros(4, 3), torch.ones(4, 1), torch.randn(1000, 1, 3)).shape
         torch.Size([1000, 4])
     """
-    return op(loc, scale, x, variant=variant)
+    return call(op, loc, scale, x, variant=variant)
 
 
 @mixture.public
@@ -267,4 +268,4 @@ def normal_mixture_log_prob(
         >>> effops.normal_mixture_log_prob(log_weights, loc, scale, torch.randn(1000, 1, 3)).shape
         torch.Size([1000])
     """
-    return mixture(log_weights, loc, scale, x, dim, variant=variant)
+    return call(mixture, log_weights, loc, scale, x, dim, variant=variant)

@@ -16,10 +16,12 @@ import math
 import torch
 from torch import Tensor
 
+from effops.dispatch.call import call
+from effops.numerics.directions import about
 from effops.numerics.precision import unit_roundoff
 from effops.numerics.special import digamma_ratio, log_gamma_ratio
 from effops.ops.densities.density import log_prob_op
-from effops.ops.densities.directional import Directional, about
+from effops.ops.densities.directional import Directional
 from effops.ops.densities.mixture import mixture_op
 
 HALF = {dtype: torch.tensor(0.5, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
@@ -169,7 +171,7 @@ def power_spherical_log_prob(loc: Tensor, scale: Tensor | float, x: Tensor, *, v
 
     Source: De Cao & Aziz 2020, The Power Spherical distribution, arXiv:2006.04437.
     """
-    return op(loc, scale, x, variant=variant)
+    return call(op, loc, scale, x, variant=variant)
 
 
 @mixture.public
@@ -220,4 +222,4 @@ def power_spherical_mixture_log_prob(
 
     Source: De Cao & Aziz 2020, The Power Spherical distribution, arXiv:2006.04437.
     """
-    return mixture(log_weights, loc, scale, x, dim, variant=variant)
+    return call(mixture, log_weights, loc, scale, x, dim, variant=variant)

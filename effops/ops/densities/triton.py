@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape
-from effops.blocks.tiling import Reduction
 from effops.numerics.precision import arithmetic_dtype
 
 
@@ -97,21 +97,21 @@ def backward(
     x: Tensor,
     dout: Tensor,
     dtype: torch.dtype,
-    needs: Sequence[bool],
+    wanted: Sequence[bool],
     *,
     scale_dims: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of loc, scale and x, in their shapes and dtypes, each where `needs` asks for it."""
-    need_loc, need_scale, need_x = needs
+    """Gradients of loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
+    wants_loc, wants_scale, wants_x = wanted
     arithmetic = arithmetic_dtype(dtype)
     layout = Layout.of_pairs(plan)
     left, right, factor = _matrices(layout, loc, scale, x, scale_dims)
     own_loc = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
     # What is summed further down here is not rounded before.
     loc_dtype = stored_dtype(loc.dtype, x.device) if own_loc.numel() == right.numel() else arithmetic
-    dloc = right.new_empty(right.shape, dtype=loc_dtype) if need_loc else None
-    dscale = layout.empty_sums(scale, arithmetic, trailing=scale_dims) if need_scale else None
-    dx = left.new_empty(left.shape, dtype=stored_dtype(x.dtype, x.device)) if need_x else None
+    dloc = right.new_empty(right.shape, dtype=loc_dtype) if wants_loc else None
+    dscale = layout.empty_sums(scale, arithmetic, trailing=scale_dims) if wants_scale else None
+    dx = left.new_empty(left.shape, dtype=stored_dtype(x.dtype, x.device)) if wants_x else None
     kernels.backward(left, right, factor, plan.view(dout, plan.order).reshape(factor.shape[:3]), dx, dloc, dscale)
     return (
         None if dloc is None else layout.restore(dloc, loc, (0, 2), trailing=1),
@@ -228,7 +228,7 @@ def forward_logsumexp(
     *,
     scale_dims: int = 0,
 ) -> Tensor:
-    """The statistics of the reduction, as `effops.blocks.tiling.forward_logsumexp` gives them."""
+    """The statistics of the reduction, as `effops.blocks.logsumexp.forward` gives them."""
     groups = Groups(reduction, loc, x)
     statistics = reduction.empty(x, arithmetic_dtype(dtype))
     kernels.forward_logsumexp(
@@ -251,21 +251,21 @@ def backward_logsumexp(
     statistics: Tensor,
     dout: Tensor,
     dtype: torch.dtype,
-    needs: Sequence[bool],
+    wanted: Sequence[bool],
     *,
     scale_dims: int = 0,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of log_weights, loc, scale and x, in their shapes and dtypes, each where `needs` asks for it."""
-    need_weights, need_loc, need_scale, need_x = needs
+    """Gradients of log_weights, loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
+    wants_weights, wants_loc, wants_scale, wants_x = wanted
     groups = Groups(reduction, loc, x)
-    need_left, need_right = (need_x, need_loc) if groups.left is x else (need_loc, need_x)
+    wants_left, wants_right = (wants_x, wants_loc) if groups.left is x else (wants_loc, wants_x)
     left = groups.matrix(groups.left, (0, 1, 2), trailing=1)
     right = groups.matrix(groups.right, (0, 1, 3), trailing=1)
     arithmetic = arithmetic_dtype(dtype)
-    dleft = left.new_empty((left.shape[0], 1, *left.shape[2:]), dtype=arithmetic) if need_left else None
-    dright = right.new_empty(right.shape, dtype=arithmetic) if need_right else None
-    dfactor = groups.empty_sums(scale, arithmetic, trailing=scale_dims) if need_scale else None
-    dweights = groups.empty_sums(log_weights, arithmetic) if need_weights else None
+    dleft = left.new_empty((left.shape[0], 1, *left.shape[2:]), dtype=arithmetic) if wants_left else None
+    dright = right.new_empty(right.shape, dtype=arithmetic) if wants_right else None
+    dfactor = groups.empty_sums(scale, arithmetic, trailing=scale_dims) if wants_scale else None
+    dweights = groups.empty_sums(log_weights, arithmetic) if wants_weights else None
     kernels.backward_logsumexp(
         left,
         right,

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from effops.dispatch.call import call
 from effops.dispatch.custom_op import Binding
+from effops.numerics.directions import about, random_directions
 from effops.numerics.special import bessel_ratio, log_vmf_normaliser
 from effops.ops.densities.density import log_prob_op
-from effops.ops.densities.directional import Directional, about, random_directions
+from effops.ops.densities.directional import Directional
 from effops.ops.densities.mixture import mixture_op
 
 
@@ -33,10 +35,10 @@ def _normaliser_forward(concentration: Tensor, dimension: int) -> Tensor:
 
 
 def _normaliser_backward(
-    dout: Tensor, concentration: Tensor, dimension: int, needs: Sequence[bool]
+    dout: Tensor, concentration: Tensor, dimension: int, wanted: Sequence[bool]
 ) -> tuple[Tensor | None]:
     slope = bessel_ratio(concentration, dimension)[1]
-    return (torch.mul(dout, slope, out=_like(concentration, dimension)) if needs[0] else None,)
+    return (torch.mul(dout, slope, out=_like(concentration, dimension)) if wanted[0] else None,)
 
 
 # One operator, since its recurrence is long: compilers take a minute over it, and autograd keeps every step.
@@ -167,7 +169,7 @@ def von_mises_fisher_log_prob(
 
     Source: Mardia & Jupp 2000, Directional Statistics, section 9.3.2.
     """
-    return op(loc, concentration, x, variant=variant)
+    return call(op, loc, concentration, x, variant=variant)
 
 
 @mixture.public
@@ -218,4 +220,4 @@ def von_mises_fisher_mixture_log_prob(
 
     Source: Banerjee et al. 2005, Clustering on the Unit Hypersphere using von Mises-Fisher Distributions.
     """
-    return mixture(log_weights, loc, concentration, x, dim, variant=variant)
+    return call(mixture, log_weights, loc, concentration, x, dim, variant=variant)

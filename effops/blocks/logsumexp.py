@@ -1,0 +1,112 @@
+"""The logsumexp of weighted scores along an axis, block by block, and its gradients.
+
+Backward computes each block again, so that only the inputs and two statistics of each result are saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from effops.blocks.pairs import Scores, inside, pair_buffer
+from effops.blocks.plan import Plan
+from effops.blocks.tiling import Block, part
+
+
+class Reduction:
+    """The logsumexp of `log_weights + scores` along an axis of a plan.
+
+    It is kept as two statistics, along a last axis of their tensor that is outermost in memory: the maximum, and the
+    logarithm of the sum of the exponentials without it. The result is the sum of both, and rounds the second.
+    """
+
+    def __init__(self, plan: Plan, axis: int) -> None:
+        self.plan, self.axis = plan, axis
+        self.position = plan.order.index(axis)
+        self.reduced = plan.without(axis)
+
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Uninitialised statistics, laid out in the plan's order of the axes that are left."""
+        return self.reduced.empty_planes(2, like, dtype)
+
+    def ordered(self, tensor: Tensor) -> Tensor:
+        """A tensor with the shape of the result, in the plan's order, with size 1 along the axis."""
+        return self.reduced.view(tensor, self.reduced.order).unsqueeze(self.position)
+
+
+def forward(scores: Scores, log_weights: Tensor, reduction: Reduction, statistics: Tensor) -> Tensor:
+    """Fill `statistics` with those of all scores, a block at a time."""
+    maximum, total = (reduction.ordered(statistics[..., i]) for i in range(2))
+    maximum.fill_(-math.inf)
+    total.zero_()
+    weights = scores.plan.view(log_weights, scores.plan.order, expand=False)
+    buffer = pair_buffer(scores, statistics)
+    for block in scores.walk():
+        value = inside(buffer, block)
+        _weigh(scores, block, weights, value)
+        absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
+    total.log_()
+    return statistics
+
+
+def rehearse(scores: Scores, reduction: Reduction, statistics: Tensor) -> Tensor:
+    """As `rehearse`, of `forward`."""
+    maximum, total = (reduction.ordered(statistics[..., i]) for i in range(2))
+    buffer = pair_buffer(scores, statistics)
+    for block in itertools.islice(scores.walk(), 2):
+        value = inside(buffer, block)
+        scores.rehearse(block, value)
+        absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
+    return statistics
+
+
+def backward(
+    scores: Scores, log_weights: Tensor, reduction: Reduction, statistics: Tensor, dout: Tensor, wants_weights: bool
+) -> tuple[Tensor | None, ...]:
+    """Gradients of log_weights and of the operands, for a gradient of the result: each score gets its share of it."""
+    plan = scores.plan
+    maximum, log_total, upstream = (reduction.ordered(tensor) for tensor in (*statistics.unbind(-1), dout))
+    weights = plan.view(log_weights, plan.order, expand=False)
+    total = weights.new_zeros(weights.shape, dtype=scores.arithmetic) if wants_weights else None
+    buffer = pair_buffer(scores, statistics)
+    for block in scores.walk():
+        share = inside(buffer, block)
+        _weigh(scores, block, weights, share)
+        share -= finite(part(maximum, block.pairs))
+        remainder = part(log_total, block.pairs)
+        share -= remainder.masked_fill(remainder == -math.inf, math.inf)  # of nothing every share is 0
+        share.exp_().mul_(part(upstream, block.pairs))
+        if total is not None:
+            sums = part(total, block.pairs)
+            sums += share.sum_to_size(sums.shape)
+        scores.pull_back(block, share)
+    return None if total is None else plan.gradient(total, log_weights, plan.order), *scores.gradients()
+
+
+def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> Tensor:
+    """Take the weighted scores of a block into the statistics: the logarithm of the sum is yet to come.
+
+    Overwrites the scores with exp(score - maximum), and returns what makes such values of earlier blocks relative to
+    the new maximum.
+    """
+    highest = torch.maximum(maximum, value.amax(axis, keepdim=True))
+    shift = finite(highest)
+    factor = torch.exp(maximum - shift)
+    total *= factor
+    total += value.sub_(shift).exp_().sum(axis, keepdim=True)
+    maximum.copy_(highest)
+    return factor
+
+
+def finite(maximum: Tensor) -> Tensor:
+    """What to subtract before an exponential: nothing where the maximum is infinite or NaN."""
+    return torch.where(maximum.isfinite(), maximum, 0)
+
+
+def _weigh(scores: Scores, block: Block, weights: Tensor, out: Tensor) -> None:
+    """Write the scores of a block plus their log weights."""
+    scores.evaluate(block, out)
+    out += part(weights, block.pairs)

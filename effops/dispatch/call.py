@@ -1,0 +1,29 @@
+"""What happens when an op is called: arguments are validated, a variant is chosen, and it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from effops.dispatch.choice import choose
+from effops.dispatch.op import Op
+from effops.numerics.precision import without_autocast
+
+
+def call(op: Op, *args: Any, variant: str | None = None, **kwargs: Any) -> Tensor:
+    """The result of an op, for the arguments of its public function."""
+    if _any_dtensor(args):
+        from effops.dispatch.sharding import sharded_call
+
+        return sharded_call(op, args, kwargs, variant)
+    validated = op.prepare(*args, **kwargs)
+    chosen = choose(op, validated, variant)
+    with without_autocast(validated.device):
+        return chosen.run(validated)
+
+
+def _any_dtensor(args: tuple[Any, ...]) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # to import it takes a second; without it there is none
+    return module is not None and module.DTensor in map(type, args)

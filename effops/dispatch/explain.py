@@ -1,0 +1,72 @@
+"""Why a variant is chosen, why the others are not, and what each would need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from effops.dispatch.choice import choose
+from effops.dispatch.op import find_op
+from effops.text import aligned, format_bytes
+
+
+@dataclass(frozen=True)
+class VariantReport:
+    """What `explain` says of one variant; `reason` is empty where it is supported."""
+
+    supported: bool
+    reason: str
+    output_bytes: int
+    saved_bytes: int
+    temporary_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The choice for one call and, of every variant, whether and why it can or cannot run and what it would need."""
+
+    op: str
+    chosen: str
+    variants: Mapping[str, VariantReport]
+
+    def __str__(self) -> str:
+        header = ("variant", "", "output", "saved", "temporary", "operations", "why not")
+        rows = [
+            (
+                name,
+                "chosen" if name == self.chosen else "",
+                format_bytes(report.output_bytes),
+                format_bytes(report.saved_bytes),
+                format_bytes(report.temporary_bytes),
+                f"{report.flops:.3g}",
+                report.reason,
+            )
+            for name, report in self.variants.items()
+        ]
+        title = f"{self.op}: {self.chosen} (bytes predicted, beyond the inputs)"
+        return f"{title}\n{aligned([header, *rows], left=len(header))}"
+
+
+def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None = None, **kwargs: Any) -> Explanation:
+    """Which variant a call would run, why every other would not, and what each would need; nothing is computed.
+
+    Takes the arguments of the op and never allocates its result, so it may be asked about sizes that do not fit:
+    give expanded or meta tensors. Raises what the call itself would raise for bad arguments or an unusable `variant`.
+
+    >>> print(effops.explain(effops.power_spherical_log_prob, loc, scale, x))    # doctest: +ELLIPSIS
+    power_spherical_log_prob: chunked (bytes predicted, beyond the inputs)
+    ...
+    """
+    op = find_op(function)
+    call = op.prepare(*args, **kwargs)
+    chosen = choose(op, call, variant)
+
+    def reports() -> Iterator[tuple[str, VariantReport]]:
+        for name, candidate in op.variants.items():
+            reason = candidate.obstacle(call)
+            yield name, VariantReport(not reason, reason, *candidate.cost(call))
+
+    return Explanation(op.name, chosen.name, MappingProxyType(dict(reports())))

@@ -1,0 +1,73 @@
+"""What variants require of a call and of the machine: each function tells why a call cannot run, or returns ""."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import shutil
+import sys
+
+import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from effops.dispatch.op import Call
+from effops.numerics.precision import CPU
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests
+
+
+def on_cuda(call: Call) -> bool:
+    return call.device != CPU and call.device.type == "cuda"
+
+
+def requires_torchscript(call: Call) -> str:
+    if sys.version_info >= (3, 14):
+        return "needs torch.jit.script, which does not work on Python 3.14 and later"
+    if is_compiling():
+        return "cannot be traced by torch.compile: call it outside of the compiled function"
+    return ""
+
+
+def requires_inductor(call: Call) -> str:
+    if is_compiling():
+        return ""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "needs torch.compile, which TORCH_COMPILE_DISABLE=1 turns off"
+    if call.device.type == "cpu" and _without_cpp_compiler():
+        return _without_cpp_compiler()
+    if call.device.type == "cuda" and _import_error("triton"):
+        return f"needs triton for TorchInductor, which cannot be imported: {_import_error('triton')}"
+    if forward_ad._current_level >= 0:
+        return "cannot be differentiated in forward mode, since TorchInductor cannot"
+    if torch._C._are_functorch_transforms_active():
+        return "cannot be transformed by torch.func from outside; compile the transformed function instead"
+    return ""
+
+
+def requires_triton(call: Call) -> str:
+    if call.device.type != "cuda" and not (call.device.type == "cpu" and INTERPRETED):
+        return f"needs CUDA tensors, got {call.device.type}"
+    if is_compiling():  # an import cannot be traced; the operator raises what it raises
+        return ""
+    error = _import_error("effops.kernels.pairs")
+    return f"needs effops.kernels, which cannot be imported: {error}" if error else ""
+
+
+@functools.cache
+def _without_cpp_compiler() -> str:
+    """Why TorchInductor cannot call its C++ compiler; empty if it can."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    found = shutil.which(compiler)
+    return "" if found else f"needs a C++ compiler, and {compiler} was not found; install it or set CXX"
+
+
+@functools.cache
+def _import_error(module: str) -> str:
+    """Why a module cannot be imported; empty if it can."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever an import raises is the answer
+        return f"{type(error).__name__}: {error}"
+    return ""
