@@ -14,7 +14,8 @@ from torch import Tensor
 from effops import measure
 from effops.commands.console import Progress
 from effops.dispatch.op import Cost, Op
-from effops.reference import bounds
+from effops.reference import reference_of
+from effops.reference.bounds import Bounds, worst_error_ratio
 from effops.text import format_bytes
 
 
@@ -36,7 +37,7 @@ class Workload:
     def args(self) -> tuple[Tensor, ...]:
         """The arguments of the op: the same values at every call."""
         generator = torch.Generator(self.device).manual_seed(0)
-        args = self.op.workload(**self.sizes, dtype=self.dtype, device=self.device, generator=generator)
+        args = reference_of(self.op).workload(**self.sizes, dtype=self.dtype, device=self.device, generator=generator)
         return tuple(arg.detach().requires_grad_(self.backward) for arg in args)
 
 
@@ -92,27 +93,25 @@ class Contender:
     is_peer: bool = False
 
 
-class Reference:
+class Expected:
     """What every result of a workload is judged by: bounds from float64, computed once, where they are first asked for.
 
     Those of gradients are for the gradient that `measure.upstream_gradient` makes for a result of any layout.
     """
 
     def __init__(self, workload: Workload, args: tuple[Tensor, ...]) -> None:
-        self.op = workload.op
+        self.reference = reference_of(workload.op)
         self.call = workload.op.prepare(*(arg.detach() for arg in args), **workload.options)
         self.like = args[0]
 
     @cached_property
-    def bounds(self) -> bounds.Bounds:
-        bounds: bounds.Bounds = self.op.bounds(self.call)
-        return bounds
+    def bounds(self) -> Bounds:
+        return self.reference.bounds(self.call)
 
     @cached_property
-    def gradient_bounds(self) -> tuple[bounds.Bounds, ...]:
+    def gradient_bounds(self) -> tuple[Bounds, ...]:
         result = self.like.new_empty(self.bounds.value.shape, dtype=self.call.dtype)
-        bounds: tuple[bounds.Bounds, ...] = self.op.gradient_bounds(self.call, measure.upstream_gradient(result))
-        return bounds
+        return self.reference.gradient_bounds(self.call, measure.upstream_gradient(result))
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ def _checked(
 ) -> dict[str, Row]:
     """A row for each contender, in their order, with its error and its memory. The naive variant goes first."""
     rows: dict[str, Row] = {}
-    reference, known = Reference(workload, args), _peer_results(workload, args, progress)
+    expected, known = Expected(workload, args), _peer_results(workload, args, progress)
     for contender in sorted(contenders, key=lambda contender: contender.name != "naive"):
         progress(f"{workload.pass_name}: checking {contender.name}")
         row = _blank(workload, contender)
@@ -197,7 +196,7 @@ def _checked(
             row = replace(row, status="skipped", reason=obstacle)
         else:
             try:
-                row, found = _judged(row, workload, args, contender, reference, known)
+                row, found = _judged(row, workload, args, contender, expected, known)
                 if contender.name == "naive":
                     known = replace(known, naive=found)
             except Exception as error:
@@ -248,11 +247,11 @@ def _judged(
     workload: Workload,
     args: tuple[Tensor, ...],
     contender: Contender,
-    reference: Reference,
+    expected: Expected,
     known: Results,
 ) -> tuple[Row, tuple[Tensor, ...]]:
     """The row with error and memory, and the results: the forward pass's, or the gradients."""
-    found, error = _results_and_error(workload, args, contender.function, reference)
+    found, error = _results_and_error(workload, args, contender.function, expected)
     row = replace(row, error_ratio=error, allclose=known.allclose(found))
     if not error <= 1 and not contender.is_peer:
         return replace(row, status="failed", reason=f"the error is {error:.3g} times its budget"), found
@@ -261,14 +260,14 @@ def _judged(
 
 
 def _results_and_error(
-    workload: Workload, args: tuple[Tensor, ...], function: Callable[..., Tensor], reference: Reference
+    workload: Workload, args: tuple[Tensor, ...], function: Callable[..., Tensor], expected: Expected
 ) -> tuple[tuple[Tensor, ...], float]:
     out = function(*args)
-    error = reference.bounds.error_ratio(out)
+    error = expected.bounds.error_ratio(out)
     if not workload.backward:
         return (out,), error
     gradients = torch.autograd.grad(out, args, measure.upstream_gradient(out))
-    return gradients, max(error, bounds.worst_error_ratio(reference.gradient_bounds, gradients))
+    return gradients, max(error, worst_error_ratio(expected.gradient_bounds, gradients))
 
 
 def _timed(

@@ -10,6 +10,7 @@ import torch
 import effops  # noqa: F401  (registers the ops)
 from effops.dispatch.op import ops
 from effops.measure import tensors, upstream_gradient
+from effops.reference import reference_of
 
 
 def main() -> int:
@@ -20,9 +21,10 @@ def main() -> int:
     options = parser.parse_args()
     calls = 0
     for op in ops().values():
-        for name, shapes in op.cases.items():
+        reference = reference_of(op)
+        for name in reference.cases:
             generator = torch.Generator(options.device).manual_seed(0)
-            args = op.sample(*shapes, dtype=torch.float32, device=torch.device(options.device), generator=generator)
+            args = reference.sample_case(name, device=torch.device(options.device), generator=generator)
             leaves = [tensor.requires_grad_() for tensor in tensors(args)]
             if op.variants[options.variant].obstacle(op.prepare(*args)):
                 continue

@@ -20,6 +20,7 @@ from effops.dispatch.custom_op import BINDINGS
 from effops.measure import Pass, memory, times, without_collector
 from effops.numerics.precision import without_autocast
 from effops.ops.densities.power_spherical import op
+from effops.reference import reference_of
 from effops.text import format_bytes
 
 COMPARED = ("chunked", "einsum", "compile", "torchscript")
@@ -27,7 +28,8 @@ COMPARED = ("chunked", "einsum", "compile", "torchscript")
 
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
-    args = op.workload(**op.sizes, generator=generator)
+    reference = reference_of(op)
+    args = reference.workload(**reference.sizes, generator=generator)
     loc, _, x = args
     rows, columns = x.squeeze(1).transpose(0, 1), loc.transpose(0, 1)
     products = torch.rand(columns.shape[0], rows.shape[1], columns.shape[1]) + 0.1
@@ -55,7 +57,7 @@ def main() -> None:
     used = memory(Pass(train("chunked"), leaves))
     print(f"\nforward + backward of chunked: gradients {format_bytes(used.output_bytes)}, ", end="")
     print(f"output and temporaries {format_bytes(used.temporary_bytes)}")
-    report_overhead(*op.sample((3, 128), (3,), (3, 128), generator=generator))
+    report_overhead(*reference.sample((3, 128), (3,), (3, 128), generator=generator))
 
 
 def report(title: str, timings) -> None:

@@ -22,6 +22,7 @@ import effops  # noqa: F401  (registers the ops)
 from effops.commands.console import plain_or_rich_console, shown_progress
 from effops.dispatch.op import Op, ops
 from effops.measure import copy_bandwidth_gbps
+from effops.reference import reference_of
 
 DTYPES = {
     "float32": torch.float32,
@@ -142,7 +143,7 @@ def selected_ops(
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda needs a CUDA device and torch built for it; got none; use --device cpu")
     chosen = [op for name, op in ops().items() if options.op in (None, name)]
-    sizes_of_all = {key for op in chosen for key in op.sizes}
+    sizes_of_all = {key for op in chosen for key in reference_of(op).sizes}
     swept = {} if options.sweep is None else dict([options.sweep])
     expect_known(parser, "--size", options.size, sizes_of_all)
     expect_known(parser, "--sweep", list(swept), sizes_of_all)
@@ -153,7 +154,7 @@ def selected_ops(
     return [
         (
             op,
-            {key: one.get(key, options.size.get(key, default)) for key, default in op.sizes.items()},
+            {key: one.get(key, options.size.get(key, default)) for key, default in reference_of(op).sizes.items()},
             {key: value for key, value in options.set.items() if key in accepted(op)},
             [name for name in op.variants if options.variants is None or name in options.variants],
         )

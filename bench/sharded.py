@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from effops.dispatch.op import find_op
 from effops.measure import Pass, memory
+from effops.reference import reference_of
 from effops.text import format_bytes
 
 OP = "power_spherical_log_prob"
@@ -138,7 +139,7 @@ def measured(split: Split, repeats: int, sizes: Mapping[str, int]) -> list[Row]:
     """Both passes in this process of a group of `split.devices`."""
     mesh = init_device_mesh("cpu", (split.rows, split.components, split.positions))
     op = find_op(OP)
-    whole = op.workload(**sizes, generator=torch.Generator().manual_seed(0))
+    whole = reference_of(op).workload(**sizes, generator=torch.Generator().manual_seed(0))
     shards = [
         distribute_tensor(tensor, mesh, placements, src_data_rank=None) for tensor, placements in zip(whole, PLACEMENTS)
     ]
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
     parser.add_argument("--predict", action="store_true", help="print what the model says of more devices, and stop")
     options = parser.parse_args(arguments)
-    size = {key: options.size.get(key, default) for key, default in find_op(OP).sizes.items()}
+    size = {key: options.size.get(key, default) for key, default in reference_of(find_op(OP)).sizes.items()}
     if options.predict:
         print(prediction(**size))
         return 0

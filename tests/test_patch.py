@@ -9,6 +9,7 @@ import torch
 import effops
 from effops import patch
 from effops.measure import Pass, memory
+from effops.reference import reference_of
 
 power_spherical = pytest.importorskip("power_spherical")
 
@@ -26,7 +27,7 @@ def current():
 
 @pytest.fixture
 def call(generator):
-    loc, scale, x = effops.ops.densities.power_spherical.op.workload(M=50, T=40, D=64, generator=generator)
+    loc, scale, x = reference_of(effops.power_spherical_log_prob).workload(M=50, T=40, D=64, generator=generator)
     return power_spherical.PowerSpherical(loc, scale, validate_args=False), x
 
 

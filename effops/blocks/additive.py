@@ -28,13 +28,9 @@ from torch import Tensor
 from effops.blocks.operand import PairOperand
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.tiling import Block, cut, depths, fit, part, pieces, sizes, tiles, whole
-from effops.numerics.precision import arithmetic_dtype, unit_roundoff, wider
 
 PAIR_BYTES = 128 * 1024  # of the pairs of a block: 64 x 512 in float32, for callers that reduce it
 PIECE_BYTES = 3 * 2**20  # of what is computed at once: more than a cache of level 2, as less is not worth its calls
-TERM_ERROR = 8  # roundoffs of |weight| that a term of a score may be off
-SLOPE_ERROR = 24  # and of |G weight| a term of a gradient
-EXACT_VALUES = 2**17  # terms that are computed at once in float64
 
 
 class _Weights(NamedTuple):
@@ -214,71 +210,3 @@ class AdditiveScores:
         if at not in self.rooms:
             self.rooms[at] = buffer[: math.prod(shape)].view(shape)
         return self.rooms[at]
-
-
-def exact_scores(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores of operands that broadcast, and how far arithmetic in their dtype may be off, in float64.
-
-    (8 + sqrt(D)) u sum_d |weight_d|: the terms are off by 8 u |weight| at most, and so is their sum, but by more where
-    there are many.
-    """
-    units = (TERM_ERROR + math.sqrt(query.shape[-1])) * _roundoff(query, key, weight)
-    shape = torch.broadcast_shapes(query.shape, key.shape, weight.shape)[:-1]
-    value, error = (query.new_empty(shape, dtype=torch.float64) for _ in range(2))
-    for pairs, (q, k, w) in _in_float64(query, key, weight):
-        value[pairs] = (w * torch.tanh(q + k)).sum(-1)
-        error[pairs] = units * w.abs().sum(-1)
-    return value, error
-
-
-def exact_gradients(
-    query: Tensor, key: Tensor, weight: Tensor, dout: Tensor, error: Tensor | None = None
-) -> list[tuple[Tensor, Tensor]]:
-    """As `exact_scores`, the gradients of query, key and weight, for a gradient `dout` of the scores.
-
-    A sum of n terms G weight S, or G tanh, is off by (24 + sqrt(n)) u times the sum of |G weight|, or |G|, and by what
-    `error`, how far `dout` may be off, does to it.
-    """
-    tensors = query, key, weight
-    u, values = _roundoff(*tensors), math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
-    units = [(SLOPE_ERROR + math.sqrt(values // max(1, tensor.numel()))) * u for tensor in tensors]
-    totals = [[tensor.new_zeros(tensor.shape, dtype=torch.float64) for _ in range(2)] for tensor in tensors]
-    views = [[_with_axes(total, dout.ndim + 1) for total in pair] for pair in totals]
-    for pairs, (q, k, w) in _in_float64(*tensors):
-        tanh = torch.tanh(q + k)
-        slope = w * (1 - tanh * tanh)
-        g = dout[pairs].double().unsqueeze(-1)
-        of_sum, of_weight = (g * slope, (g * w).abs()), (g * tanh, g.abs())
-        for (total, radius), unit, (terms, size) in zip(views, units, (of_sum, of_sum, of_weight)):
-            _add(total, pairs, terms)
-            _add(radius, pairs, size, unit)
-        if error is not None:
-            off = error[pairs].unsqueeze(-1)
-            inherited = slope.abs() * off, tanh.abs() * off
-            for (_, radius), terms in zip(views, (inherited[0], *inherited)):
-                _add(radius, pairs, terms)
-    return [(value, radius) for value, radius in totals]
-
-
-def _add(total: Tensor, pairs: Slices, terms: Tensor, factor: float = 1.0) -> None:
-    """Add the sums of terms along the axes where `total` has size 1."""
-    target = part(total, pairs)
-    shape = tuple(1 if own == 1 else size for own, size in zip(target.shape, terms.shape))
-    target.add_(terms.sum_to_size(shape), alpha=factor)
-
-
-def _roundoff(query: Tensor, key: Tensor, weight: Tensor) -> float:
-    """Of the arithmetic."""
-    return unit_roundoff(arithmetic_dtype(wider(wider(query.dtype, key.dtype), weight.dtype)))
-
-
-def _in_float64(*tensors: Tensor) -> Iterator[tuple[Slices, list[Tensor]]]:
-    """Pieces of all pairs, and the operands there."""
-    *pairs, depth = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    views = [_with_axes(tensor, len(pairs) + 1) for tensor in tensors]
-    for piece in tiles(whole(tuple(pairs)), fit(tuple(pairs), EXACT_VALUES // max(1, depth))):
-        yield piece, [part(view, piece).double() for view in views]
-
-
-def _with_axes(tensor: Tensor, count: int) -> Tensor:
-    return tensor[(None,) * (count - tensor.ndim)]

@@ -22,7 +22,7 @@ from effops.commands.console import Progress
 from effops.dispatch.choice import choose
 from effops.dispatch.op import Op, ops
 from effops.measure import available_bytes, device_model, upstream_gradient
-from effops.reference.bounds import error_ratio, gradient_error_ratio
+from effops.reference import error_ratio, gradient_error_ratio, reference_of
 from effops.text import format_bytes
 
 REASON_LENGTH = 400
@@ -180,11 +180,12 @@ def _describe_cuda(device: torch.device) -> Device:
 
 def check_op(op: Op, device: torch.device, progress: Progress) -> OpCheck:
     """Run every variant on the op's first case in float32. What a variant raises becomes its reason."""
-    case, shapes = next(iter(op.cases.items()))
+    reference = reference_of(op)
+    case = next(iter(reference.cases))
     dtype = torch.float32
 
     def args() -> tuple[Tensor, ...]:
-        sample = op.sample(*shapes, dtype=dtype, device=device, generator=torch.Generator().manual_seed(0))
+        sample = reference.sample_case(case, dtype=dtype, device=device, generator=torch.Generator().manual_seed(0))
         return tuple(arg.detach().requires_grad_() for arg in sample)
 
     automatic, reason = None, ""

@@ -73,12 +73,6 @@ class Op:
         name: the public function's name
         prepare: validates the arguments of the public function and returns the call that variants receive
         preference: names of the variants, the best first
-        cases: shapes of the arguments, by a short name, that every test runs
-        sample: makes arguments of given shapes: `sample(*shapes, dtype=, device=, generator=)`
-        workload: makes the arguments of the benchmark: `workload(**sizes, dtype=, device=, generator=)`
-        sizes: the benchmark's default sizes
-        bounds: `effops.reference.bounds.Bounds` of a right result, from a call
-        gradient_bounds: the same for the gradient of each tensor argument, from a call and the upstream gradient
         core_dims: the tensor arguments, by name and in order, and how many of the last dimensions of each are no batch
             axes; an op that does not say so takes no DTensors
         logsumexp: for an op that is a logsumexp along a batch axis, that axis of a call; its variants return the
@@ -88,12 +82,6 @@ class Op:
     name: str
     prepare: Callable[..., Any]
     preference: tuple[str, ...]
-    cases: Mapping[str, tuple[tuple[int, ...], ...]]
-    sample: Callable[..., tuple[Tensor, ...]]
-    workload: Callable[..., tuple[Tensor, ...]]
-    sizes: Mapping[str, int]
-    bounds: Callable[..., Any]
-    gradient_bounds: Callable[..., Any]
     core_dims: Mapping[str, int] = field(default_factory=dict)
     logsumexp: Callable[[Any], int] | None = None
     function: Callable[..., Tensor] | None = field(default=None, init=False)

@@ -1,21 +1,66 @@
-"""Where correct results and gradients of attention lie, from float64."""
+"""What the references of attention share: where correct results and gradients lie, for any scores."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, matmul_precision, unit_roundoff
-from effops.ops.attention.call import Call, Kind, in_order
+from effops.ops.attention.call import Call, in_order
 from effops.reference.bounds import Bounds
+from effops.reference.reference import Reference, Shape, normal_sample
+
+
+@dataclass(frozen=True)
+class ExactScores:
+    """Scores in float64.
+
+    Attributes:
+        of: the scores of a call, without a mask, and by how much correct ones may be off
+        gradient_bounds: where correct gradients of their operands lie, from a call, the gradients of the scores, and by
+            how much those may be off
+    """
+
+    of: Callable[[Call], tuple[Tensor, Tensor]]
+    gradient_bounds: Callable[[Call, Tensor, Tensor], tuple[Bounds, ...]]
+
+
+def attention_reference(
+    function: Callable[..., Tensor],
+    scores: ExactScores,
+    *,
+    cases: Mapping[str, tuple[Shape, ...]],
+    workload: Callable[..., tuple[Tensor, ...]],
+    sizes: Mapping[str, int],
+) -> Reference:
+    """The reference of an op of attention; variants of it may round weights as PyTorch does."""
+    return Reference(
+        function,
+        cases=cases,
+        sample=normal_sample,
+        workload=workload,
+        sizes=sizes,
+        bounds=functools.partial(bounds, scores, rounded=True),
+        gradient_bounds=functools.partial(gradient_bounds, scores, rounded=True),
+    )
 
 
 class _Exact(NamedTuple):
-    """Of a call in float64: masked scores, weights and sums, by how much correct ones may be off, those of the weights
-    in proportion; and where no pair takes part."""
+    """A call in float64.
+
+    Attributes:
+        scores: masked
+        error: by how much correct scores may be off
+        excluded: where no pair takes part
+        weights: the softmax of the scores
+        relative: by how much correct weights may be off, in proportion
+    """
 
     scores: Tensor
     error: Tensor
@@ -24,8 +69,8 @@ class _Exact(NamedTuple):
     relative: Tensor
 
 
-def _exact(kind: Kind, call: Call) -> _Exact:
-    scores, error = kind.exact(call)
+def _exact(of_scores: ExactScores, call: Call) -> _Exact:
+    scores, error = of_scores.of(call)
     u = unit_roundoff(call.arithmetic)
     excluded = torch.zeros(call.plan.shape, dtype=torch.bool, device=call.device)
     if call.masked and call.mask.dtype == torch.bool:
@@ -45,9 +90,9 @@ def _exact(kind: Kind, call: Call) -> _Exact:
     return _Exact(scores, error, excluded, weights, relative)
 
 
-def bounds(kind: Kind, call: Call, *, rounded: bool) -> Bounds:
+def bounds(scores: ExactScores, call: Call, *, rounded: bool) -> Bounds:
     """Where a correct result lies. If `rounded`, weights may be so to the dtype of a sum, as PyTorch does."""
-    exact, u = _exact(kind, call), unit_roundoff(call.arithmetic)
+    exact, u = _exact(scores, call), unit_roundoff(call.arithmetic)
     if call.reduced == "scores":
         return Bounds(exact.scores, exact.error, exact.error, dtype=call.dtype)
     if call.value is None:
@@ -64,9 +109,9 @@ def _rounding(call: Call, rounded: bool) -> float:
     return unit_roundoff(call.dtype) if rounded and call.dtype != call.arithmetic else 0.0
 
 
-def gradient_bounds(kind: Kind, call: Call, dout: Tensor, *, rounded: bool) -> tuple[Bounds, ...]:
+def gradient_bounds(scores: ExactScores, call: Call, dout: Tensor, *, rounded: bool) -> tuple[Bounds, ...]:
     """Where correct gradients lie, of the tensors that a caller gives; `rounded` as for `bounds`."""
-    exact, u, g = _exact(kind, call), unit_roundoff(call.arithmetic), dout.double()
+    exact, u, g = _exact(scores, call), unit_roundoff(call.arithmetic), dout.double()
     weights, relative, keys = exact.weights, exact.relative, exact.weights.shape[-1]
     coarse = _rounding(call, rounded)
     of_value: tuple[Bounds, ...] = ()
@@ -89,7 +134,7 @@ def gradient_bounds(kind: Kind, call: Call, dout: Tensor, *, rounded: bool) -> t
         error = weights * (
             (relative + 2 * coarse) * (dweights - mean).abs() + off + mean_error + 2 * u * (dweights.abs() + mean.abs())
         )
-    query, key, *others = kind.gradient_bounds(call, dscores, error)
+    query, key, *others = scores.gradient_bounds(call, dscores, error)
     of_mask = (summed_bounds(dscores, error, dscores.abs(), 1, call.mask, u),) if call.masked else ()
     return in_order((query, key, *others), of_value, *of_mask)
 

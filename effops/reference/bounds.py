@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from effops.blocks.plan import Shape
-from effops.dispatch.op import Op
 
 
 @dataclass(frozen=True)
@@ -50,36 +46,10 @@ class Bounds:
         return float(torch.nan_to_num(ratio, nan=float("inf")).max())
 
 
-def error_ratio(op: Op, args: tuple[Any, ...], out: Tensor, **options: Any) -> float:
-    """Error of a forward result in units of its budget: right if at most 1."""
-    bounds: Bounds = op.bounds(op.prepare(*args, **options))
-    return bounds.error_ratio(out)
-
-
-def gradient_error_ratio(
-    op: Op, args: tuple[Any, ...], dout: Tensor, gradients: tuple[Tensor | None, ...], **options: Any
-) -> float:
-    """Largest error of the gradients of the arguments in units of their budgets: right if at most 1.
-
-    A gradient that was not asked for is None; without any, there is nothing right: infinite.
-    """
-    return worst_error_ratio(op.gradient_bounds(op.prepare(*args, **options), dout), gradients)
-
-
 def worst_error_ratio(expected: Sequence[Bounds], results: Sequence[Tensor | None]) -> float:
     """Largest error of results in units of their budgets; infinite if all are None."""
     found = [(bounds, result) for bounds, result in zip(expected, results, strict=True) if result is not None]
     return max((bounds.error_ratio(result) for bounds, result in found), default=float("inf"))
-
-
-def normal_sample(
-    *shapes: Shape,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, ...]:
-    """Normal tensors of given shapes: the `sample` of an op that takes any values."""
-    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype) for shape in shapes)
 
 
 def exact_dot(loc: Tensor, x: Tensor) -> Tensor:

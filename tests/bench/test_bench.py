@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 import effops.dispatch.op
+import effops.reference.reference
 from effops.dispatch.call import call
 from effops.dispatch.op import Cost, Op, ops
+from effops.reference import Reference, reference_of
 from effops.reference.bounds import Bounds
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -83,12 +85,6 @@ def toy() -> Iterator[Op]:
         "toy_row_sum",
         prepare=lambda a: a,
         preference=("wrong", "nan", "wrong_gradient", "raising", "elsewhere", "naive"),
-        cases={"small": ((3, 5),)},
-        sample=sample,
-        workload=workload,
-        sizes={"N": 64, "K": 32},
-        bounds=bounds,
-        gradient_bounds=gradient_bounds,
     )
 
     def cost(a: Tensor) -> Cost:
@@ -97,7 +93,16 @@ def toy() -> Iterator[Op]:
     def raising(a: Tensor) -> Tensor:
         raise RuntimeError("no such kernel\nand a trace")
 
-    op.public(lambda a, **options: call(op, a, **options))
+    function = op.public(lambda a, **options: call(op, a, **options))
+    Reference(
+        function,
+        cases={"small": ((3, 5),)},
+        sample=sample,
+        workload=workload,
+        sizes={"N": 64, "K": 32},
+        bounds=bounds,
+        gradient_bounds=gradient_bounds,
+    )
     op.variant("naive", cost=cost)(row_sum_naive)
     op.variant("wrong", cost=cost)(lambda a: row_sum_naive(a) * 1.01)
     op.variant("nan", cost=cost)(lambda a: row_sum_naive(a) * float("nan"))
@@ -106,6 +111,7 @@ def toy() -> Iterator[Op]:
     op.variant("elsewhere", cost=cost, requires=[lambda a: "needs another device"])(row_sum_naive)
     yield op
     del effops.dispatch.op._ops["toy_row_sum"]
+    del effops.reference.reference._references[function]
 
 
 Bench = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
@@ -295,9 +301,10 @@ def test_a_peer_is_shown_and_does_not_fail_the_run(bench: Bench, monkeypatch: py
 def test_bounds_are_computed_once(bench: Bench, toy: Op) -> None:
     """They cost more than the variants that are judged by them."""
     calls = []
-    bounds, gradient_bounds = toy.bounds, toy.gradient_bounds
-    toy.bounds = lambda *args: calls.append("forward") or bounds(*args)
-    toy.gradient_bounds = lambda *args: calls.append("backward") or gradient_bounds(*args)
+    reference = reference_of(toy)
+    bounds, gradient_bounds = reference.bounds, reference.gradient_bounds
+    reference.bounds = lambda *args: calls.append("forward") or bounds(*args)
+    reference.gradient_bounds = lambda *args: calls.append("backward") or gradient_bounds(*args)
     code, rows = bench("--variants", "naive,wrong,wrong_gradient", "--pass", "backward")
     assert code == 1
     assert (rows["naive"]["status"], rows["wrong_gradient"]["status"]) == ("ok", "failed")

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from effops.blocks import additive, pairs, tiling
-from effops.blocks.additive import AdditiveScores, exact_gradients, exact_scores
+from effops.blocks import pairs, tiling
+from effops.blocks.additive import AdditiveScores
 from effops.blocks.plan import broadcast_plan
 from effops.blocks.tiling import Block, tiles, whole
 from effops.measure import Pass, memory
 from effops.numerics.precision import arithmetic_dtype, wider
+from effops.reference import additive
+from effops.reference.additive import exact_gradients, exact_scores
 from effops.reference.bounds import Bounds
 
 MIB = 2**20

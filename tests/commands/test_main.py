@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import runpy
@@ -22,6 +23,7 @@ from effops.commands import main as cli
 from effops.dispatch import op as registry
 from effops.dispatch.op import find_op, ops
 from effops.dispatch.requirements import requires_inductor
+from effops.reference import reference_of
 
 OP = find_op(effops.broadcast_dot)
 NAIVE = OP.variants["naive"].run
@@ -273,9 +275,8 @@ def test_a_device_out_of_order_fails(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
     for op in ops().values():
-        monkeypatch.setattr(
-            op, "sample", lambda *shapes, sample=op.sample, **options: sample_on_cpu(*shapes, sample=sample, **options)
-        )
+        reference = reference_of(op)
+        monkeypatch.setattr(reference, "sample", functools.partial(sample_on_cpu, sample=reference.sample))
     code, content = doctor()
     problem = "raised RuntimeError: CUDA error: unspecified launch failure"
     assert code == 1

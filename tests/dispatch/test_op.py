@@ -15,6 +15,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import effops
 from effops.dispatch.choice import current_variant
 from effops.dispatch.op import find_op, ops
+from effops.reference import reference_of
 
 FUNCTION = effops.power_spherical_log_prob
 OP = find_op(FUNCTION)
@@ -22,7 +23,7 @@ OP = find_op(FUNCTION)
 
 @pytest.fixture
 def args(generator):
-    return OP.sample((5, 4), (5,), (3, 1, 4), generator=generator)
+    return reference_of(OP).sample((5, 4), (5,), (3, 1, 4), generator=generator)
 
 
 @pytest.fixture
@@ -300,7 +301,8 @@ ARGUMENTS = [
 
 def tensors(op, generator, wanted):
     """The tensor arguments of a call in order, by name; a mask only if it is wanted."""
-    args = op.sample(*next(iter(op.cases.values())), generator=generator)
+    reference = reference_of(op)
+    args = reference.sample_case(next(iter(reference.cases)), generator=generator)
     named = dict(zip(op.core_dims, args))
     if wanted == "attn_mask":
         shape = named["query"].shape[-2], named["key"].shape[-2]

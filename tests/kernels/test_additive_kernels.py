@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from effops.blocks.additive import exact_gradients, exact_scores
+from effops.reference.additive import exact_gradients, exact_scores
 from effops.reference.bounds import Bounds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ import effops
 from effops.dispatch.op import ops
 from effops.measure import Pass, memory
 from effops.numerics.precision import arithmetic_dtype
-from effops.reference.bounds import error_ratio, gradient_error_ratio
+from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTERPRETED = not torch.cuda.is_available()  # the kernels, by Triton's interpreter
@@ -26,7 +26,7 @@ def chosen(op, variant, index, case, dtype):
     if variant == "compile":  # the first case, and another one
         if index == 0:
             return dtype == torch.float32
-        return index == 1 + 2 * number % (len(op.cases) - 1) and dtype == DTYPES[number % 4]
+        return index == 1 + 2 * number % (len(reference_of(op).cases) - 1) and dtype == DTYPES[number % 4]
     if variant == "triton" and INTERPRETED:
         if case == "several blocks":  # the tests of the kernels have such tiles too
             return dtype == torch.float32 and number % 3 == 0
@@ -37,7 +37,7 @@ def chosen(op, variant, index, case, dtype):
 EVERYTHING = [
     pytest.param(op, variant, case, dtype, id=f"{op.name}-{variant}-{case}-{str(dtype)[6:]}")
     for op in ops().values()
-    for variant, (index, case), dtype in itertools.product(op.variants, enumerate(op.cases), DTYPES)
+    for variant, (index, case), dtype in itertools.product(op.variants, enumerate(reference_of(op).cases), DTYPES)
     if chosen(op, variant, index, case, dtype)
 ]
 OPS = [pytest.param(op, id=op.name) for op in ops().values()]
@@ -58,21 +58,22 @@ def interpreted(variant):
 
 
 def smallest(op):
-    return next(case for case in ("single", "one point") if case in op.cases)
+    return next(case for case in ("single", "one point") if case in reference_of(op).cases)
 
 
 def first_case(op, variant):
-    return smallest(op) if interpreted(variant) else next(iter(op.cases))
+    return smallest(op) if interpreted(variant) else next(iter(reference_of(op).cases))
 
 
 def samples(op, variant, turn, device, generator):
     """The cases, with arguments in float32; interpreted, a third of them, but for the largest."""
-    cases = list(op.cases)
+    reference = reference_of(op)
+    cases = list(reference.cases)
     if interpreted(variant):
         cases = [case for case in cases if case != "several blocks"][(NUMBERS[op.name] + turn) % 3 :: 3]
     if variant == "compile":
         cases = cases[:1]
-    sampled = {case: op.sample(*op.cases[case], device=device, generator=generator) for case in cases}
+    sampled = {case: reference.sample_case(case, device=device, generator=generator) for case in cases}
     runnable = {case: args for case, args in sampled.items() if not op.variants[variant].obstacle(op.prepare(*args))}
     if not runnable:
         supported(op, variant, sampled[cases[0]])
@@ -91,7 +92,7 @@ def run_with_gradients(op, variant, args, dout):
 
 @pytest.mark.parametrize(("op", "variant", "case", "dtype"), EVERYTHING)
 def test_result_and_gradients(op, variant, case, dtype, device, generator):
-    args = op.sample(*op.cases[case], dtype=dtype, device=device, generator=generator)
+    args = reference_of(op).sample_case(case, dtype=dtype, device=device, generator=generator)
     supported(op, variant, args)
     shape = op.prepare(*args).shape
     dout = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
@@ -167,7 +168,7 @@ def test_partial_gradients(op, variant, device, generator):
     """Each subset of the arguments may require gradients; the others get none."""
     if variant == "compile" and NUMBERS[op.name] % 6:
         pytest.skip("compilation takes seconds for each subset: ops take turns")
-    args = op.sample(*op.cases[first_case(op, variant)], dtype=torch.float32, device=device, generator=generator)
+    args = reference_of(op).sample_case(first_case(op, variant), device=device, generator=generator)
     supported(op, variant, args)
     dout = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
     subsets = itertools.product((False, True), repeat=len(args))
@@ -188,8 +189,8 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
     """Whatever was called before: just-in-time compilers specialise on what they have seen."""
     if variant == "compile":
         pytest.skip("each need of gradients has a compiled object of its own; the test above calls several")
-    for case in [smallest(op)] if interpreted(variant) else list(op.cases)[:4]:
-        args = op.sample(*op.cases[case], dtype=torch.float32, device=device, generator=generator)
+    for case in [smallest(op)] if interpreted(variant) else list(reference_of(op).cases)[:4]:
+        args = reference_of(op).sample_case(case, dtype=torch.float32, device=device, generator=generator)
         supported(op, variant, args)
         for _ in range(1 if interpreted(variant) else 3):
             for needs in itertools.product((True, False), repeat=len(args)):
@@ -201,8 +202,8 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
 def test_derivatives_against_finite_differences(op, variant, device, generator):
     if variant == "compile":
         pytest.skip("compiled functions have no double backward")
-    for case in [smallest(op)] if interpreted(variant) else list(op.cases)[:4]:
-        args = op.sample(*op.cases[case], dtype=torch.float64, device=device, generator=generator)
+    for case in [smallest(op)] if interpreted(variant) else list(reference_of(op).cases)[:4]:
+        args = reference_of(op).sample_case(case, dtype=torch.float64, device=device, generator=generator)
         supported(op, variant, args)
         args = tuple(arg.requires_grad_() for arg in args)
 
@@ -215,14 +216,14 @@ def test_derivatives_against_finite_differences(op, variant, device, generator):
 
 def sample_with_upstream(op, case, device, generator):
     """Arguments and a gradient from above, float64."""
-    args = op.sample(*op.cases[case], dtype=torch.float64, device=device, generator=generator)
+    args = reference_of(op).sample_case(case, dtype=torch.float64, device=device, generator=generator)
     dout = torch.randn(op.prepare(*args).shape, generator=generator, dtype=torch.float64)
     return args, dout.to(device)
 
 
 def tangent_error_ratio(op, args, dout, direction, tangent):
     """Error of <dout, tangent> = <gradients, direction> in units of what the budgets of the gradients make of it."""
-    bounds = op.gradient_bounds(op.prepare(*args), dout)
+    bounds = reference_of(op).gradient_bounds(op.prepare(*args), dout)
     expected = sum((of.value * along).sum() for of, along in zip(bounds, direction))
     budget = sum((torch.maximum(of.below, of.above) * along.abs()).sum() for of, along in zip(bounds, direction))
     return ((tangent * dout).sum() - expected).abs().item() / budget.item()
@@ -270,11 +271,11 @@ def test_gradients_under_vmap(op, variant, device, generator):
 @pytest.mark.parametrize("op", OPS)
 def test_scripted_functions_after_training(op, device, generator):
     """Once specialised for training, they lost gradients under vmap and tangents, and raised in inference mode."""
-    args, dout = sample_with_upstream(op, next(iter(op.cases)), device, generator)
+    args, dout = sample_with_upstream(op, next(iter(reference_of(op).cases)), device, generator)
     supported(op, "torchscript", args)
     for _ in range(3):
         run_with_gradients(op, "torchscript", args, dout)
-    check_gradients_under_vmap(op, "torchscript", next(iter(op.cases)), device, generator)
+    check_gradients_under_vmap(op, "torchscript", next(iter(reference_of(op).cases)), device, generator)
     _, tangent = torch.func.jvp(lambda *args: op(*args, variant="torchscript"), args, args)
     assert tangent_error_ratio(op, args, dout, args, tangent) <= 1
     for inputs in (args, leaves(args)):
@@ -287,7 +288,7 @@ def test_scripted_functions_after_training(op, device, generator):
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_functions_refuse_transforms(op, device, generator):
     """They would raise from within, without a remedy."""
-    args, _ = sample_with_upstream(op, next(iter(op.cases)), device, generator)
+    args, _ = sample_with_upstream(op, next(iter(reference_of(op).cases)), device, generator)
     supported(op, "compile", args)
     with pytest.raises(NotImplementedError, match="cannot be differentiated in forward mode"):
         torch.func.jvp(lambda *args: op(*args, variant="compile"), args, args)
@@ -307,8 +308,8 @@ def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, d
     turn = NUMBERS[op.name] % 2 == 0
     if variant == "compile" and (needs_grad, dtype) != (turn, torch.float32 if turn else torch.bfloat16):
         pytest.skip("compilation takes seconds: ops take turns")
-    sizes = {name: min(size, 64) for name, size in op.sizes.items()}
-    args = op.workload(**sizes, dtype=dtype, device=device, generator=generator)
+    sizes = {name: min(size, 64) for name, size in reference_of(op).sizes.items()}
+    args = reference_of(op).workload(**sizes, dtype=dtype, device=device, generator=generator)
     supported(op, variant, args)
     args = tuple(arg.requires_grad_(needs_grad) for arg in args)
     report = effops.explain(op.name, *args).variants[variant]
@@ -326,8 +327,8 @@ STAND_IN_BYTES |= dict.fromkeys(("additive_attention", "attention"), 1 + 8)
 @pytest.mark.parametrize("op", OPS)
 def test_chunked_stays_within_its_memory(op, device, generator):
     """At most 4 MiB of temporaries forward, no pairs saved; backward at most 40 MiB beyond what it returns."""
-    for case, dtype in itertools.product(op.cases, DTYPES):
-        args = op.sample(*op.cases[case], dtype=dtype, device=device, generator=generator)
+    for case, dtype in itertools.product(reference_of(op).cases, DTYPES):
+        args = reference_of(op).sample_case(case, dtype=dtype, device=device, generator=generator)
         args = tuple(arg.requires_grad_() for arg in args)
         measured = memory(Pass(lambda *args: op(*args, variant="chunked"), args))
         assert measured.temporary_bytes <= 4 * 2**20, (case, dtype)

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import effops
 from effops.dispatch.op import find_op
 from effops.measure import Pass, memory
-from effops.ops.attention.dot_product import KIND
 from effops.prediction.allocations import Allocations
 from effops.reference.attention import bounds, gradient_bounds
+from effops.reference.dot_product import SCORES
 
 FUNCTIONS = [effops.attention_scores, effops.attention_weights, effops.attention]
 ALL = [
@@ -77,8 +77,8 @@ def check(function, variant, args, options, generator):
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     gradients = torch.autograd.grad(out, wanted, dout)
     rounded = variant == "sdpa"
-    assert bounds(KIND, call, rounded=rounded).error_ratio(out) <= 1
-    expected = gradient_bounds(KIND, call, dout, rounded=rounded)
+    assert bounds(SCORES, call, rounded=rounded).error_ratio(out) <= 1
+    expected = gradient_bounds(SCORES, call, dout, rounded=rounded)
     for bound, gradient in zip(expected[: len(wanted)], gradients, strict=True):
         assert bound.error_ratio(gradient) <= 1
 
@@ -252,7 +252,7 @@ def test_fused_kernels_under_masks_of_any_dtype_and_shape(dtype, device, generat
             out = effops.attention(*call)
             op = find_op(effops.attention)
             prepared = op.prepare(*call)
-            assert bounds(KIND, prepared, rounded=True).error_ratio(out) <= 1, (shape, mask.dtype)
+            assert bounds(SCORES, prepared, rounded=True).error_ratio(out) <= 1, (shape, mask.dtype)
             chosen = effops.explain(effops.attention, *call)
             if dtype == mask.dtype or mask.dtype == torch.bool:
                 assert chosen.chosen == "sdpa"

@@ -11,6 +11,9 @@ import effops
 from effops.blocks.log_sparse import Pattern
 from effops.measure import Pass, memory
 from effops.ops.attention.log_sparse import allowed, op
+from effops.reference import reference_of
+
+REFERENCE = reference_of(op)
 
 SETTINGS = [
     (1, 7, None),
@@ -51,17 +54,17 @@ def test_settings(variant, settings, shapes, device, generator):
     """Offsets alone and close together, in blocks and in the rows that are left."""
     if variant == "triton" and device == "cpu" and (len(shapes[0]) > 3 or settings not in SETTINGS[1:3]):
         pytest.skip("interpreted: two patterns, of one shape")
-    args = op.sample(*shapes, device=device, generator=generator)
+    args = REFERENCE.sample(*shapes, device=device, generator=generator)
     obstacle = op.variants[variant].obstacle(op.prepare(*args))
     if obstacle:
         pytest.skip(f"{variant} {obstacle}")
     leaves = [arg.clone().requires_grad_() for arg in args]
     call = op.prepare(*args, *settings)
     out = effops.log_sparse_attention(*leaves, *settings, variant=variant)
-    assert op.bounds(call).error_ratio(out) <= 1
+    assert REFERENCE.bounds(call).error_ratio(out) <= 1
     dout = torch.randn(out.shape, generator=generator).to(device)
     gradients = torch.autograd.grad(out, leaves, dout)
-    for bounds, gradient in zip(op.gradient_bounds(call, dout), gradients, strict=True):
+    for bounds, gradient in zip(REFERENCE.gradient_bounds(call, dout), gradients, strict=True):
         assert bounds.error_ratio(gradient) <= 1
 
 
@@ -75,7 +78,7 @@ def test_flex(settings, device, generator):
     compiled = 0
     for heads, length in (((2,), 300), ((3, 2), 1100), ((4,), 257)):
         shapes = [(*heads[1:], length, 16), (*heads[:1], *(1,) * len(heads[1:]), length, 16), (length, 5)]
-        args = op.sample(*shapes, device=device, generator=generator)
+        args = REFERENCE.sample(*shapes, device=device, generator=generator)
         obstacle = op.variants["flex"].obstacle(op.prepare(*args))
         if obstacle:
             pytest.skip(f"flex {obstacle}")
@@ -83,7 +86,7 @@ def test_flex(settings, device, generator):
         run = Pass(lambda *args: flex(*args, **dict(zip(("local", "restart", "scale"), settings))), args)
         measured = memory(run)
         out = run.function(*args)
-        assert op.bounds(call).error_ratio(out) <= 1
+        assert REFERENCE.bounds(call).error_ratio(out) <= 1
         assert out.is_contiguous()
         assert not compiled or counters["stats"]["unique_graphs"] == compiled
         compiled = counters["stats"]["unique_graphs"]
@@ -96,7 +99,7 @@ def test_flex(settings, device, generator):
 
 
 def test_flex_refuses_what_it_cannot_do(device, generator):
-    args = op.sample((2, 9, 3), (2, 9, 3), (2, 9, 3), device=device, generator=generator)
+    args = REFERENCE.sample((2, 9, 3), (2, 9, 3), (2, 9, 3), device=device, generator=generator)
     for change, message in (
         (lambda arg: arg.clone().requires_grad_(), "computes no gradients"),
         (lambda arg: arg.bfloat16(), "needs float32 tensors.*; got torch.bfloat16"),
@@ -116,7 +119,7 @@ def test_flex_refuses_what_it_cannot_do(device, generator):
 
 @pytest.mark.parametrize("settings", [(1, None), (4, 9)], ids=str)
 def test_derivatives_of_settings(settings, device, generator):
-    args = op.sample((150, 3), (150, 3), (150, 2), dtype=torch.float64, device=device, generator=generator)
+    args = REFERENCE.sample((150, 3), (150, 3), (150, 2), dtype=torch.float64, device=device, generator=generator)
     leaves = [arg.requires_grad_() for arg in args]
 
     def function(*args):
@@ -128,17 +131,17 @@ def test_derivatives_of_settings(settings, device, generator):
 
 @pytest.mark.parametrize("scale", [1e3, 1e-30, 0.0])
 def test_large_scores(scale, device, generator):
-    args = op.sample((100, 5), (100, 5), (100, 5), device=device, generator=generator)
+    args = REFERENCE.sample((100, 5), (100, 5), (100, 5), device=device, generator=generator)
     for settings in ((1, None, scale), (20, None, scale)):
         out = effops.log_sparse_attention(*args, *settings)
         assert out.isfinite().all()
-        assert op.bounds(op.prepare(*args, *settings)).error_ratio(out) <= 1
+        assert REFERENCE.bounds(op.prepare(*args, *settings)).error_ratio(out) <= 1
 
 
 @pytest.mark.parametrize("settings", [(1, None), (20, None), (1, 16)], ids=str)
 def test_a_bad_position_reaches_only_those_that_attend_to_it(settings, device, generator):
     """But for its value where offsets stand close together: there it is multiplied by the zeros of others."""
-    query, key, value = op.sample((200, 5), (200, 5), (200, 5), device=device, generator=generator)
+    query, key, value = REFERENCE.sample((200, 5), (200, 5), (200, 5), device=device, generator=generator)
     key[150] = math.nan
     if settings == (1, None):
         value[150] = math.nan
@@ -151,7 +154,7 @@ def test_a_bad_position_reaches_only_those_that_attend_to_it(settings, device, g
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory(settings, dtype, device, generator):
     """The same at any length: a dense form has scores of 32 MiB here."""
-    args = op.workload(H=2, L=2048, E=64, dtype=dtype, device=device, generator=generator)
+    args = REFERENCE.workload(H=2, L=2048, E=64, dtype=dtype, device=device, generator=generator)
     measured = memory(Pass(lambda *args: op(*args, *settings, variant="chunked"), args))
     predicted = effops.explain(op.name, *args, *settings).variants["chunked"]
     assert measured.temporary_bytes <= 4 * 2**20
@@ -160,7 +163,7 @@ def test_memory(settings, dtype, device, generator):
 
 def test_work_grows_as_the_pairs():
     def operations(length):
-        args = op.workload(H=1, L=length, E=8, device="meta")
+        args = REFERENCE.workload(H=1, L=length, E=8, device="meta")
         return effops.explain(op.name, *args).variants["chunked"].flops
 
     assert operations(16384) / operations(2048) == Pattern(1, None).pairs(16384) / Pattern(1, None).pairs(2048)
@@ -168,7 +171,7 @@ def test_work_grows_as_the_pairs():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 def test_autocast_is_that_of_sdpa(dtype, device, generator):
-    args = op.sample((1, 2, 9, 4), (1, 2, 9, 4), (1, 2, 9, 4), dtype=dtype, device=device, generator=generator)
+    args = REFERENCE.sample((1, 2, 9, 4), (1, 2, 9, 4), (1, 2, 9, 4), dtype=dtype, device=device, generator=generator)
     with torch.autocast(device, dtype=torch.bfloat16):
         out = effops.log_sparse_attention(*args)
         assert out.dtype == torch.nn.functional.scaled_dot_product_attention(*args).dtype

@@ -8,7 +8,7 @@ import torch
 import effops
 from effops.dispatch.op import ops
 from effops.measure import Pass, memory
-from effops.reference.bounds import error_ratio, gradient_error_ratio
+from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
 MIXTURES = [op for op in ops().values() if op.logsumexp is not None]
 OPS = [pytest.param(op, id=op.name) for op in MIXTURES]
@@ -26,7 +26,7 @@ def supported(op, variant, args, **kwargs):
 def test_equals_the_plain_expression_along_every_axis(op, variant, device, generator):
     scale_dims = op.core_dims[list(op.core_dims)[2]]
     shapes = ((2, 1, 5), (3, 1, 4, 1, 6), (4, 5, *(6,) * scale_dims), (2, 1, 5, 6))  # -> (3, 2, 4, 5)
-    tensors = op.sample(*shapes, dtype=torch.float64, device=device, generator=generator)
+    tensors = reference_of(op).sample(*shapes, dtype=torch.float64, device=device, generator=generator)
     wide = DENSITIES[op.name](*tensors[1:], variant="naive") + tensors[0]
     interpreted = variant == "triton" and device == "cpu"
     for dim in range(-4, 0 if interpreted else 4):
@@ -49,9 +49,9 @@ def test_components_without_weight(op, variant, where, device, generator):
     """They leave no trace; where there are no others, the result is -inf and gradients are 0."""
     count = 40 if variant == "triton" and device == "cpu" else 700
     shapes = {"first": slice(0, 1), "last": slice(-1, None), "all": slice(None), "a block": slice(0, count // 2)}
-    case = op.cases["several blocks"]
+    case = reference_of(op).cases["several blocks"]
     shrunk = tuple(tuple(min(size, count if size == 700 else 20) for size in shape) for shape in case)
-    args = op.sample(*shrunk, device=device, generator=generator)
+    args = reference_of(op).sample(*shrunk, device=device, generator=generator)
     args[0][shapes[where]] = -math.inf
     supported(op, variant, args)
     leaves = tuple(arg.clone().requires_grad_() for arg in args)
@@ -70,7 +70,7 @@ def test_components_without_weight(op, variant, where, device, generator):
 
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_infinite_weights_and_nan(op, variant, device, generator):
-    args = op.sample(*op.cases["founding"], device=device, generator=generator)
+    args = reference_of(op).sample_case("founding", device=device, generator=generator)
     supported(op, variant, args)
     infinite, nan = args[0].clone(), args[0].clone()
     infinite[3], infinite[4], nan[-1] = math.inf, 200.0, math.nan
@@ -94,7 +94,7 @@ def test_infinite_weights_and_nan(op, variant, device, generator):
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_shares_of_the_components_add_up(op, variant, offset, spread, device, generator):
     """Also where the result is so large that its rounding alone would be 4e-3."""
-    args = op.sample(*op.cases["kept columns"], device=device, generator=generator)
+    args = reference_of(op).sample_case("kept columns", device=device, generator=generator)
     supported(op, variant, args)
     weights = offset + spread * torch.rand(args[0].shape, generator=generator).to(device)
     leaf = weights.expand(4, 3, 7).clone().requires_grad_()
@@ -107,8 +107,8 @@ def test_shares_of_the_components_add_up(op, variant, offset, spread, device, ge
 @pytest.mark.parametrize("op", OPS)
 def test_memory_of_the_workload(op, device, generator):
     """Nothing of the size of components times points: at most 4 MiB forward, and 8 MiB backward beyond the results."""
-    sizes = {name: min(size, 256) for name, size in op.sizes.items()}
-    args = op.workload(**sizes, device=device, generator=generator)
+    sizes = {name: min(size, 256) for name, size in reference_of(op).sizes.items()}
+    args = reference_of(op).workload(**sizes, device=device, generator=generator)
     work = Pass(lambda *args: op(*args, variant="chunked"), args)
     assert memory(work).temporary_bytes <= 4 * 2**20
     leaves = tuple(arg.requires_grad_() for arg in args)
@@ -119,7 +119,7 @@ def test_memory_of_the_workload(op, device, generator):
 def test_memory_of_many_points(device, generator):
     """65,536 points in 128 dimensions and 128 components: the memory of inputs and output, and 4 MiB."""
     op = ops()["power_spherical_mixture_log_prob"]
-    args = op.sample((128,), (128, 128), (128,), (65536, 1, 128), device=device, generator=generator)
+    args = reference_of(op).sample((128,), (128, 128), (128,), (65536, 1, 128), device=device, generator=generator)
     measured = memory(Pass(op, args))
     assert measured.output_bytes == 65536 * 4
     assert measured.temporary_bytes <= 4 * 2**20
@@ -130,7 +130,7 @@ def test_memory_of_many_points(device, generator):
 def test_memory_of_many_results(op, dtype, device, generator):
     """Without gradients the statistics of a part of the results are held at a time, whatever varies along what axis."""
     d = (16,) * op.core_dims[list(op.core_dims)[2]]
-    args = op.sample(
+    args = reference_of(op).sample(
         (5, 1), (434, 1, 5, 1, 16), (700, 5, 1, *d), (700, 1, 3, 16), dtype=dtype, device=device, generator=generator
     )
     work = Pass(lambda *args: op(*args, -2, variant="chunked"), args)
@@ -153,13 +153,13 @@ def test_memory_of_few_coordinates_and_components(device, generator):
     """The features of a factor are more than the coordinates."""
     op = ops()["normal_mixture_log_prob"]
     for scale in (9, 3), (300_000, 1, 3), (9, 1):
-        args = op.sample((9,), (9, 3), scale, (300_000, 1, 3), device=device, generator=generator)
+        args = reference_of(op).sample((9,), (9, 3), scale, (300_000, 1, 3), device=device, generator=generator)
         assert memory(Pass(lambda *args: op(*args, variant="chunked"), args)).temporary_bytes <= 4 * 2**20, scale
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_bad_arguments(op, device, generator):
-    args = op.sample(*op.cases["founding"], device=device, generator=generator)
+    args = reference_of(op).sample_case("founding", device=device, generator=generator)
     for dim in (3, -4):
         with pytest.raises(ValueError, match=r"`dim` must be an axis of the broadcast batch shape \(4, 6, 7\); got"):
             op(*args, dim)

@@ -8,6 +8,9 @@ from torch.distributions import Independent, Normal
 
 from effops.measure import Pass, memory
 from effops.ops.densities.normal import mixture, op
+from effops.reference import reference_of
+
+REFERENCE = reference_of(op)
 
 VARIANTS = [v for v in op.variants if v != "compile"]
 
@@ -29,7 +32,9 @@ def test_near_duplicates_far_from_the_origin(variant, offset, scale, device, gen
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_torch_distributions(variant, device, generator):
     for scale in ((4, 5), (4, 1), (5,), (1,), (3, 1, 5)):
-        loc, scales, x = op.sample((4, 5), scale, (3, 1, 5), dtype=torch.float64, device=device, generator=generator)
+        loc, scales, x = REFERENCE.sample(
+            (4, 5), scale, (3, 1, 5), dtype=torch.float64, device=device, generator=generator
+        )
         expected = Independent(Normal(loc, scales.expand(torch.broadcast_shapes(scale, (4, 5)))), 1).log_prob(x)
         torch.testing.assert_close(op(loc, scales, x, variant=variant), expected, rtol=1e-13, atol=1e-13)
 
@@ -44,7 +49,7 @@ def test_a_scale_without_axes_widens_nothing(device):
 
 def test_memory_of_all_pairs(device, generator):
     """4 GiB in the plain form."""
-    args = op.workload(N=4096, M=4096, D=64, device=device, generator=generator)
+    args = REFERENCE.workload(N=4096, M=4096, D=64, device=device, generator=generator)
     assert memory(Pass(lambda *args: op(*args, variant="chunked"), args)).temporary_bytes <= 4 * 2**20
 
 
@@ -69,7 +74,7 @@ def test_nothing_comes_of_a_component_without_a_share(variant, device):
     ids=str,
 )
 def test_kernels_refuse_scales_that_they_would_copy_for_every_pair(scale, is_copied, device, generator):
-    args = op.sample((4, 6), scale, (13, 3, 1, 6), device=device, generator=generator)
+    args = REFERENCE.sample((4, 6), scale, (13, 3, 1, 6), device=device, generator=generator)
     obstacles = [need(op.prepare(*args)) for need in op.variants["triton"].requires]
     assert any("here it would be copied" in obstacle for obstacle in obstacles) == is_copied
     weights = torch.zeros(4, device=device)

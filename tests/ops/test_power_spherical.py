@@ -9,6 +9,9 @@ import torch
 from effops.measure import Pass, memory
 from effops.numerics.precision import unit_roundoff
 from effops.ops.densities.power_spherical import op
+from effops.reference import reference_of
+
+REFERENCE = reference_of(op)
 
 VARIANTS = [v for v in op.variants if v != "compile"]
 
@@ -48,15 +51,15 @@ def package_error(loc, scale, x):
 def test_equals_the_package_it_replaces(variant, factor, generator):
     """In float64, which the package needs: its terms of about s log 2 each are opposite."""
     package = pytest.importorskip("power_spherical")
-    loc, scale, x = op.workload(M=6, T=5, D=16, generator=generator)
+    loc, scale, x = REFERENCE.workload(M=6, T=5, D=16, generator=generator)
     args = (loc, factor * scale, x)
     wide = tuple(arg.double() for arg in args)
     expected = package.PowerSpherical(*wide[:2], validate_args=False).log_prob(wide[2])
     # The dot products of both may be off.
-    of_package = op.bounds(op.prepare(*wide))
+    of_package = REFERENCE.bounds(op.prepare(*wide))
     error = torch.maximum(of_package.below, of_package.above) + package_error(*wide)
     for inputs in (args, wide):
-        bounds = op.bounds(op.prepare(*inputs))
+        bounds = REFERENCE.bounds(op.prepare(*inputs))
         bounds = dataclasses.replace(bounds, value=expected, below=bounds.below + error, above=bounds.above + error)
         assert bounds.error_ratio(op(*inputs, variant=variant)) <= 1
 
@@ -87,7 +90,7 @@ def test_chunked_stays_within_its_memory_at_worst(shapes, dtype, permuted):
 
 def test_workload_is_a_draw_from_the_distribution(generator):
     """The cosine to loc is 2 z - 1 with z from beta(b + s, b), so its mean is s / (s + 2 b)."""
-    loc, scale, x = op.workload(M=2000, T=1, D=5, dtype=torch.float64, generator=generator)
+    loc, scale, x = REFERENCE.workload(M=2000, T=1, D=5, dtype=torch.float64, generator=generator)
     cosine = (loc * x[:, 0]).sum(-1)
     expected = scale / (scale + 4)
     assert (x.norm(dim=-1) - 1).abs().max() < 1e-12

@@ -20,7 +20,7 @@ import effops
 from effops.dispatch.custom_op import Binding
 from effops.dispatch.op import ops
 from effops.measure import Pass, memory
-from effops.reference.bounds import error_ratio, gradient_error_ratio
+from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
 NUMBERS = {name: number for number, name in enumerate(ops())}
 OPS = [pytest.param(op, id=op.name) for op in ops().values()]
@@ -32,8 +32,8 @@ BOUND = [
 
 
 def arguments(op, device, generator, case=None, dtype=torch.float64):
-    shapes = op.cases[case or next(iter(op.cases))]
-    return op.sample(*shapes, dtype=dtype, device=device, generator=generator)
+    reference = reference_of(op)
+    return reference.sample_case(case or next(iter(reference.cases)), dtype=dtype, device=device, generator=generator)
 
 
 def interpreted(variant, device):
@@ -42,7 +42,7 @@ def interpreted(variant, device):
 
 
 def smallest(op):
-    return next(case for case in ("single", "one point") if case in op.cases)
+    return next(case for case in ("single", "one point") if case in reference_of(op).cases)
 
 
 def leaves(args):
@@ -81,7 +81,7 @@ def check_operators(function, args, checks):
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_operators_are_what_they_say(op, variant, device, generator):
     """Schema, and shape, dtype and strides of the fake results, in every case; the rest of opcheck in the first."""
-    cases = list(itertools.product(op.cases, (torch.float32, torch.bfloat16)))
+    cases = list(itertools.product(reference_of(op).cases, (torch.float32, torch.bfloat16)))
     if interpreted(variant, device):  # opcheck runs an operator many times
         cases = [(smallest(op), torch.float32), cases[1]]
     for number, (case, dtype) in enumerate(cases):
@@ -144,7 +144,8 @@ def test_compiled_as_one_graph(op, variant, backend, dynamic, device, generator)
         return op(*args, variant=variant)
 
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
-    for case in list(op.cases)[int(dynamic) : 4 : 2] if backend == "aot_eager" and not slow else list(op.cases)[:1]:
+    cases = list(reference_of(op).cases)
+    for case in cases[int(dynamic) : 4 : 2] if backend == "aot_eager" and not slow else cases[:1]:
         args = leaves(arguments(op, device, generator, case, torch.float32))
         out, expected = compiled(*args), function(*args)
         assert out.stride() == expected.stride()
@@ -162,8 +163,8 @@ def test_other_sizes_compile_nothing_new(op, device, generator):
     counter = CompileCounter()
     compiled = torch.compile(lambda *args: op(*args), backend=counter, fullgraph=True, dynamic=True)
     for factor in (1, 2, 3):
-        sizes = {name: factor * (5 + 6 * i) for i, name in enumerate(op.sizes)}
-        args = op.workload(**sizes, device=device, generator=generator)
+        sizes = {name: factor * (5 + 6 * i) for i, name in enumerate(reference_of(op).sizes)}
+        args = reference_of(op).workload(**sizes, device=device, generator=generator)
         same(compiled(*args), op(*args))
     assert counter.frame_count == 1
 
@@ -206,9 +207,9 @@ def test_export(op, device, generator):
     program = torch.export.export(Module(op), args, dynamic_shapes={"args": dynamic})
     calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
     assert any(getattr(call, "namespace", "") == "effops" for call in calls)
-    for case in list(op.cases)[:1]:
-        longer = tuple(tuple(size + (size > 1) for size in shape) for shape in op.cases[case])
-        other = op.sample(*longer, dtype=torch.float64, device=device, generator=generator)
+    for case in list(reference_of(op).cases)[:1]:
+        longer = tuple(tuple(size + (size > 1) for size in shape) for shape in reference_of(op).cases[case])
+        other = reference_of(op).sample(*longer, dtype=torch.float64, device=device, generator=generator)
         assert error_ratio(op, other, program.module()(*other)) <= 1
 
 
@@ -285,9 +286,10 @@ JACOBIANS = {"jacrev", "jacfwd"} | SECOND_JACOBIANS
 def test_transforms(op, variant, device, generator):
     """Every transform of `torch.func` gives what it gives of the naive form, in every case at smaller sizes."""
     slow = interpreted(variant, device)
-    for number, case in enumerate((next(iter(op.cases)), smallest(op)) if slow else op.cases):
-        smaller = [tuple(size if size < 2 else 2 + size % 2 for size in shape) for shape in op.cases[case]]
-        args = op.sample(*smaller, dtype=torch.float64, device=device, generator=generator)
+    cases = reference_of(op).cases
+    for number, case in enumerate((next(iter(cases)), smallest(op)) if slow else cases):
+        smaller = [tuple(size if size < 2 else 2 + size % 2 for size in shape) for shape in cases[case]]
+        args = reference_of(op).sample(*smaller, dtype=torch.float64, device=device, generator=generator)
         for name, (transform, inputs) in transforms(op, args).items():
             if slow and name in JACOBIANS and case != smallest(op):
                 continue  # kernels are launched for every element of a result
@@ -331,8 +333,9 @@ def test_gradients_of_what_outlived_its_transform(op, device, generator):
 @pytest.mark.parametrize("op", OPS)
 def test_transforms_keep_the_memory(op, device, generator):
     """What a batch shares is not copied for each example, nor are its gradients: vmap needs what broadcasting does."""
-    sizes = dict.fromkeys(op.sizes, 48 if len(op.sizes) < 4 else 16)
-    args = leaves(op.workload(**sizes, device=device, generator=generator))
+    reference = reference_of(op)
+    sizes = dict.fromkeys(reference.sizes, 48 if len(reference.sizes) < 4 else 16)
+    args = leaves(reference.workload(**sizes, device=device, generator=generator))
     batch_dims = [arg.ndim - dims for arg, dims in zip(args, op.core_dims.values())]
     mapped = max(i for i, dims in enumerate(batch_dims) if dims > 0)
     own_dims = batch_dims[mapped] - 1  # of an example
@@ -472,7 +475,7 @@ def test_autocast_rounds_nothing_in_double_backward(op, device, generator):
 @pytest.mark.parametrize("op", OPS)
 def test_fake_and_meta_tensors(op, device, generator):
     """Shapes, dtypes and strides are those of real tensors, forward and backward; nothing is computed."""
-    for case, dtype in itertools.product(op.cases, (torch.float32, torch.bfloat16)):
+    for case, dtype in itertools.product(reference_of(op).cases, (torch.float32, torch.bfloat16)):
         args = leaves(arguments(op, device, generator, case, dtype))
         out = op(*args)
         expected = (out, *torch.autograd.grad(out, args, torch.ones_like(out)))
@@ -505,7 +508,7 @@ def test_make_fx_and_jit_trace(op, tracing_mode, device, generator):
 
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_a_result_may_be_changed_in_place(op, variant, device, generator):
-    for case in list(op.cases)[:3]:
+    for case in list(reference_of(op).cases)[:3]:
         args = leaves(arguments(op, device, generator, case))
         out = op(*args, variant=variant)
         out *= 2

@@ -26,7 +26,7 @@ import effops
 from effops import power_spherical_log_prob
 from effops.dispatch.op import find_op
 from effops.measure import Pass, memory
-from effops.reference.bounds import error_ratio, gradient_error_ratio
+from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.append(str(BENCH))
@@ -34,6 +34,7 @@ sharded = importlib.import_module("sharded")
 
 OP = find_op("power_spherical_log_prob")
 MIXTURE = find_op("power_spherical_mixture_log_prob")
+REFERENCE, MIXTURE_REFERENCE = reference_of(OP), reference_of(MIXTURE)
 P, R, S = Partial(), Replicate(), Shard
 Placements = tuple[Placement, ...]
 
@@ -117,7 +118,7 @@ def mesh_of(dims: int) -> DeviceMesh:
 
 
 def sample(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    return OP.sample(*shapes, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    return REFERENCE.sample(*shapes, dtype=dtype, generator=torch.Generator().manual_seed(0))
 
 
 def distributed(tensor: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
@@ -159,7 +160,9 @@ def check_mixture() -> None:
     """Along the components the statistics are combined, by two reductions forward; backward sends nothing."""
     mesh = mesh_of(1)
     for count in (8, 5, 1, 0):
-        args = MIXTURE.sample((count,), (count, 6), (count,), (9, 1, 6), generator=torch.Generator().manual_seed(0))
+        args = MIXTURE_REFERENCE.sample(
+            (count,), (count, 6), (count,), (9, 1, 6), generator=torch.Generator().manual_seed(0)
+        )
         for variant in ("chunked", "einsum"):
             for layout in MIXTURE_LAYOUTS.values():
                 if count == 1 and layout.args[1] == S(0):
@@ -409,7 +412,7 @@ def check_compiled() -> None:
 def check_mixture_memory() -> None:
     """Components sharded: each process needs its shard and 8 MiB, and sends at most four times the output's bytes."""
     mesh, count = mesh_of(1), dist.get_world_size()
-    args = MIXTURE.workload(M=128, T=128, D=64, generator=torch.Generator().manual_seed(0))
+    args = MIXTURE_REFERENCE.workload(M=128, T=128, D=64, generator=torch.Generator().manual_seed(0))
     shards = [distributed(arg, mesh, (placement,)) for arg, placement in zip(args, (S(0), S(1), S(1), R))]
     work = Pass(lambda *local: MIXTURE(*shards).to_local(), tuple(shard.to_local() for shard in shards))
     measured = memory(work)

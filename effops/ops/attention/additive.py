@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 from effops.blocks import softmax
-from effops.blocks.additive import AdditiveScores, exact_gradients, exact_scores
+from effops.blocks.additive import AdditiveScores
 from effops.blocks.pairs import Scores
-from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.plan import Plan, Slices
 from effops.blocks.tiling import Block, cut, part, row_blocks, sizes
 from effops.dispatch.call import call
 from effops.dispatch.requirements import on_cuda, requires_triton
-from effops.numerics.precision import unit_roundoff
 from effops.ops.attention.call import Call, Form, rounded_by_autocast
 from effops.ops.attention.variants import add_blocks, attention_op
-from effops.reference.bounds import Bounds, normal_sample
 
 KERNEL_BYTES = 2**24  # of the scores that kernels compute at once for a reduction
 DENSE = torch.contiguous_format
@@ -49,22 +47,6 @@ class Additive:
         held = softmax.HELD + (0 if call.value is None else call.value.shape[-1])
         weight = call.scored[2]
         return AdditiveScores(call.plan, *call.pairs, weight, call.arithmetic, wanted=wanted, held=held)
-
-    def exact(self, call: Call) -> tuple[Tensor, Tensor]:
-        return exact_scores(*_broadcast(call))
-
-    def gradient_bounds(self, call: Call, dscores: Tensor, error: Tensor) -> tuple[Bounds, ...]:
-        u = unit_roundoff(call.arithmetic)
-        bounds = []
-        for (value, radius), tensor in zip(exact_gradients(*_broadcast(call), dscores, error), call.scored):
-            radius = (radius + 4 * u * value.abs()).view(tensor.shape)
-            bounds.append(Bounds(value.view(tensor.shape), radius, radius))
-        return tuple(bounds)
-
-
-def _broadcast(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, weight = call.scored
-    return query.unsqueeze(-2), key.unsqueeze(-3), weight
 
 
 class _KernelScores:
@@ -161,36 +143,6 @@ def _requires_one_weight(call: Call) -> str:
     return f"needs a weight for all pairs of a batch entry, (D,) or (*batch, 1, 1, D); got {tuple(weight.shape)}"
 
 
-def _pairs_workload(*, B: int, L: int, S: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """A decoder's queries against the keys of long, speech-like inputs, by default."""
-    return normal_sample((B, L, D), (B, S, D), (D,), **options)
-
-
-def _workload(*, B: int, L: int, S: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """Likewise, with values of the same dimension."""
-    return normal_sample((B, L, D), (B, S, D), (B, S, D), (D,), **options)
-
-
-PAIRS: dict[str, tuple[Shape, ...]] = {
-    # query, key, weight
-    "founding": ((2, 5, 7), (2, 6, 7), (7,)),
-    "heads": ((2, 3, 5, 4), (2, 1, 6, 4), (3, 1, 1, 4)),
-    "single": ((1, 2), (1, 2), (2,)),
-    "shared queries": ((4, 5), (3, 6, 5), (5,)),
-    "a weight for each query": ((4, 5), (6, 5), (4, 1, 5)),
-    "a weight for each key": ((4, 5), (6, 5), (6, 5)),
-    "wide": ((2, 3, 300), (2, 3, 300), (300,)),
-    "several blocks": ((2, 70, 3), (2, 530, 3), (3,)),
-    "no query": ((3, 0, 5), (3, 4, 5), (5,)),
-    "no key": ((3, 4, 5), (3, 0, 5), (5,)),
-    "no dimension": ((3, 4, 0), (3, 5, 0), (0,)),
-}
-SUMS: dict[str, tuple[Shape, ...]] = {
-    name: (query, key, (*key[:-1], 6), weight) for name, (query, key, weight) in PAIRS.items()
-}
-SUMS["founding"] += ((5, 6),)  # an additive mask
-SUMS["mask of keys"] = ((2, 3, 5, 4), (2, 1, 6, 4), (2, 1, 6, 3), (4,), (2, 1, 1, 6))
-SIZES = {"B": 1, "L": 256, "S": 2048, "D": 256}
 PREFERENCE = ("triton", "chunked", "compile", "torchscript", "naive")
 
 
@@ -206,10 +158,6 @@ scores_op = attention_op(
     Additive(),
     "additive_attention_scores",
     "scores",
-    cases=PAIRS,
-    sample=normal_sample,
-    workload=_pairs_workload,
-    sizes=SIZES,
     arguments=_scored,
     preference=PREFERENCE,
 )
@@ -217,10 +165,6 @@ op = attention_op(
     Additive(),
     "additive_attention",
     "sums",
-    cases=SUMS,
-    sample=normal_sample,
-    workload=_workload,
-    sizes=SIZES,
     arguments=_summed,
     preference=PREFERENCE,
 )

@@ -18,7 +18,6 @@ from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_dense, check_devices, check_operand
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider, without_autocast
-from effops.reference.bounds import Bounds
 
 SETTINGS = {"masked": bool, "is_causal": bool, "scale": float | None, "dropout_p": float, "dtype": torch.dtype}
 T = TypeVar("T")
@@ -180,12 +179,6 @@ class Kind(Protocol):
 
     def blocks(self, call: Call, wanted: Sequence[bool]) -> Scores:
         """The scores block by block, and the gradients that `wanted` asks for."""
-
-    def exact(self, call: Call) -> tuple[Tensor, Tensor]:
-        """The scores in float64, without a mask, and by how much correct ones may be off."""
-
-    def gradient_bounds(self, call: Call, dscores: Tensor, error: Tensor) -> tuple[Bounds, ...]:
-        """Where correct gradients of the operands lie, if those of the scores may be off by `error`."""
 
 
 def prepare(

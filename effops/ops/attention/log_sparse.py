@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -25,12 +25,11 @@ from effops.dispatch.custom_op import Binding, Gradients, requires_grad
 from effops.dispatch.jit import compile_by_signature, script
 from effops.dispatch.op import Cost, Op
 from effops.dispatch.requirements import on_cuda, requires_inductor, requires_torchscript, requires_triton
-from effops.numerics.precision import arithmetic_dtype, contraction_error, unit_roundoff, wider
+from effops.numerics.precision import arithmetic_dtype, wider
 from effops.ops.attention import flex
 from effops.ops.attention.call import rounded_by_autocast
 from effops.ops.densities.triton import stored_dtype
 from effops.prediction.allocations import predict_bytes
-from effops.reference.bounds import Bounds, normal_sample
 
 NAME = "log_sparse_attention"
 FEATURES = 2048  # as many as the kernels take
@@ -228,127 +227,6 @@ def _gradient_dtype(tensor: Tensor, matrix: Tensor, dtype: torch.dtype) -> torch
     return stored_dtype(tensor.dtype, tensor.device) if tensor.numel() == matrix.numel() else arithmetic_dtype(dtype)
 
 
-def workload(*, H: int, L: int, E: int, **options: Any) -> tuple[Tensor, ...]:
-    """H heads of L positions and E features."""
-    return normal_sample((H, L, E), (H, L, E), (H, L, E), **options)
-
-
-class _Pairs:
-    """The pairs of the pattern, in float64: of each row a column for every offset."""
-
-    def __init__(self, call: Call) -> None:
-        self.length = call.query.shape[-2]
-        self.offsets = log_sparse.Pattern(call.local, call.restart).offsets(self.length)
-        rows = torch.arange(self.length, device=call.device)
-        self.missing = rows.unsqueeze(-1) < torch.tensor(self.offsets, device=call.device)
-
-    def _shifted(self) -> Iterator[tuple[int, slice, slice]]:
-        """Of each offset the column, the rows that have it, and their keys."""
-        for column, offset in enumerate(self.offsets):
-            yield column, slice(offset, self.length), slice(0, self.length - offset)
-
-    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
-        """Dot products of all pairs of the rows of `left` and `right`; 0 where there is no pair."""
-        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-        products = left.new_zeros((*batch, self.length, len(self.offsets)))
-        for column, rows, keys in self._shifted():
-            products[..., rows, column] = (left[..., rows, :] * right[..., keys, :]).sum(-1)
-        return products
-
-    def gather(self, weights: Tensor, right: Tensor) -> Tensor:
-        """The weighted sum of the rows of `right` that each row is paired with."""
-        batch = torch.broadcast_shapes(weights.shape[:-2], right.shape[:-2])
-        total = right.new_zeros((*batch, *right.shape[-2:]))
-        for column, rows, keys in self._shifted():
-            total[..., rows, :] += weights[..., rows, column, None] * right[..., keys, :]
-        return total
-
-    def scatter(self, weights: Tensor, left: Tensor) -> Tensor:
-        """Of each row, the weighted sum of the rows of `left` that are paired with it."""
-        batch = torch.broadcast_shapes(weights.shape[:-2], left.shape[:-2])
-        total = left.new_zeros((*batch, *left.shape[-2:]))
-        for column, rows, keys in self._shifted():
-            total[..., keys, :] += weights[..., rows, column, None] * left[..., rows, :]
-        return total
-
-    def lengths(self, left: Tensor, right: Tensor) -> Tensor:
-        """Products of the lengths of the rows."""
-        return self.multiply(left.norm(dim=-1, keepdim=True), right.norm(dim=-1, keepdim=True))
-
-
-class _Exact(NamedTuple):
-    """Attention in float64: the values, and how far a correct result's may be off."""
-
-    pairs: _Pairs
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    shares: Tensor
-    shares_error: Tensor
-    terms: int
-    unit: float
-
-
-def _exact(call: Call) -> _Exact:
-    """A score is off by its contraction's error, and its share by what that does in the exponent."""
-    query, key, value = (tensor.double() for tensor in call.tensors)
-    u, scale = unit_roundoff(call.arithmetic), call.factor
-    pairs = _Pairs(call)
-    scores = (pairs.multiply(query, key) * scale).masked_fill(pairs.missing, -math.inf)
-    shares = torch.softmax(scores, -1)
-    sizes = scores.abs().masked_fill(pairs.missing, 0)
-    largest = sizes.amax(-1, keepdim=True) if sizes.numel() else sizes
-    lengths = pairs.lengths(query, key)
-    error = abs(scale) * _contraction_error(call, query) * u * lengths + 4 * u * (sizes + largest)
-    terms = len(pairs.offsets)
-    in_exponent = error + (shares * error).sum(-1, keepdim=True)
-    shares_error = shares * (in_exponent.expm1() + (8 + terms) * u)
-    return _Exact(pairs, query, key, value, scale, shares, shares_error, terms, u)
-
-
-def _contraction_error(call: Call, operand: Tensor) -> float:
-    return contraction_error(operand.shape[-1], call.arithmetic, torch.get_float32_matmul_precision())
-
-
-def bounds(call: Call) -> Bounds:
-    """Where a correct result lies."""
-    exact = _exact(call)
-    sizes = exact.shares_error + (4 + exact.terms) * exact.unit * exact.shares
-    radius = exact.pairs.gather(sizes, exact.value.abs())
-    return Bounds(exact.pairs.gather(exact.shares, exact.value), radius, radius, dtype=call.dtype)
-
-
-def gradient_bounds(call: Call, dout: Tensor) -> tuple[Bounds, ...]:
-    """Where correct gradients of query, key and value lie: a sum of n terms is off by (4 + n) u of their sizes."""
-    pairs, query, key, value, scale, shares, shares_error, terms, u = _exact(call)
-    dout = dout.double()
-    slopes = pairs.multiply(dout, value)
-    slopes_error = _contraction_error(call, value) * u * pairs.lengths(dout, value)
-    mean = (shares * slopes).sum(-1, keepdim=True)
-    mean_error = (shares_error * slopes.abs() + shares * (slopes_error + (4 + terms) * u * slopes.abs())).sum(
-        -1, keepdim=True
-    )
-    weights = scale * shares * (slopes - mean)
-    weights_error = abs(scale) * (
-        shares_error * (slopes - mean).abs()
-        + shares * (slopes_error + mean_error + 4 * u * (slopes.abs() + mean.abs()))
-    )
-
-    def of(operand: Tensor, reduce: Callable[..., Tensor], factors: Tensor, errors: Tensor, others: Tensor) -> Bounds:
-        repeats = math.prod(call.batch) * operand.shape[-1] // max(1, operand.numel() // max(1, operand.shape[-2]))
-        count = 4 + repeats * others.shape[-2]
-        summed = reduce(factors, others).sum_to_size(operand.shape)
-        radius = reduce(errors + count * u * factors.abs(), others.abs()).sum_to_size(operand.shape)
-        return Bounds(summed, radius, radius, dtype=operand.dtype)
-
-    return (
-        of(call.query, pairs.gather, weights, weights_error, key),
-        of(call.key, pairs.scatter, weights, weights_error, query),
-        of(call.value, pairs.scatter, shares, shares_error, dout),
-    )
-
-
 def _operations(call: Call, pairs: int) -> int:
     """A multiplication and an addition a feature of keys and values, and the softmax."""
     return math.prod(call.batch) * pairs * 2 * (call.query.shape[-1] + call.value.shape[-1] + 4)
@@ -366,23 +244,6 @@ op = Op(
     NAME,
     prepare=prepare,
     preference=("triton", "chunked", "flex", "compile", "torchscript", "naive"),
-    cases={
-        # query, key, value
-        "founding": ((2, 3, 13, 5), (2, 3, 13, 5), (2, 3, 13, 4)),
-        "single": ((2, 3), (2, 3), (2, 2)),
-        "one position": ((3, 1, 4), (3, 1, 4), (3, 1, 5)),
-        "one head": ((7, 3), (7, 3), (7, 9)),
-        "shared heads": ((4, 1, 33, 6), (3, 33, 6), (33, 8)),
-        "values vary": ((33, 6), (33, 6), (2, 3, 33, 2)),
-        "no positions": ((2, 0, 4), (2, 0, 4), (2, 0, 3)),
-        "no heads": ((0, 5, 4), (5, 4), (1, 5, 4)),
-        "several blocks": ((1100, 3), (1100, 3), (2, 1100, 2)),
-    },
-    sample=normal_sample,
-    workload=workload,
-    sizes={"H": 8, "L": 4096, "E": 64},
-    bounds=bounds,
-    gradient_bounds=gradient_bounds,
     core_dims=CORE_DIMS,
 )
 

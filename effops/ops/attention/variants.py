@@ -16,12 +16,10 @@ from torch import Tensor
 
 from effops.blocks import pairs, softmax
 from effops.blocks.masked import Masked
-from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Binding, Gradients, requires_grad
 from effops.dispatch.forms import add_forms, best_form, predict
 from effops.dispatch.op import Cost, Op
 from effops.ops.attention.call import SETTINGS, Call, Form, Kind, in_order, prepare, taken_apart, tensor_dims
-from effops.reference.attention import bounds, gradient_bounds
 
 
 def attention_op(
@@ -29,10 +27,6 @@ def attention_op(
     name: str,
     reduced: str,
     *,
-    cases: Mapping[str, tuple[Shape, ...]],
-    sample: Callable[..., tuple[Tensor, ...]],
-    workload: Callable[..., tuple[Tensor, ...]],
-    sizes: Mapping[str, int],
     arguments: Callable[..., Any],
     preference: tuple[str, ...],
 ) -> Op:
@@ -49,12 +43,6 @@ def attention_op(
         name,
         prepare=prepare_call,
         preference=preference,
-        cases=cases,
-        sample=sample,
-        workload=workload,
-        sizes=sizes,
-        bounds=lambda call: bounds(kind, call, rounded=True),
-        gradient_bounds=lambda call, dout: gradient_bounds(kind, call, dout, rounded=True),
         core_dims=tensor_dims(kind, reduced),
     )
 

@@ -25,7 +25,6 @@ from effops.dispatch.op import Cost, Op
 from effops.dispatch.requirements import on_cuda, requires_triton
 from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
 from effops.ops.densities import triton
-from effops.reference.bounds import Bounds
 
 Wanted = Sequence[bool]
 
@@ -74,11 +73,7 @@ class Density(Protocol):
         smallest: dimension of x
         forms: the scores by PyTorch operations, naive and, where it differs, einsum
         kernel: the module of `effops.kernels` with phi and the normaliser, or if `scale_dims` is 1 with the kernels
-        cases: shapes of loc, scale and x that every test runs
-        sizes: the benchmark's
         normaliser: what depends on a float64 scale alone, and the dimension, in float64, differentiable
-        sample: makes arguments of given shapes; dtype, device and generator are options
-        workload: makes the arguments of the benchmark, with the same options
     """
 
     @property
@@ -100,19 +95,7 @@ class Density(Protocol):
     def kernel(self) -> str: ...
 
     @property
-    def cases(self) -> Mapping[str, tuple[Shape, ...]]: ...
-
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-
-    @property
     def normaliser(self) -> Callable[[Tensor, int], Tensor]: ...
-
-    @property
-    def sample(self) -> Callable[..., tuple[Tensor, ...]]: ...
-
-    @property
-    def workload(self) -> Callable[..., tuple[Tensor, ...]]: ...
 
     def tolerance(self, loc: Tensor, x: Tensor, dtype: torch.dtype) -> float:
         """What rounding may do to a score of inputs on the boundary of their domain."""
@@ -137,12 +120,6 @@ class Density(Protocol):
 
     def compiled_training(self, call: Any, pairs: int, is_product: bool, *, reduced: bool) -> tuple[int, int]:
         """Bytes that TorchInductor saves for backward, and needs besides, as measured; without copies of operands."""
-
-    def bounds(self, call: Call) -> Bounds:
-        """Where a correct log density lies."""
-
-    def gradient_bounds(self, call: Call, dout: Tensor, dout_error: Tensor | float = 0.0) -> tuple[Bounds, ...]:
-        """Where correct gradients of loc, scale and x lie, if the upstream gradient may be off by `dout_error`."""
 
 
 def prepare(density: Density, function: str, loc: Tensor, scale: Tensor | float, x: Tensor) -> Call:
@@ -251,12 +228,6 @@ def log_prob_op(density: Density) -> Op:
         name,
         prepare=functools.partial(prepare, density, name),
         preference=preference(density),
-        cases=density.cases,
-        sample=density.sample,
-        workload=density.workload,
-        sizes=density.sizes,
-        bounds=density.bounds,
-        gradient_bounds=density.gradient_bounds,
         core_dims=tensor_dims(density),
     )
 

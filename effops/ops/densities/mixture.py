@@ -42,7 +42,6 @@ from effops.ops.densities.density import (
     scores,
     tensor_dims,
 )
-from effops.reference.bounds import Bounds
 
 SLAB = 65536  # results whose statistics are held at once, unless backward needs those of all
 Statistics = Callable[..., Tensor]  # of log_weights, loc, scale, x, dim and dtype of the result
@@ -79,11 +78,6 @@ class Call(NamedTuple):
     @property
     def arithmetic(self) -> torch.dtype:
         return arithmetic_dtype(self.dtype)
-
-
-def logsumexp(values: Tensor, dim: int) -> Tensor:
-    """As `torch.logsumexp`, but where all values are -inf, or there are none, gradients are 0."""
-    return statistics(values, dim).sum(-1)
 
 
 def statistics(values: Tensor, dim: int) -> Tensor:
@@ -133,12 +127,6 @@ def mixture_op(density: Density) -> Op:
         name,
         prepare=functools.partial(prepare_mixture, density, name),
         preference=preference(density),
-        cases=_cases(density),
-        sample=functools.partial(_sample, density),
-        workload=functools.partial(_workload, density),
-        sizes=density.sizes,
-        bounds=functools.partial(_bounds, density),
-        gradient_bounds=functools.partial(_gradient_bounds, density),
         core_dims={"log_weights": 0, **tensor_dims(density)},
         logsumexp=lambda call: len(call.plan.shape) + call.dim,
     )
@@ -319,100 +307,3 @@ def _requires_layout(density: Density, call: Call) -> str:
         return "needs components along an axis of x or of loc; here both vary along it"
     layout = triton.Layout(call.plan, triton.component_groups(call.plan, axis))
     return layout.obstacle(call.scale, density.scale_dims)
-
-
-def _cases(density: Density) -> dict[str, tuple[Shape, ...]]:
-    """Shapes of log_weights, loc, scale and x, the components along the last batch axis: every role of theirs."""
-    d = (5,) * density.scale_dims
-    return {
-        "founding": ((7,), (6, 7, 5), (6, 7, *d), (4, 6, 1, 5)),
-        "one point": ((9,), (9, 5), (9, *d), (5,)),
-        "one component": ((1,), (6, 1, 5), (1, *d), (4, 6, 1, 5)),
-        "weights vary": ((6, 7), (7, 5), d, (6, 1, 5)),
-        "weights by rows": ((4, 6, 1), (6, 7, 5), (7, *d), (4, 6, 1, 5)),
-        "weights by pairs": ((4, 1, 7), (6, 7, 5), (6, 7, *d), (4, 6, 1, 5)),
-        "weights alone vary": ((6, 9), (5,), d, (4, 1, 1, 5)),
-        "scale alone varies": ((), (1, 5), (9, *d), (4, 1, 5)),
-        "kept columns": ((7,), (3, 7, 5), (3, 7, *d), (4, 1, 1, 5)),
-        "a point each": ((7,), (7, 5), (7, *d), (4, 7, 5)),
-        "points are components": ((7,), (3, 1, 5), (3, 1, *d), (7, 5)),
-        "several blocks": ((700,), (700, 5), (700, *d), (200, 1, 5)),
-        "no component": ((0,), (0, 5), (0, *d), (4, 1, 5)),
-        "no point": ((7,), (7, 5), (7, *d), (0, 1, 5)),
-    }
-
-
-def _sample(
-    density: Density, log_weights: Shape, loc: Shape, scale: Shape, x: Shape, **options: Any
-) -> tuple[Tensor, ...]:
-    """Arguments of given shapes; the weights of the components along the last axis add up to 1."""
-    tensors = density.sample(loc, scale, x, **options)
-    weights = torch.randn(log_weights, dtype=torch.float64, generator=options.get("generator"))
-    return weights.log_softmax(-1).to(tensors[0]), *tensors
-
-
-def _workload(density: Density, **options: Any) -> tuple[Tensor, ...]:
-    """The density's own pairs of points and components, with the components along the last batch axis."""
-    loc, scale, x = density.workload(**options)
-    components = len(loc)
-    weights = torch.randn(components, dtype=torch.float64, generator=options.get("generator"))
-    return (
-        weights.log_softmax(-1).to(loc),
-        loc.movedim(0, -2).contiguous(),
-        scale.movedim(0, -1 - density.scale_dims).contiguous(),
-        x.squeeze(1).unsqueeze(-2),
-    )
-
-
-class _Exact(NamedTuple):
-    """Of a call in float64: its pairs as a call of the density, log_weights + log densities with by how much a correct
-    one may be below and above, their logsumexp, and by how much that may be."""
-
-    pairs: Any
-    values: Tensor
-    below: Tensor
-    above: Tensor
-    out: Tensor
-    out_below: Tensor
-    out_above: Tensor
-
-
-def _exact(density: Density, call: Call) -> _Exact:
-    """A correct result lies between those of the lowest and the highest log densities."""
-    pairs = prepare(density, "", call.loc, call.scale, call.x)._replace(dtype=call.arithmetic, plan=call.plan)
-    bounds, weights = density.bounds(pairs), call.log_weights.double()
-    values = bounds.value + weights
-    eps = torch.finfo(call.arithmetic).eps
-    rounding = (2 * eps * (values.abs() + weights.abs())).nan_to_num(posinf=0.0)
-    below, above = bounds.below + rounding, bounds.above + rounding
-    out, low, high = (logsumexp(end, call.dim) for end in (values, values - below, values + above))
-    rounding = eps * (8 + values.shape[call.dim] + out.abs())
-    out_below, out_above = (torch.where(out.isfinite(), gap + rounding, 0.0) for gap in (out - low, high - out))
-    return _Exact(pairs, values, below, above, out, out_below, out_above)
-
-
-def _bounds(density: Density, call: Call) -> Bounds:
-    """Where a correct result lies."""
-    exact = _exact(density, call)
-    return Bounds(exact.out, exact.out_below, exact.out_above, dtype=call.dtype)
-
-
-def _gradient_bounds(density: Density, call: Call, dout: Tensor) -> tuple[Bounds, ...]:
-    """Where correct gradients lie: those of the log densities, for an upstream gradient that is off as its share is."""
-    exact = _exact(density, call)
-    out = exact.out.unsqueeze(call.dim)
-    u = torch.finfo(call.arithmetic).eps / 2
-    error = torch.maximum(exact.below, exact.above)
-    error = error + torch.maximum(exact.out_below, exact.out_above).unsqueeze(call.dim)
-    share = torch.where(out == -torch.inf, 0.0, torch.exp(exact.values - out))
-    share_error = share * torch.expm1(error + (8 + exact.values.shape[call.dim]) * u)
-    g = dout.double().unsqueeze(call.dim)
-    upstream, upstream_error = g * share, g.abs() * share_error
-    shape = call.log_weights.shape
-    size = upstream.abs().sum_to_size(shape)
-    terms = upstream.numel() // max(1, call.log_weights.numel())
-    radius = upstream_error.sum_to_size(shape) + (4 + terms) * u * size
-    return (
-        Bounds(upstream.sum_to_size(shape), radius, radius),
-        *density.gradient_bounds(exact.pairs, upstream, upstream_error),
-    )

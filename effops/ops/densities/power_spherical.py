@@ -18,7 +18,6 @@ from torch import Tensor
 
 from effops.dispatch.call import call
 from effops.numerics.directions import about
-from effops.numerics.precision import unit_roundoff
 from effops.numerics.special import digamma_ratio, log_gamma_ratio
 from effops.ops.densities.density import log_prob_op
 from effops.ops.densities.directional import Directional
@@ -80,18 +79,6 @@ class HalfLog:
     def normaliser_derivative(self, scale: Tensor) -> Tensor:
         return digamma_ratio(scale, 0.5 * (self.dimension - 1))
 
-    def phi(self, t: Tensor) -> Tensor:
-        return torch.log(t / 2)
-
-    def slope(self, t: Tensor) -> Tensor:
-        return 1 / t
-
-    def normaliser_errors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
-        # W has two parts, which are larger than their sum.
-        parts = self.normaliser(scale).abs() + (self.dimension - 1) * math.log(4 * math.pi)
-        u = unit_roundoff(torch.float64)
-        return 4 * u * parts, 4 * u * self.normaliser_derivative(scale).abs()
-
 
 def draw(loc: Tensor, scale: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """A draw for each loc (..., D) and scale (...), differentiable in both.
@@ -106,23 +93,6 @@ def draw(loc: Tensor, scale: Tensor, generator: torch.Generator | None = None) -
     return about(loc, away / toward, generator)
 
 
-def workload(
-    *,
-    M: int,
-    T: int,
-    D: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of M components and a draw from each, at T positions: loc (M, T, D), scale (M, T), x (M, 1, T, D)."""
-    vectors = torch.randn(M, T, D, dtype=torch.float64, generator=generator)
-    scale = vectors.norm(dim=-1)
-    loc = vectors / scale.unsqueeze(-1)
-    x = draw(loc, scale, generator).unsqueeze(1)
-    return loc.to(device, dtype), scale.to(device, dtype), x.to(device, dtype)
-
-
 density = Directional(
     "power_spherical",
     scale_name="scale",
@@ -131,7 +101,6 @@ density = Directional(
     map=HalfLog,
     kernel="power_spherical",
     singular=True,
-    workload=workload,
 )
 op = log_prob_op(density)
 mixture = mixture_op(density)

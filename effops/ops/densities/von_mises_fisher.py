@@ -15,7 +15,7 @@ from torch import Tensor
 
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import Binding
-from effops.numerics.directions import about, random_directions
+from effops.numerics.directions import about
 from effops.numerics.special import bessel_ratio, log_vmf_normaliser
 from effops.ops.densities.density import log_prob_op
 from effops.ops.densities.directional import Directional
@@ -73,16 +73,6 @@ class CosineMinusOne:
     def normaliser_derivative(self, scale: Tensor) -> Tensor:
         return bessel_ratio(scale, self.dimension)[1]
 
-    def phi(self, t: Tensor) -> Tensor:
-        return t - 2
-
-    def slope(self, t: Tensor) -> Tensor:
-        return torch.ones_like(t)
-
-    def normaliser_errors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
-        accuracy = (2e-14, 1e-13) if self.dimension < 64 else (1e-15, 3e-15)  # those of `effops.numerics.special`
-        return accuracy[0] * (self.normaliser(scale).abs() + 1), accuracy[1] * self.normaliser_derivative(scale)
-
 
 def draw(loc: Tensor, concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """A draw for each loc (..., D) and concentration (...), by rejection.   Wood 1994, Simulation of the von Mises
@@ -104,22 +94,6 @@ def draw(loc: Tensor, concentration: Tensor, generator: torch.Generator | None =
     return about(loc, ratio, generator)
 
 
-def workload(
-    *,
-    M: int,
-    T: int,
-    D: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of M components and a draw from each, at T positions: loc (M, T, D), k (M, T), x (M, 1, T, D)."""
-    loc = random_directions((M, T, D), generator)
-    concentration = 10 ** (2 * torch.rand(M, T, dtype=torch.float64, generator=generator))
-    x = draw(loc, concentration, generator).unsqueeze(1)
-    return loc.to(device, dtype), concentration.to(device, dtype), x.to(device, dtype)
-
-
 density = Directional(
     "von_mises_fisher",
     scale_name="concentration",
@@ -128,7 +102,6 @@ density = Directional(
     map=CosineMinusOne,
     kernel="von_mises_fisher",
     singular=False,
-    workload=workload,
 )
 op = log_prob_op(density)
 mixture = mixture_op(density)

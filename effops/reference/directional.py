@@ -1,0 +1,169 @@
+"""What the references of densities of directions share: where W(s) + s phi(<loc, x>) may lie, cases and samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effops.numerics.directions import random_directions
+from effops.numerics.precision import arithmetic_dtype, contraction_error, unit_roundoff
+from effops.ops.densities.density import Call
+from effops.ops.densities.directional import Directional
+from effops.reference.bounds import Bounds, exact_dot
+from effops.reference.reference import Reference, Shape
+
+CASES: Mapping[str, tuple[Shape, ...]] = {
+    # loc, scale, x
+    "founding": ((5, 6, 7), (5, 6), (5, 1, 6, 7)),
+    "one against many": ((7,), (), (33, 7)),
+    "samples of a batch": ((5, 3), (5,), (11, 5, 3)),
+    "row by row": ((29, 8), (29,), (29, 8)),
+    "single": ((2,), (), (2,)),
+    "columns only": ((17, 5), (17,), (5,)),
+    "scale alone varies": ((6,), (9,), (13, 1, 6)),
+    "scale by rows": ((4, 6), (13, 1), (13, 1, 6)),
+    "scale by pairs": ((4, 6), (13, 4), (13, 1, 6)),
+    "mixed roles": ((3, 1, 5, 1, 6), (5, 1), (3, 4, 1, 2, 6)),
+    "ones": ((1, 1, 129), (1,), (1, 3, 129)),
+    "wide": ((3, 768), (3,), (2, 1, 768)),
+    "several blocks": ((260, 9), (260,), (520, 1, 9)),
+    "empty rows": ((4, 6), (4,), (0, 1, 6)),
+    "empty columns": ((0, 6), (0,), (3, 1, 6)),
+}
+
+
+@dataclass(frozen=True)
+class DirectionalBounds:
+    """Where correct log densities of directions and their gradients lie.
+
+    Attributes:
+        density: W and the domain
+        phi: of t = 1 + <loc, x> above the floor, in float64
+        slope: phi' there: positive, and nowhere increasing
+        normaliser_errors: by how much W and W' may be off in float64, from the two and the dimension
+    """
+
+    density: Directional
+    phi: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+    normaliser_errors: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+    def of_result(self, call: Call) -> Bounds:
+        """Where a correct log density lies, if its dot product is off by what `contraction_error` allows.
+
+        To either end the rounding of the other steps is added: 2 u (|W| + 2 |s phi| + |out|), and that of W.
+        """
+        u, tolerance = unit_roundoff(call.arithmetic), self.density.tolerance(call.loc, call.x, call.dtype)
+        floor = self.density.floor(call.arithmetic)
+        scale, t, error = call.scale.double(), 1 + exact_dot(call.loc, call.x), _dot_error(call)
+        normaliser, _, normaliser_error, _ = self._normaliser(call)
+
+        def log_prob(t: Tensor) -> Tensor:
+            return normaliser + scale * self.phi(t.clamp(min=floor))
+
+        value, low, high = log_prob(t), log_prob(t - error), log_prob(t + error)
+        low, high = torch.minimum(low, high), torch.maximum(low, high)
+        rounding = 2 * u * (normaliser.abs() + 2 * (value - normaliser).abs() + value.abs())
+        rounding += normaliser_error
+        return Bounds(
+            torch.where(t + error < -tolerance, math.nan, value),
+            value - low + rounding,
+            high - value + rounding,
+            may_be_nan=t - error < -tolerance,
+            dtype=call.dtype,
+        )
+
+    def of_gradients(self, call: Call, dout: Tensor, dout_error: Tensor | float = 0.0) -> tuple[Bounds, Bounds, Bounds]:
+        """Where correct gradients of loc, scale and x lie, if the upstream gradient may be off by `dout_error`.
+
+        A weight G = dout s phi' may move as far as t can; a sum of n terms is off by n u at most.
+        """
+        u, tolerance = unit_roundoff(call.arithmetic), self.density.tolerance(call.loc, call.x, call.dtype)
+        floor = self.density.floor(call.arithmetic)
+        loc, scale, x = (tensor.double() for tensor in call.tensors)
+        g, t, error = dout.double(), 1 + exact_dot(call.loc, call.x), _dot_error(call)
+
+        # phi', 0 below the floor, and the ends of where it may lie
+        slope = torch.where(t < floor, 0, self.slope(t.clamp(min=floor)))
+        low = torch.where(t - error < floor, 0, self.slope(t + error))
+        high = torch.where(t + error < floor, 0, self.slope((t - error).clamp(min=floor)))
+        slope_error = torch.maximum(slope - low, high - slope) + 8 * u * torch.maximum(slope, high)
+        phi, phi_low, phi_high = (self.phi(end.clamp(min=floor)) for end in (t, t - error, t + error))
+        phi_error = torch.maximum(phi - phi_low, phi_high - phi)
+        _, psi, _, psi_error = self._normaliser(call)
+        terms = g * (psi + torch.where(t + error < -tolerance, math.nan, phi))
+        term_error = phi_error + 8 * u * (psi.abs() + phi.abs()) + psi_error
+        terms_error = g.abs() * term_error + dout_error * (psi + phi).abs()
+        weight, weight_error = g * scale * slope, (g * scale).abs() * slope_error + dout_error * (scale * slope).abs()
+
+        def pulled_back(weight: Tensor, loc: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+            """Gradients of loc and x for a weight of each pair."""
+            loc, x = loc.clone().requires_grad_(), x.clone().requires_grad_()
+            dot = torch.einsum("...d,...d->...", loc, x).expand(weight.shape)
+            return torch.autograd.grad(dot, (loc, x), weight)
+
+        def of(value: Tensor, size: Tensor, error: Tensor, results: int) -> Bounds:
+            length = g.numel() // max(1, results)
+            radius = error + (4 + length) * u * size  # terms that are all alike round the same way each time
+            return Bounds(value, radius, radius)
+
+        values = pulled_back(weight, loc, x)
+        sizes = pulled_back(weight.abs(), loc.abs(), x.abs())
+        errors = pulled_back(weight_error, loc.abs(), x.abs())
+        shape = scale.shape
+        return (
+            of(values[0], sizes[0], errors[0], loc.numel() // call.dimension),
+            of(terms.sum_to_size(shape), terms.abs().sum_to_size(shape), terms_error.sum_to_size(shape), scale.numel()),
+            of(values[1], sizes[1], errors[1], x.numel() // call.dimension),
+        )
+
+    def _normaliser(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """W and W' in float64, and by how much either may be off."""
+        scale, own = call.scale.double(), self.density.map_of(call.loc, call.x, call.dtype)
+        normaliser, derivative = own.normaliser(scale), own.normaliser_derivative(scale)
+        return normaliser, derivative, *self.normaliser_errors(normaliser, derivative, call.dimension)
+
+
+def _dot_error(call: Call) -> Tensor:
+    """By how much a dot product may be off: of unit vectors, or in proportion to longer ones."""
+    arithmetic = arithmetic_dtype(call.dtype)
+    error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())
+    length: Tensor = call.loc.double().norm(dim=-1) * call.x.double().norm(dim=-1)
+    return length.clamp(min=1) * (error * unit_roundoff(arithmetic))
+
+
+def _sample(
+    loc: Shape,
+    scale: Shape,
+    x: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """loc, scale and x of given shapes: directions in general position, and scales of 1 to 100."""
+    scales = 10 ** (2 * torch.rand(scale, dtype=torch.float64, generator=generator))
+    return (
+        random_directions(loc, generator).to(device, dtype),
+        scales.to(device, dtype),
+        random_directions(x, generator).to(device, dtype),
+    )
+
+
+def directional_reference(
+    function: Callable[..., Tensor], bounds: DirectionalBounds, workload: Callable[..., tuple[Tensor, ...]]
+) -> Reference:
+    """The reference of the log densities of all pairs."""
+    return Reference(
+        function,
+        cases=CASES,
+        sample=_sample,
+        workload=workload,
+        sizes={"M": 128, "T": 512, "D": 128},
+        bounds=bounds.of_result,
+        gradient_bounds=bounds.of_gradients,
+    )

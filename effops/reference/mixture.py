@@ -1,0 +1,140 @@
+"""What the references of mixtures share: each is made of the reference of its components' log densities."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from effops.ops.densities.mixture import Call, statistics
+from effops.reference.bounds import Bounds
+from effops.reference.reference import Reference, Shape
+
+
+def mixture_reference(function: Callable[..., Tensor], log_prob: Reference) -> Reference:
+    """The reference of the mixtures of a density, whose own is `log_prob`."""
+    return Reference(
+        function,
+        cases=_cases(_scale_dims(log_prob)),
+        sample=functools.partial(_sample, log_prob),
+        workload=functools.partial(_workload, log_prob),
+        sizes=log_prob.sizes,
+        bounds=functools.partial(_bounds, log_prob),
+        gradient_bounds=functools.partial(_gradient_bounds, log_prob),
+    )
+
+
+def _scale_dims(log_prob: Reference) -> int:
+    """How many of the last dimensions of scale are no batch axes."""
+    _, scale_dims, _ = log_prob.op.core_dims.values()
+    return scale_dims
+
+
+def _cases(scale_dims: int) -> dict[str, tuple[Shape, ...]]:
+    """Shapes of log_weights, loc, scale and x, the components along the last batch axis: every role of theirs."""
+    d = (5,) * scale_dims
+    return {
+        "founding": ((7,), (6, 7, 5), (6, 7, *d), (4, 6, 1, 5)),
+        "one point": ((9,), (9, 5), (9, *d), (5,)),
+        "one component": ((1,), (6, 1, 5), (1, *d), (4, 6, 1, 5)),
+        "weights vary": ((6, 7), (7, 5), d, (6, 1, 5)),
+        "weights by rows": ((4, 6, 1), (6, 7, 5), (7, *d), (4, 6, 1, 5)),
+        "weights by pairs": ((4, 1, 7), (6, 7, 5), (6, 7, *d), (4, 6, 1, 5)),
+        "weights alone vary": ((6, 9), (5,), d, (4, 1, 1, 5)),
+        "scale alone varies": ((), (1, 5), (9, *d), (4, 1, 5)),
+        "kept columns": ((7,), (3, 7, 5), (3, 7, *d), (4, 1, 1, 5)),
+        "a point each": ((7,), (7, 5), (7, *d), (4, 7, 5)),
+        "points are components": ((7,), (3, 1, 5), (3, 1, *d), (7, 5)),
+        "several blocks": ((700,), (700, 5), (700, *d), (200, 1, 5)),
+        "no component": ((0,), (0, 5), (0, *d), (4, 1, 5)),
+        "no point": ((7,), (7, 5), (7, *d), (0, 1, 5)),
+    }
+
+
+def _sample(
+    log_prob: Reference, log_weights: Shape, loc: Shape, scale: Shape, x: Shape, **options: Any
+) -> tuple[Tensor, ...]:
+    """Arguments of given shapes; the weights of the components along the last axis add up to 1."""
+    tensors = log_prob.sample(loc, scale, x, **options)
+    weights = torch.randn(log_weights, dtype=torch.float64, generator=options.get("generator"))
+    return weights.log_softmax(-1).to(tensors[0]), *tensors
+
+
+def _workload(log_prob: Reference, **options: Any) -> tuple[Tensor, ...]:
+    """The density's own pairs of points and components, with the components along the last batch axis."""
+    loc, scale, x = log_prob.workload(**options)
+    components = len(loc)
+    weights = torch.randn(components, dtype=torch.float64, generator=options.get("generator"))
+    return (
+        weights.log_softmax(-1).to(loc),
+        loc.movedim(0, -2).contiguous(),
+        scale.movedim(0, -1 - _scale_dims(log_prob)).contiguous(),
+        x.squeeze(1).unsqueeze(-2),
+    )
+
+
+def _logsumexp(values: Tensor, dim: int) -> Tensor:
+    """As `torch.logsumexp`, but where all values are -inf, or there are none, gradients are 0."""
+    return statistics(values, dim).sum(-1)
+
+
+class _Exact(NamedTuple):
+    """A call in float64, and by how much correct numbers may be below and above.
+
+    Attributes:
+        pairs: its pairs, as a call of the density
+        values: log_weights + log densities
+        out: their logsumexp
+    """
+
+    pairs: Any
+    values: Tensor
+    below: Tensor
+    above: Tensor
+    out: Tensor
+    out_below: Tensor
+    out_above: Tensor
+
+
+def _exact(log_prob: Reference, call: Call) -> _Exact:
+    """A correct result lies between those of the lowest and the highest log densities."""
+    pairs = log_prob.op.prepare(call.loc, call.scale, call.x)._replace(dtype=call.arithmetic, plan=call.plan)
+    bounds, weights = log_prob.bounds(pairs), call.log_weights.double()
+    values = bounds.value + weights
+    eps = torch.finfo(call.arithmetic).eps
+    rounding = (2 * eps * (values.abs() + weights.abs())).nan_to_num(posinf=0.0)
+    below, above = bounds.below + rounding, bounds.above + rounding
+    out, low, high = (_logsumexp(end, call.dim) for end in (values, values - below, values + above))
+    rounding = eps * (8 + values.shape[call.dim] + out.abs())
+    out_below, out_above = (torch.where(out.isfinite(), gap + rounding, 0.0) for gap in (out - low, high - out))
+    return _Exact(pairs, values, below, above, out, out_below, out_above)
+
+
+def _bounds(log_prob: Reference, call: Call) -> Bounds:
+    """Where a correct result lies."""
+    exact = _exact(log_prob, call)
+    return Bounds(exact.out, exact.out_below, exact.out_above, dtype=call.dtype)
+
+
+def _gradient_bounds(log_prob: Reference, call: Call, dout: Tensor) -> tuple[Bounds, ...]:
+    """Where correct gradients lie: those of the log densities, for an upstream gradient that is off as its share is."""
+    exact = _exact(log_prob, call)
+    out = exact.out.unsqueeze(call.dim)
+    u = torch.finfo(call.arithmetic).eps / 2
+    error = torch.maximum(exact.below, exact.above)
+    error = error + torch.maximum(exact.out_below, exact.out_above).unsqueeze(call.dim)
+    share = torch.where(out == -torch.inf, 0.0, torch.exp(exact.values - out))
+    share_error = share * torch.expm1(error + (8 + exact.values.shape[call.dim]) * u)
+    g = dout.double().unsqueeze(call.dim)
+    upstream, upstream_error = g * share, g.abs() * share_error
+    shape = call.log_weights.shape
+    size = upstream.abs().sum_to_size(shape)
+    terms = upstream.numel() // max(1, call.log_weights.numel())
+    radius = upstream_error.sum_to_size(shape) + (4 + terms) * u * size
+    return (
+        Bounds(upstream.sum_to_size(shape), radius, radius),
+        *log_prob.gradient_bounds(exact.pairs, upstream, upstream_error),
+    )

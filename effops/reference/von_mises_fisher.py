@@ -1,0 +1,50 @@
+"""The references of `effops.ops.densities.von_mises_fisher`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from effops.numerics.directions import random_directions
+from effops.ops.densities.von_mises_fisher import (
+    density,
+    draw,
+    von_mises_fisher_log_prob,
+    von_mises_fisher_mixture_log_prob,
+)
+from effops.reference.directional import DirectionalBounds, directional_reference
+from effops.reference.mixture import mixture_reference
+
+
+def _phi(t: Tensor) -> Tensor:
+    return t - 2
+
+
+def _slope(t: Tensor) -> Tensor:
+    return torch.ones_like(t)
+
+
+def _normaliser_errors(normaliser: Tensor, derivative: Tensor, dimension: int) -> tuple[Tensor, Tensor]:
+    accuracy = (2e-14, 1e-13) if dimension < 64 else (1e-15, 3e-15)  # those of `effops.numerics.special`
+    return accuracy[0] * (normaliser.abs() + 1), accuracy[1] * derivative
+
+
+def _workload(
+    *,
+    M: int,
+    T: int,
+    D: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All pairs of M components and a draw from each, at T positions: loc (M, T, D), k (M, T), x (M, 1, T, D)."""
+    loc = random_directions((M, T, D), generator)
+    concentration = 10 ** (2 * torch.rand(M, T, dtype=torch.float64, generator=generator))
+    x = draw(loc, concentration, generator).unsqueeze(1)
+    return loc.to(device, dtype), concentration.to(device, dtype), x.to(device, dtype)
+
+
+BOUNDS = DirectionalBounds(density, _phi, _slope, _normaliser_errors)
+LOG_PROB = directional_reference(von_mises_fisher_log_prob, BOUNDS, _workload)
+mixture_reference(von_mises_fisher_mixture_log_prob, LOG_PROB)
