@@ -9,12 +9,17 @@ from typing import Any
 
 from effops.dispatch.choice import choose
 from effops.dispatch.op import find_op
+from effops.prediction.inside import caution
 from effops.text import aligned, format_bytes
 
 
 @dataclass(frozen=True)
 class VariantReport:
-    """What `explain` says of one variant; `reason` is empty where it is supported."""
+    """What `explain` says of one variant.
+
+    `reason` is empty where the variant is supported. `unknown` names an operator that may allocate more inside than is
+    predicted, and is empty if there is none.
+    """
 
     supported: bool
     reason: str
@@ -22,6 +27,7 @@ class VariantReport:
     saved_bytes: int
     temporary_bytes: int
     flops: int
+    unknown: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,14 +46,15 @@ class Explanation:
                 "chosen" if name == self.chosen else "",
                 format_bytes(report.output_bytes),
                 format_bytes(report.saved_bytes),
-                format_bytes(report.temporary_bytes),
+                format_bytes(report.temporary_bytes) + (" or more" if report.unknown else ""),
                 f"{report.flops:.3g}",
                 report.reason,
             )
             for name, report in self.variants.items()
         ]
         title = f"{self.op}: {self.chosen} (bytes predicted, beyond the inputs)"
-        return f"{title}\n{aligned([header, *rows], left=len(header))}"
+        unknown = sorted({report.unknown for report in self.variants.values() if report.unknown})
+        return "\n".join(filter(None, (title, aligned([header, *rows], left=len(header)), caution(unknown))))
 
 
 def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None = None, **kwargs: Any) -> Explanation:

@@ -25,12 +25,14 @@ class Cost(NamedTuple):
     """What a variant is predicted to need for the forward pass of one call, beyond the inputs.
 
     `saved_bytes` is what stays allocated for backward, besides inputs and output (0 if nothing requires gradients).
+    `unknown` names an operator that may allocate more inside than `temporary_bytes`; it is empty if there is none.
     """
 
     output_bytes: int
     saved_bytes: int
     temporary_bytes: int
     flops: int
+    unknown: str = ""
 
 
 Requirement = Callable[[Any], str]

@@ -23,6 +23,7 @@ from effops.prediction.convolutions import convolution_backward_bytes, convoluti
 
 aten = torch.ops.aten
 
+FLASH_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 KNOWN_NAMESPACES = "aten", "prim", "prims", "profiler", "effops"
 UNKNOWN = {
     aten._native_multi_head_attention.default,
@@ -146,7 +147,7 @@ def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Hi
     return Hidden(_elements_bytes(args, result) * (1 if result.shape else 2) + weights_bytes)
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+@rule(FLASH_ATTENTION)
 def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
     """A block of weights, its maxima and sums, and results of each thread; weights once more in a narrow dtype."""
     query, wide_bytes = args[0], result[1].element_size()
@@ -185,15 +186,20 @@ def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
     if func in PRODUCTS:
         left = args[-2]
         return left.dtype in _onednn_dtypes() and result.numel() * left.shape[-1] > ONEDNN_MULTIPLICATIONS
-    if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+    if func is FLASH_ATTENTION:
         query, key = args[:2]
-        lengths = query.shape[2], key.shape[2]
-        return query.dtype in _onednn_dtypes() and min(lengths) >= PACKED_LENGTHS[query.dtype]
+        return bool(packing_attention(query.dtype, query.shape[2], key.shape[2]))
     if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         query, key = args[1:3]
         _, pairs = _attention_block(query, key)
         return query.dtype in _onednn_dtypes() and pairs * query.shape[3] > ONEDNN_MULTIPLICATIONS
     return False
+
+
+def packing_attention(dtype: torch.dtype, queries: int, keys: int) -> str:
+    """The name of flash attention, where it packs keys and values in memory of unknown size; empty elsewhere."""
+    packs = dtype in _onednn_dtypes() and min(queries, keys) >= PACKED_LENGTHS[dtype]
+    return FLASH_ATTENTION._schema.name if packs else ""
 
 
 @cache

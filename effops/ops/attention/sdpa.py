@@ -15,6 +15,7 @@ from effops.dispatch.custom_op import Gradients, is_plain, requires_grad
 from effops.dispatch.op import Cost
 from effops.ops.attention.call import Call, Kind
 from effops.ops.attention.variants import in_blocks_backward, predicted
+from effops.prediction.inside import packing_attention
 
 
 class _FourAxes:
@@ -116,7 +117,8 @@ def backward(kind: Kind, dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gr
 
 def cost(kind: Kind, call: Call) -> Cost:
     """As predicted by fake tensors, which do not see what the kernels of a CPU hold for each thread: a block of pairs,
-    rounded too if the operands are, two statistics of its queries and their sums."""
+    rounded too if the operands are, two statistics of its queries and their sums. Where oneDNN multiplies, the kernel
+    is named as unknown."""
     found = predicted(kind, call, forward)
     if call.device.type != "cpu" or not is_fused(kind, call):
         return found
@@ -125,7 +127,10 @@ def cost(kind: Kind, call: Call) -> Cost:
     block = rows * (min(keys, 512) + 2 + call.shape[-1]) * call.arithmetic.itemsize
     if call.dtype != call.arithmetic:
         block += rows * min(keys, 512) * call.dtype.itemsize
-    return found._replace(temporary_bytes=found.temporary_bytes + torch.get_num_threads() * block)
+    return found._replace(
+        temporary_bytes=found.temporary_bytes + torch.get_num_threads() * block,
+        unknown=packing_attention(call.dtype, queries, keys),
+    )
 
 
 def requires_one_dtype(call: Call) -> str:
