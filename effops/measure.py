@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.profiler import ProfilerActivity, record_function
 
+from effops.pytorch import DeviceType, _ExperimentalConfig
 from effops.text import aligned, format_bytes
 
 CUDA_BLOCK_BYTES = 512
@@ -424,7 +424,7 @@ def _profiled(passes: Mapping[str, Pass], cuda: bool, *, with_stack: bool = Fals
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
         profile_memory=True,
         with_stack=with_stack,
-        experimental_config=torch._C._profiler._ExperimentalConfig(verbose=with_stack),
+        experimental_config=_ExperimentalConfig(verbose=with_stack),
     ) as profiler:
         for name, work in passes.items():
             prepared = work.prepare()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adafactor, AdamW
 
 from effops.memory.anatomy import Anatomy, anatomy
@@ -19,6 +18,7 @@ from effops.nn import MultiheadAttention
 from effops.prediction.inside import caution
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
 from effops.prediction.timeline import Timeline
+from effops.pytorch import FakeTensorMode, _BatchNorm
 from effops.text import aligned, format_bytes
 
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
@@ -297,7 +297,7 @@ def _options(
 
 
 def _training_options(workload: Workload, batch_size: int, model: nn.Module, devices: int) -> Iterator[_Option]:
-    normalises = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    normalises = any(isinstance(module, _BatchNorm) for module in model.modules())
     parts = [2**power for power in range(1, batch_size.bit_length()) if batch_size % 2**power == 0]
     for count in parts:
         yield _Option(

@@ -12,13 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from effops.measure import tensors, without_collector
@@ -30,6 +23,13 @@ from effops.prediction.inside import caution
 from effops.prediction.operations import CLASSES
 from effops.prediction.recorder import Recorder, generator_states_recorded
 from effops.prediction.timeline import CATEGORIES, Timeline
+from effops.pytorch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from effops.text import aligned, format_bytes
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException

@@ -8,10 +8,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from effops.pytorch import FakeTensor, TorchDispatchMode, _disable_current_modes, tree_leaves, tree_map_only
 
 LARGEST = 4096
 aten = torch.ops.aten

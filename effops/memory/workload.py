@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors
+from effops.pytorch import tree_leaves
 
 Checkpoint = bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
 

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from effops.pytorch import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 
 class Bytes(NamedTuple):

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effops.pytorch import _ConvBackend, _select_conv_backend
+
 FLOAT_BYTES = 4
 BLOCK = 8  # floats of AVX2
 SCRATCH_BYTES = 128  # oneDNN's, before a bias that it pads
-
-Backend = torch._C._ConvBackend  # type: ignore[attr-defined]
 
 
 def convolution_bytes(args: Sequence[Any], result: Tensor) -> int | None:
     """Of arguments and result of `aten.convolution`: bytes beyond the result; None if they are not known."""
     input, weight, bias = args[:3]
-    backend = torch._C._select_conv_backend(*args[:9], None if bias is None else bias.shape)
-    if backend != Backend.Mkldnn:
+    backend = _select_conv_backend(*args[:9], None if bias is None else bias.shape)
+    if backend != _ConvBackend.Mkldnn:
         return _unfolded_bytes(backend, args, result)
     depthwise = args[8] == input.shape[1] == weight.shape[0] and input.ndim < 5
     pointwise = math.prod(weight.shape[2:]) == 1 and not _is_dense(args)
@@ -41,9 +41,9 @@ def convolution_backward_bytes(args: Sequence[Any], result: Sequence[Tensor | No
     """Of arguments and results of `aten.convolution_backward`: bytes beyond the results; None if they are not known."""
     upstream, input, weight, bias_sizes = args[:4]
     forward = (input, weight, None, *args[4:10])
-    backend = torch._C._select_conv_backend(*forward, bias_sizes)
+    backend = _select_conv_backend(*forward, bias_sizes)
     copied = 0 if upstream.is_contiguous() else _bytes(upstream)
-    if backend != Backend.Mkldnn:
+    if backend != _ConvBackend.Mkldnn:
         unfolded = _unfolded_bytes(backend, forward, upstream)
         return None if unfolded is None else copied + unfolded
     described = _is_blocked(input) and input.ndim == 4 and {*args[4], *args[6], args[9]} == {1}
@@ -76,9 +76,9 @@ def _unfolded_bytes(backend: Any, args: Sequence[Any], output: Tensor) -> int | 
     input, weight = args[:2]
     places = math.prod(weight.shape[2:])
     item = weight.shape[1] * places * math.prod(output.shape[2:]) * input.element_size()
-    if args[8] > 1 or backend not in (Backend.Slow2d, Backend.SlowDilated2d):
+    if args[8] > 1 or backend not in (_ConvBackend.Slow2d, _ConvBackend.SlowDilated2d):
         return None
-    if backend == Backend.SlowDilated2d:
+    if backend == _ConvBackend.SlowDilated2d:
         return int(item)
     return 0 if places == 1 and _is_dense(args) else int(item * input.shape[0])
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from effops.measure import CUDA_BLOCK_BYTES
 from effops.prediction.timeline import Timeline
+from effops.pytorch import _VF, _engine_run_backward
 
 MIB = 2**20
 CONTEXT_BYTES = 600 * MIB
@@ -27,7 +27,7 @@ ASSUMPTIONS = {
     "kernels": "of a CPU but for dropout and attention, without the workspaces of oneDNN and of cuDNN",
     "autocast": "by the lists of a CPU: CUDA's also have softmax, normalisations and sums in float32",
 }
-RECURRENT = torch._VF.gru, torch._VF.lstm, torch._VF.rnn_relu, torch._VF.rnn_tanh
+RECURRENT = _VF.gru, _VF.lstm, _VF.rnn_relu, _VF.rnn_tanh
 
 
 @dataclass

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from effops.blocks.tiling import few_tiles
 from effops.dispatch.custom_op import BINDINGS
 from effops.prediction.allocations import Allocations
 from effops.prediction.convolutions import convolution_backward_bytes, convolution_bytes, is_measured_cpu
+from effops.pytorch import tree_leaves
 
 aten = torch.ops.aten
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from effops.pytorch import tree_leaves
 
 CONTRACTION, NORMALISATION, ELEMENTWISE, UNCOUNTED = CLASSES = (
     "contractions",

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+from effops.pytorch import FakeTensor, _DisableTorchDispatch, in_kernel_invocation_manager
 
 NAMESPACES = ("aten", "effops")
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -94,7 +95,7 @@ class Call:
             return view if dtype == self.tensors[base].dtype else None
 
         def new(tensors: Sequence[FakeTensor]) -> FakeTensor:
-            with torch._C._DisableTorchDispatch():
+            with _DisableTorchDispatch():
                 return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
         return new if new(()).untyped_storage().nbytes() == storage.nbytes() else None

@@ -11,15 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from effops.prediction.allocations import Allocations
 from effops.prediction.inside import Hidden, hidden
 from effops.prediction.operations import operations
 from effops.prediction.outcomes import Call, Outcome
 from effops.prediction.timeline import Allocation, Timeline
+from effops.pytorch import (
+    BackwardCFunction,
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    _current_autograd_node,
+    _DisableTorchDispatch,
+    _get_dispatch_mode,
+    _storage_Use_Count,
+    _TorchDispatchModeKey,
+    tensor_use_count,
+    tree_leaves,
+    tree_map_only,
+)
 
 LIFTS = (
     torch.ops.aten.lift_fresh.default,
@@ -72,7 +83,7 @@ class Recorder(Allocations):
         kwargs = kwargs or {}
         changes = func._schema.is_mutable and not any(tag in func.tags for tag in NOT_BY_VALUE)
         if (func is ITEM or changes) and not kwargs and _are_constants(args):
-            with torch._C._DisableTorchDispatch():
+            with _DisableTorchDispatch():
                 value = func(*(arg.constant if isinstance(arg, FakeTensor) else arg for arg in args))
             return value if func is ITEM else args[0]
         if func is torch.ops.aten.add.Tensor and _accumulates(args):
@@ -160,7 +171,7 @@ def generator_states_recorded() -> Iterator[None]:
     nbytes = get().nbytes
 
     def is_fake() -> bool:
-        return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
     torch.get_rng_state = lambda: torch.empty(nbytes, dtype=torch.uint8) if is_fake() else get()
     torch.set_rng_state = lambda new_state: None if isinstance(new_state, FakeTensor) else put(new_state)
@@ -183,13 +194,13 @@ def _are_constants(args: Sequence[Any]) -> bool:
 
 def _accumulates(args: Sequence[Any]) -> bool:
     """Whether autograd adds to a gradient that nobody else has: in place, if nobody looked at its operators."""
-    node = torch._C._current_autograd_node()
+    node = _current_autograd_node()
     if node is None or isinstance(node, BackwardCFunction) or torch.is_grad_enabled():
         return False
     first, second = args[:2]
     if not isinstance(second, Tensor) or (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    users = first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    users = tensor_use_count(first), _storage_Use_Count(first.untyped_storage()._cdata)
     return users == OWNED and torch.ops.aten.is_non_overlapping_and_dense.default(first)
 
 

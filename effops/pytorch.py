@@ -1,0 +1,62 @@
+"""PyTorch's private APIs that effops uses, by the names that PyTorch gives them; seen in torch 2.13.
+
+They may change with any release: a version that lacks one fails here. This file imports nothing of effops, and wraps
+nothing, so that no call costs more.
+"""
+
+from __future__ import annotations
+
+from torch import _VF, Tensor
+from torch._C import (  # type: ignore[attr-defined]
+    _ConvBackend,
+    _current_autograd_node,
+    _DisableTorchDispatch,
+    _get_dispatch_mode,
+    _select_conv_backend,
+    _storage_Use_Count,
+    _TorchDispatchModeKey,
+)
+from torch._C._autograd import DeviceType
+from torch._C._profiler import _ExperimentalConfig
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    in_kernel_invocation_manager,
+)
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
+
+__all__ = [
+    "_VF",
+    "BackwardCFunction",
+    "DataDependentOutputException",
+    "DeviceType",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "_BatchNorm",
+    "_ConvBackend",
+    "_DisableTorchDispatch",
+    "_ExperimentalConfig",
+    "_TorchDispatchModeKey",
+    "_current_autograd_node",
+    "_disable_current_modes",
+    "_engine_run_backward",
+    "_get_dispatch_mode",
+    "_select_conv_backend",
+    "_storage_Use_Count",
+    "in_kernel_invocation_manager",
+    "tensor_use_count",
+    "tree_leaves",
+    "tree_map_only",
+]
