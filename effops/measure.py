@@ -30,10 +30,9 @@ from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.profiler import ProfilerActivity, record_function
 
+from effops.prediction.cuda_forms import CUDA_BLOCK_BYTES
 from effops.pytorch import DeviceType, _ExperimentalConfig
 from effops.text import aligned, format_bytes
-
-CUDA_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -145,9 +144,9 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
         work.prepare().run()
     block_bytes = CUDA_BLOCK_BYTES if work.device.type == "cuda" else 1
     with without_collector():
-        with _allocations(work.device) as before:
+        with _running_bytes(work.device) as before:
             prepared = work.prepare()
-        with _allocations(work.device) as during:
+        with _running_bytes(work.device) as during:
             results = prepared.run()
     new_bytes = storage_bytes(results, beyond=prepared.held, block_bytes=block_bytes)
     if work.backward:
@@ -179,7 +178,7 @@ def without_collector() -> Iterator[None]:
 
 
 @dataclass
-class _Allocations:
+class _RunningBytes:
     """Bytes allocated less bytes freed since the start: the most at any instant, and at the end."""
 
     peak_bytes: int = 0
@@ -187,8 +186,8 @@ class _Allocations:
 
 
 @contextmanager
-def _allocations(device: torch.device) -> Iterator[_Allocations]:
-    found = _Allocations()
+def _running_bytes(device: torch.device) -> Iterator[_RunningBytes]:
+    found = _RunningBytes()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -220,7 +219,7 @@ def device_model(device: torch.device) -> str:
     """The name of the GPU or the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    found = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", _file_text("/proc/cpuinfo"), re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()
 
 
@@ -229,16 +228,16 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         reserved_unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved_unused
-    meminfo = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE))
-    limit, used = _text("/sys/fs/cgroup/memory.max").strip(), _text("/sys/fs/cgroup/memory.current").strip()
-    reclaimable = re.search(r"^inactive_file (\d+)$", _text("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
+    meminfo = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _file_text("/proc/meminfo"), re.MULTILINE))
+    limit, used = _file_text("/sys/fs/cgroup/memory.max").strip(), _file_text("/sys/fs/cgroup/memory.current").strip()
+    reclaimable = re.search(r"^inactive_file (\d+)$", _file_text("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
     bounds = [int(meminfo["MemAvailable"]) * 1024] if "MemAvailable" in meminfo else []
     if limit.isdigit() and used.isdigit():
         bounds.append(int(limit) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
     return max(0, min(bounds)) if bounds else 2**63 - 1
 
 
-def _text(path: str) -> str:
+def _file_text(path: str) -> str:
     try:
         return Path(path).read_text()
     except OSError:
@@ -473,13 +472,15 @@ class _Totals:
         groups: dict[tuple[str, tuple[str, ...]], list[FunctionEvent]] = {}
         for event in _inside(self.named(range_name)):
             if not _is_python_frame(event.name):
-                stack = [frame for frame in event.stack if not frame.startswith("<built-in ") and _HERE not in frame]
+                stack = [
+                    frame for frame in event.stack if not frame.startswith("<built-in ") and _OWN_FRAMES not in frame
+                ]
                 groups.setdefault((event.name, tuple(stack[:depth])), []).append(event)
         for (name, stack_end), events in groups.items():
             yield self.row(name, events, stack_end)
 
 
-_HERE = "effops/measure.py("
+_OWN_FRAMES = "effops/measure.py("
 
 
 def _is_python_frame(name: str) -> bool:

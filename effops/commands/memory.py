@@ -28,8 +28,8 @@ from effops.memory.sweep import Sweep, sweep
 from effops.memory.workload import Workload
 from effops.prediction.cuda_forms import CONTEXT_BYTES
 
-EXPECTED = ValueError, NotImplementedError, ImportError, OSError, NVMLUnavailableError
-CONFIGURATION = {one.name: type(one.default) for one in dataclasses.fields(Configuration)}
+EXPECTED_ERRORS = ValueError, NotImplementedError, ImportError, OSError, NVMLUnavailableError
+CONFIGURATION_TYPES = {field.name: type(field.default) for field in dataclasses.fields(Configuration)}
 BERT_OPTIONS = ("layers", "seq_len", "attention")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,52 +41,52 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
 
     def command(name: str, run: Run, what: str) -> argparse.ArgumentParser:
-        one: argparse.ArgumentParser = commands.add_parser(name, help=what, description=f"Tell {what}.")
-        one.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
-        one.set_defaults(run=functools.partial(_run, run))
-        return one
+        subparser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=f"Tell {what}.")
+        subparser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
+        subparser.set_defaults(run=functools.partial(_run, run))
+        return subparser
 
     _estimate_options(command("estimate", _estimate, "what closed forms say of training a transformer"))
-    one = command("anatomy", _anatomy, "where the memory of a step goes")
-    _workload_options(one)
-    _device_options(one)
-    one.add_argument("--batch-size", type=int, required=True)
-    one.add_argument("--measure", action="store_true", help="also run the step on this CPU")
-    one.add_argument("--plot", metavar="FILE", help="draw memory over the step")
-    one = command("max-batch", _max_batch, "the largest batch whose step fits a budget")
-    _workload_options(one)
-    _device_options(one)
-    one.add_argument("--budget", required=True, help='such as "6 GiB"')
-    one.add_argument(
+    subparser = command("anatomy", _anatomy, "where the memory of a step goes")
+    _workload_options(subparser)
+    _device_options(subparser)
+    subparser.add_argument("--batch-size", type=int, required=True)
+    subparser.add_argument("--measure", action="store_true", help="also run the step on this CPU")
+    subparser.add_argument("--plot", metavar="FILE", help="draw memory over the step")
+    subparser = command("max-batch", _max_batch, "the largest batch whose step fits a budget")
+    _workload_options(subparser)
+    _device_options(subparser)
+    subparser.add_argument("--budget", required=True, help='such as "6 GiB"')
+    subparser.add_argument(
         "--budget-means",
         choices=("tensors", "device"),
         default="tensors",
         help="what tensors take, or what a CUDA device holds",
     )
-    one.add_argument("--mode", choices=("predict", "probe"), default="predict", help="probe runs the steps")
-    one.add_argument("--multiple-of", type=int, default=1, metavar="N")
-    one.add_argument("--power-of-two", action="store_true", help="of the batch size")
-    one = command("advise", _advise, "what would lower the memory of a step")
-    _workload_options(one)
-    _device_option(one)
-    one.add_argument("--batch-size", type=int, required=True)
-    one.add_argument("--budget", help='of tensors, such as "6 GiB"; asks which methods together fit it')
-    one.add_argument("--devices", type=int, default=1, metavar="N", help="for ZeRO")
-    one = command("sweep", _sweep, "how the largest batch, or the peak, answers to each size of a model")
-    _workload_options(one)
-    _device_option(one)
-    one.add_argument(
+    subparser.add_argument("--mode", choices=("predict", "probe"), default="predict", help="probe runs the steps")
+    subparser.add_argument("--multiple-of", type=int, default=1, metavar="N")
+    subparser.add_argument("--power-of-two", action="store_true", help="of the batch size")
+    subparser = command("advise", _advise, "what would lower the memory of a step")
+    _workload_options(subparser)
+    _device_option(subparser)
+    subparser.add_argument("--batch-size", type=int, required=True)
+    subparser.add_argument("--budget", help='of tensors, such as "6 GiB"; asks which methods together fit it')
+    subparser.add_argument("--devices", type=int, default=1, metavar="N", help="for ZeRO")
+    subparser = command("sweep", _sweep, "how the largest batch, or the peak, answers to each size of a model")
+    _workload_options(subparser)
+    _device_option(subparser)
+    subparser.add_argument(
         "--axis",
         action="append",
         required=True,
         metavar="NAME=VALUE,VALUE",
         help="an option of the architecture, or an argument of the workload's function; may be repeated",
     )
-    asked = one.add_mutually_exclusive_group(required=True)
+    asked = subparser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--budget", help='of tensors, such as "6 GiB": asks for the largest batch')
     asked.add_argument("--batch-size", type=int, help="asks for the peak")
-    one.add_argument("--power-of-two", action="store_true", help="of the batch size")
-    one.add_argument("--plot", metavar="FILE", help="draw it")
+    subparser.add_argument("--power-of-two", action="store_true", help="of the batch size")
+    subparser.add_argument("--plot", metavar="FILE", help="draw it")
     command("devices", _devices, "what NVML says that each device of this machine holds")
 
 
@@ -98,18 +98,18 @@ def _run(run: Run, options: argparse.Namespace) -> int:
             found, content = run(options)
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         shown_result(options.json, text, lambda console: console.print(str(found), soft_wrap=True))
-    except EXPECTED as error:
+    except EXPECTED_ERRORS as error:
         print(f"effops memory {options.command}: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _estimate_options(one: argparse.ArgumentParser) -> None:
+def _estimate_options(parser: argparse.ArgumentParser) -> None:
     for name in ("blocks", "heads", "head-dim", "batch-size", "seq-len"):
-        one.add_argument(f"--{name}", type=int, required=True, metavar="N")
-    one.add_argument("--dtype", choices=DTYPES, default="float32")
-    one.add_argument("--formula", choices=FORMULAS, default="rough")
-    details = one.add_argument_group("what the detailed formula knows besides")
+        parser.add_argument(f"--{name}", type=int, required=True, metavar="N")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--formula", choices=FORMULAS, default="rough")
+    details = parser.add_argument_group("what the detailed formula knows besides")
     details.add_argument("--d-ff", type=int, metavar="N")
     details.add_argument("--attention", choices=("naive", "fused"))
     details.add_argument("--norm", choices=("fused", "composed"))
@@ -119,8 +119,8 @@ def _estimate_options(one: argparse.ArgumentParser) -> None:
     details.add_argument("--device", choices=("cpu", "cuda"))
 
 
-def _workload_options(one: argparse.ArgumentParser) -> None:
-    source = one.add_mutually_exclusive_group(required=True)
+def _workload_options(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--architecture", choices=(*ARCHITECTURES, "bert-large"), help="a model that has been published"
     )
@@ -129,29 +129,31 @@ def _workload_options(one: argparse.ArgumentParser) -> None:
         metavar="MODULE:NAME",
         help="one's own effops.memory.Workload, or a function that returns it; the current directory can be imported",
     )
-    sizes = one.add_argument_group("options of the architecture")
-    for name, kind in CONFIGURATION.items():
+    sizes = parser.add_argument_group("options of the architecture")
+    for name, kind in CONFIGURATION_TYPES.items():
         choices = (*KINDS, "eager", "sdpa") if name == "attention" else None
         sizes.add_argument(_option(name), type=kind, choices=choices, metavar=None if choices else "N")
-    step = one.add_argument_group("options of the step")
+    step = parser.add_argument_group("options of the step")
     step.add_argument("--autocast", choices=("bfloat16", "float16"))
     step.add_argument("--checkpoint", action="store_true", help="compute each layer of a ModuleList again in backward")
     step.add_argument("--accumulation-steps", type=int, metavar="N")
 
 
-def _device_option(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose forms of operations are predicted")
+def _device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="whose forms of operations are predicted"
+    )
 
 
-def _device_options(one: argparse.ArgumentParser) -> None:
-    _device_option(one)
-    one.add_argument(
+def _device_options(parser: argparse.ArgumentParser) -> None:
+    _device_option(parser)
+    parser.add_argument(
         "--context", default=CONTEXT_BYTES, metavar="BYTES", help="what a CUDA device holds before there are tensors"
     )
 
 
 def _estimate(options: argparse.Namespace) -> tuple[object, Any]:
-    names = (one.name for one in dataclasses.fields(Details))
+    names = (field.name for field in dataclasses.fields(Details))
     details = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     found = estimate_transformer(
         options.blocks,
@@ -238,7 +240,7 @@ def _alternatives(options: argparse.Namespace) -> dict[str, Workload]:
 def _sweep(options: argparse.Namespace) -> tuple[object, Any]:
     axes = dict(_axis(text) for text in options.axis)
     if options.architecture is not None:
-        known = ["architecture", *(BERT_OPTIONS if options.architecture == "bert-large" else CONFIGURATION)]
+        known = ["architecture", *(BERT_OPTIONS if options.architecture == "bert-large" else CONFIGURATION_TYPES)]
         if unknown := [name for name in axes if name not in known]:
             raise ValueError(
                 f"argument --axis: expected an option of the architecture, {', '.join(known)}; got {', '.join(unknown)}"
@@ -263,7 +265,7 @@ def _sweep_content(found: Sweep) -> dict[str, Any]:
         axis: [{"value": value, "result": result} for value, result in results.items()]
         for axis, results in found.axes.items()
     }
-    content = {one.name: getattr(found, one.name) for one in dataclasses.fields(found)}
+    content = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
     return {**content, "quantity": found.quantity, "axes": axes}
 
 
@@ -289,7 +291,7 @@ def _devices(options: argparse.Namespace) -> tuple[object, Any]:
 
 def _workload(options: argparse.Namespace, values: Mapping[str, Any] | None = None) -> Workload:
     """What the options name, with other values of some of them, or as arguments of the workload's function."""
-    given = {name: getattr(options, name) for name in CONFIGURATION if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in CONFIGURATION_TYPES if getattr(options, name) is not None}
     if options.workload is not None:
         if given:
             raise ValueError(f"argument {_option(next(iter(given)))}: expected an --architecture beside it; got none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from torch.optim import SGD, Adafactor, AdamW
 
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.batches import parse_bytes
-from effops.memory.building import built
+from effops.memory.building import build_model
 from effops.memory.optimizers import AdamW8bit
 from effops.memory.workload import Workload
 from effops.nn import MultiheadAttention
@@ -217,8 +218,8 @@ class _Predictor:
                 found.anatomy.timeline,
                 setting.stage,
                 self.devices,
-                max(_bytes(module.parameters(recurse=False)) for module in model.modules()),
-                _bytes(model.buffers()),
+                max(_total_bytes(module.parameters(recurse=False)) for module in model.modules()),
+                _total_bytes(model.buffers()),
             ),
         )
 
@@ -226,10 +227,10 @@ class _Predictor:
         steps = min(workload.accumulation_steps, 2)  # each batch after the second one finds what the second one does
         found = anatomy(replace(workload, accumulation_steps=steps), batch_size, device=self.device)
         computed = {key: count for key, count in found.operations.items() if key[0] not in ("optimizer", "release")}
-        counts = {
-            kind: sum(count for (_, of), count in computed.items() if of == kind) for kind in (CONTRACTION, UNCOUNTED)
-        }
-        contractions = None if counts[UNCOUNTED] else counts[CONTRACTION] / (batch_size * steps)
+        totals: Counter[str] = Counter()
+        for (_, kind), count in computed.items():
+            totals[kind] += count
+        contractions = None if totals[UNCOUNTED] else totals[CONTRACTION] / (batch_size * steps)
         return _Prediction(found, found.peak_bytes, contractions)
 
 
@@ -262,14 +263,14 @@ def _options(
     workload: Workload, batch_size: int, model: nn.Module, devices: int, alternatives: Mapping[str, Workload]
 ) -> Iterator[_Option]:
     for index, (name, other) in enumerate(alternatives.items()):
-        yield _Option("operation", name, "memory", _instead(other), "the alternative that was given", index > 0)
+        yield _Option("operation", name, "memory", _replaced(other), "the alternative that was given", index > 0)
     swappable = sum(_is_swappable(module) for module in model.modules())
     if swappable:
         yield _Option(
             "operation",
             "effops.nn.MultiheadAttention",
             "memory",
-            lambda setting: _with(setting, model=_Swapped(setting.workload.model)),
+            lambda setting: _changed(setting, model=_Swapped(setting.workload.model)),
             f"in place of {swappable} torch.nn.MultiheadAttention, whose state it loads",
         )
     yield (
@@ -277,7 +278,7 @@ def _options(
             "mixed precision",
             "mixed precision",
             "speed",
-            lambda setting: _with(setting, autocast=torch.bfloat16),
+            lambda setting: _changed(setting, autocast=torch.bfloat16),
             "autocast to bfloat16, weights and optimizer states stay as they are",
         )
         if workload.autocast is None
@@ -329,21 +330,21 @@ def _checkpointing(workload: Workload, model: nn.Module) -> _Option:
         note = "needs a torch.nn.ModuleList of layers; give Workload(checkpoint=...) the classes to compute again"
         return _Option(family, name, helps, None, note)
     note = "each module of a torch.nn.ModuleList is computed again in backward"
-    return _Option(family, name, helps, lambda setting: _with(setting, checkpoint=True), note)
+    return _Option(family, name, helps, lambda setting: _changed(setting, checkpoint=True), note)
 
 
-def _with(setting: _Setting, **changes: object) -> _Setting:
+def _changed(setting: _Setting, **changes: object) -> _Setting:
     return replace(setting, workload=replace(setting.workload, **changes))  # type: ignore[arg-type]
 
 
-def _instead(other: Workload) -> Callable[[_Setting], _Setting]:
+def _replaced(other: Workload) -> Callable[[_Setting], _Setting]:
     return lambda setting: replace(setting, workload=other)
 
 
 def _accumulated(count: int) -> Callable[[_Setting], _Setting]:
     def change(setting: _Setting) -> _Setting:
         split = replace(setting, batch_size=setting.batch_size // count)
-        return _with(split, accumulation_steps=setting.workload.accumulation_steps * count)
+        return _changed(split, accumulation_steps=setting.workload.accumulation_steps * count)
 
     return change
 
@@ -353,7 +354,7 @@ def _sharded(stage: int) -> Callable[[_Setting], _Setting]:
 
 
 def _optimized(optimizer: object) -> Callable[[_Setting], _Setting]:
-    return lambda setting: _with(setting, optimizer=optimizer)
+    return lambda setting: _changed(setting, optimizer=optimizer)
 
 
 @dataclass(frozen=True)
@@ -397,12 +398,12 @@ def _missing_attention(present: Anatomy, model: nn.Module) -> list[Method]:
     if any(_is_swappable(module) for module in model.modules()):
         return []
     timeline = present.timeline
-    held = [one.nbytes for one in timeline.alive(timeline.peak) if one.operator in SOFTMAX]
-    if not held:
+    softmax_bytes = [one.nbytes for one in timeline.alive(timeline.peak) if one.operator in SOFTMAX]
+    if not softmax_bytes:
         return []
     note = (
-        f"{len(held)} results of softmax take {format_bytes(sum(held))} at the peak; where they are weights of "
-        "attention, write effops.attention(query, key, value, attn_mask, dropout_p), which holds none"
+        f"{len(softmax_bytes)} results of softmax take {format_bytes(sum(softmax_bytes))} at the peak; where they are "
+        "weights of attention, write effops.attention(query, key, value, attn_mask, dropout_p), which holds none"
     )
     return [Method("effops.attention", "memory", None, None, note)]
 
@@ -434,10 +435,10 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
 def fake_model(workload: Workload) -> nn.Module:
     """The workload's model without any memory."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return built(workload.model)
+        return build_model(workload.model)
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _total_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from effops.measure import tensors, without_collector
-from effops.memory.building import built
+from effops.memory.building import build_model
 from effops.memory.measured import measured_timeline
 from effops.memory.workload import Step, Workload
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
@@ -204,7 +204,7 @@ def _predicted(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(mode, cuda)
     recorder.enter("setup")
-    workload = replace(workload, model=functools.partial(_of_one_mode, workload.model, mode))
+    workload = replace(workload, model=functools.partial(_build_in_mode, workload.model, mode))
     with (
         torch.random.fork_rng(),
         without_collector(),
@@ -212,7 +212,7 @@ def _predicted(
         CudaForms(recorder.unknown) if cuda else nullcontext(),
         recorder,
         generator_states_recorded(),
-        _Modules() as modules,
+        _CalledModules() as modules,
     ):
         try:
             _check_batch(workload, batch_size)
@@ -253,9 +253,9 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors(batch)]
 
 
-def _of_one_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+def _build_in_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
     """A new model, whose parameters and buffers are fake tensors of the mode: copies by deepcopy are of another."""
-    model = built(build)
+    model = build_model(build)
     if not isinstance(model, nn.Module):
         return model
     made: dict[int, torch.Tensor] = {}
@@ -276,7 +276,7 @@ def _of_one_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Mod
     return model
 
 
-class _Modules:
+class _CalledModules:
     """Knows which modules this thread is calling."""
 
     def __init__(self) -> None:
@@ -284,10 +284,10 @@ class _Modules:
         self.model: nn.Module | None = None
         self.called: list[nn.Module] = []
 
-    def __enter__(self) -> _Modules:
+    def __enter__(self) -> _CalledModules:
         self.handles = (
             register_module_forward_pre_hook(lambda module, arguments: self._entered(module)),
-            register_module_forward_hook(lambda module, arguments, result: self._left()),
+            register_module_forward_hook(lambda module, arguments, result: self._exited()),
         )
         return self
 
@@ -299,7 +299,7 @@ class _Modules:
         if threading.get_ident() == self.thread:
             self.called.append(module)
 
-    def _left(self) -> None:
+    def _exited(self) -> None:
         if threading.get_ident() == self.thread:
             self.called.pop()
 

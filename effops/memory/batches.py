@@ -18,9 +18,9 @@ from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.prediction.inside import caution
 from effops.text import aligned, format_bytes
 
-PATIENCE = 12
+LINE_STEPS = 12
 PROBED_STEPS = 3
-MOST = 2**40
+LARGEST_BATCH = 2**40
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -126,9 +126,9 @@ def max_batch_size(
                 'max_batch_size: `budget_means="device"` counts what a CUDA device holds; got '
                 f'device={device!r}; give device="cuda"'
             )
-        peak = _prediction(workload, budget_means, device, context_bytes, unknown)
+        peak = _predictor(workload, budget_means, device, context_bytes, unknown)
     else:
-        peak = _probe(workload, budget_bytes, budget_means, context_bytes)
+        peak = _prober(workload, budget_bytes, budget_means, context_bytes)
     sizes = _Powers(multiple_of) if power_of_two else _Multiples(multiple_of)
     tried: dict[int, int | None] = {}
 
@@ -139,16 +139,16 @@ def max_batch_size(
 
     if not fits(0):
         parts = anatomy(workload, sizes.at(0)).instants["peak"] if mode == "predict" else {}
-        raise BudgetTooSmallError(_too_little(sizes.at(0), tried[sizes.at(0)], budget_bytes, parts))
+        raise BudgetTooSmallError(_budget_too_small(sizes.at(0), tried[sizes.at(0)], budget_bytes, parts))
     low, high = 0, None
     while high is None or high - low > 1:
-        if mode == "predict" and len(tried) < PATIENCE:
+        if mode == "predict" and len(tried) < LINE_STEPS:
             assert budget_bytes is not None
-            index = max(low + 1, sizes.last(min(_crossing(tried, budget_bytes), 2 * MOST)))
+            index = max(low + 1, sizes.last(min(_crossing(tried, budget_bytes), 2 * LARGEST_BATCH)))
         else:
             index = sizes.last(2 * sizes.at(low)) if high is None else (low + high) // 2
         index = index if high is None else min(index, high - 1)
-        if sizes.at(low) >= MOST:
+        if sizes.at(low) >= LARGEST_BATCH:
             raise ValueError(
                 "max_batch_size: the peak must grow with the batch size; got "
                 f"{format_bytes(tried[sizes.at(low)] or 0)} for a batch of {sizes.at(low):,}; make the first dimension "
@@ -174,28 +174,28 @@ def max_batch_size(
 class _Multiples:
     """The batch sizes that are multiples of a number, by index."""
 
-    of: int
+    unit: int
 
     def at(self, index: int) -> int:
-        return self.of * (index + 1)
+        return self.unit * (index + 1)
 
     def last(self, size: float) -> int:
         """The index of the largest one up to a size."""
-        return int(size // self.of) - 1
+        return int(size // self.unit) - 1
 
 
 @dataclass(frozen=True)
 class _Powers:
     """The batch sizes that are a power of two times one, by index."""
 
-    of: int
+    unit: int
 
     def at(self, index: int) -> int:
-        return int(self.of * 2**index)
+        return int(self.unit * 2**index)
 
     def last(self, size: float) -> int:
         """The index of the largest one up to a size."""
-        return int(size // self.of).bit_length() - 1
+        return int(size // self.unit).bit_length() - 1
 
 
 def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
@@ -208,7 +208,7 @@ def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
     return size + (budget_bytes - nbytes) * (other_size - size) / (other_bytes - nbytes)
 
 
-def _too_little(size: int, nbytes: int | None, budget_bytes: int | None, parts: Mapping[str, int]) -> str:
+def _budget_too_small(size: int, nbytes: int | None, budget_bytes: int | None, parts: Mapping[str, int]) -> str:
     took = "more than the device has" if nbytes is None else format_bytes(nbytes)
     given = "none" if budget_bytes is None else format_bytes(budget_bytes)
     largest = sorted(parts.items(), key=lambda one: -one[1])[:3]
@@ -219,7 +219,7 @@ def _too_little(size: int, nbytes: int | None, budget_bytes: int | None, parts: 
     )
 
 
-def _prediction(
+def _predictor(
     workload: Workload, budget_means: str, device: str, context_bytes: int, unknown: set[str]
 ) -> Callable[[int], int | None]:
     """A function that predicts the peak of a batch size, and adds to the operators that are not known."""
@@ -240,7 +240,7 @@ def _prediction(
     return peak_bytes
 
 
-def _probe(
+def _prober(
     workload: Workload, budget_bytes: int | None, budget_means: str, context_bytes: int
 ) -> Callable[[int], int | None]:
     """A function that runs steps of a batch size and tells their peak, or None where memory ran out."""
@@ -257,7 +257,7 @@ def _probe(
     return lambda size: measured_timeline(workload, size).peak_bytes
 
 
-class _Nobody:
+class _NoObserver:
     """An observer of steps that nobody follows."""
 
     def enter(self, phase: str) -> None: ...
@@ -270,7 +270,7 @@ def _cuda_peak(workload: Workload, size: int, context_bytes: int | None) -> int 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:
-        step = Step(workload, size, _Nobody())
+        step = Step(workload, size, _NoObserver())
         for _ in range(PROBED_STEPS):
             step.run()
         torch.cuda.synchronize()

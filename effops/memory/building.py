@@ -12,9 +12,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from effops.pytorch import FakeTensor, TorchDispatchMode, _disable_current_modes, tree_leaves, tree_map_only
 
-LARGEST = 4096
+MOST_ELEMENTS = 4096
 aten = torch.ops.aten
-FACTORIES = {
+NUMBER_FACTORIES = {
     aten.arange.default,
     aten.arange.start,
     aten.arange.start_step,
@@ -26,10 +26,10 @@ FACTORIES = {
 }
 
 
-def built(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model, whose constructor may ask for values that follow from numbers, up to `LARGEST` a tensor."""
+def build_model(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model, whose constructor may ask for values that follow from numbers, up to `MOST_ELEMENTS` a tensor."""
     try:
-        with _Values(), mock.patch.object(nn.init, "_no_grad_trunc_normal_", _left):
+        with _KnownValues(), mock.patch.object(nn.init, "_no_grad_trunc_normal_", _skip_initialisation):
             model: nn.Module = build()
     except RuntimeError as error:
         if "UninitializedParameter" not in str(error):
@@ -41,12 +41,12 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def _left(tensor: Tensor, *bounds: float, **options: object) -> Tensor:
+def _skip_initialisation(tensor: Tensor, *bounds: float, **options: object) -> Tensor:
     """In place of an initialisation that draws until all values are right."""
     return tensor
 
 
-class _Values(TorchDispatchMode):
+class _KnownValues(TorchDispatchMode):
     """Computes beside fake tensors the values that follow from numbers."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class _Values(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        follows = all(self._value(tensor) is not None for tensor in given) if given else func in FACTORIES
+        follows = all(self._value(tensor) is not None for tensor in given) if given else func in NUMBER_FACTORIES
         changes_real = func._schema.is_mutable and not all(isinstance(tensor, FakeTensor) for tensor in given)
         if not follows or changes_real or torch.Tag.nondeterministic_seeded in func.tags:
             if func._schema.is_mutable:
@@ -70,7 +70,7 @@ class _Values(TorchDispatchMode):
             return value
         result = func(*args, **kwargs)
         for fake, real in zip(tree_leaves(result), tree_leaves(value)):
-            if isinstance(real, Tensor) and real.numel() <= LARGEST:
+            if isinstance(real, Tensor) and real.numel() <= MOST_ELEMENTS:
                 self.known[fake] = real, fake.untyped_storage()._cdata
         return result
 
@@ -80,7 +80,7 @@ class _Values(TorchDispatchMode):
             value = value if tensor.untyped_storage()._cdata == storage else None  # else `.data` was exchanged
         else:
             value = None if any(tensor is other for other in self.changed) else tensor
-        return value if value is not None and value.numel() <= LARGEST else None
+        return value if value is not None and value.numel() <= MOST_ELEMENTS else None
 
     def _forget(self, changed: list[Tensor]) -> None:
         """What shares storage with a tensor that was changed by values that are not known, or that was real."""

@@ -18,7 +18,7 @@ MARK = "effops.memory"
 
 def measured_timeline(workload: Workload, batch_size: int) -> Timeline:
     """The second of two steps, as it ran; the generator of random numbers is left as it was."""
-    watch = _Watch()
+    watch = _Notes()
     with (
         torch.random.fork_rng(),
         without_collector(),
@@ -37,7 +37,7 @@ def measured_timeline(workload: Workload, batch_size: int) -> Timeline:
     )
 
 
-class _Watch:
+class _Notes:
     """An observer that leaves notes among the profiler's events."""
 
     def __init__(self) -> None:
@@ -90,13 +90,13 @@ def _events(nodes: Sequence[Any], operators: tuple[str, ...]) -> Iterator[tuple[
         if kind == "Allocation":
             if node.extra_fields.device == torch.device("cpu"):
                 fields = node.extra_fields
-                yield node.start_time_ns, fields.ptr, fields.alloc_size, _operator(operators)
+                yield node.start_time_ns, fields.ptr, fields.alloc_size, _innermost_operator(operators)
         elif node.name == MARK:
             yield node.start_time_ns, 0, 0, MARK
         yield from _events(node.children, (*operators, node.name) if kind == "TorchOp" else operators)
 
 
-def _operator(operators: Sequence[str]) -> str:
+def _innermost_operator(operators: Sequence[str]) -> str:
     """The innermost operator that does more than to allocate."""
     named = (name for name in reversed(operators) if name.startswith(("aten::", "effops::")))
     return next((name for name in named if not name.startswith(("aten::empty", "aten::resize"))), "no operator")

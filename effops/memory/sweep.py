@@ -98,9 +98,9 @@ def sweep(
         )
     if not axes or not all(axes.values()):
         raise ValueError(f"sweep: `axes` must have at least one axis, each with values; got {dict(axes)!r}")
-    middle = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
-    if strangers := [axis for axis in middle if axis not in axes]:
-        raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(strangers)}")
+    base_values = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
+    if unknown_names := [axis for axis in base_values if axis not in axes]:
+        raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown_names)}")
     known: dict[tuple[Any, ...], int] = {}
     unknown: set[str] = set()
 
@@ -124,6 +124,6 @@ def sweep(
         unknown.update(fitting.unknown)
         return fitting.batch_size
 
-    found = {axis: {value: result({**middle, axis: value}) for value in values} for axis, values in axes.items()}
+    found = {axis: {value: result({**base_values, axis: value}) for value in values} for axis, values in axes.items()}
     budget_bytes = None if budget is None else parse_bytes(budget)
-    return Sweep(found, middle, budget_bytes, batch_size, tuple(sorted(unknown)))
+    return Sweep(found, base_values, budget_bytes, batch_size, tuple(sorted(unknown)))

@@ -122,7 +122,7 @@ class Step:
     def _checkpoint(self) -> None:
         chosen = self.workload.checkpoints
         if self.workload.checkpoint is True:
-            found = list(_listed(self.model))
+            found = list(_listed_modules(self.model))
         else:
             found = [module for module in self.model.modules() if chosen(module)]
         if self.workload.checkpoint and not found:
@@ -207,10 +207,10 @@ class Step:
                 handle.remove()
 
 
-def _listed(module: nn.Module) -> Iterator[nn.Module]:
+def _listed_modules(module: nn.Module) -> Iterator[nn.Module]:
     """The modules in the outermost lists."""
     if isinstance(module, nn.ModuleList):
         yield from module
     else:
         for child in module.children():
-            yield from _listed(child)
+            yield from _listed_modules(child)

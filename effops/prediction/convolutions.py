@@ -16,7 +16,7 @@ from torch import Tensor
 from effops.pytorch import _ConvBackend, _select_conv_backend
 
 FLOAT_BYTES = 4
-BLOCK = 8  # floats of AVX2
+BLOCK_CHANNELS = 8  # floats of AVX2
 SCRATCH_BYTES = 128  # oneDNN's, before a bias that it pads
 
 
@@ -32,9 +32,9 @@ def convolution_bytes(args: Sequence[Any], result: Tensor) -> int | None:
         return None
     blocked = _blocked_bytes(result)
     computing = _blocked_input_bytes(input, args[8]) + _blocked_weight_bytes(weight, args[8]) + blocked
-    if bias is not None and len(bias) % BLOCK:
+    if bias is not None and len(bias) % BLOCK_CHANNELS:
         computing += FLOAT_BYTES * _padded(len(bias)) + SCRATCH_BYTES
-    return max(computing - _bytes(result), blocked)
+    return max(computing - _tensor_bytes(result), blocked)
 
 
 def convolution_backward_bytes(args: Sequence[Any], result: Sequence[Tensor | None]) -> int | None:
@@ -42,16 +42,18 @@ def convolution_backward_bytes(args: Sequence[Any], result: Sequence[Tensor | No
     upstream, input, weight, bias_sizes = args[:4]
     forward = (input, weight, None, *args[4:10])
     backend = _select_conv_backend(*forward, bias_sizes)
-    copied = 0 if upstream.is_contiguous() else _bytes(upstream)
+    copied = 0 if upstream.is_contiguous() else _tensor_bytes(upstream)
     if backend != _ConvBackend.Mkldnn:
         unfolded = _unfolded_bytes(backend, forward, upstream)
         return None if unfolded is None else copied + unfolded
     described = _is_blocked(input) and input.ndim == 4 and {*args[4], *args[6], args[9]} == {1}
-    if not described or input.shape[1] < BLOCK or torch.get_num_threads() > 1:
+    if not described or input.shape[1] < BLOCK_CHANNELS or torch.get_num_threads() > 1:
         return None
     blocked = [_blocked_bytes(upstream), _blocked_bytes(input), _blocked_weight_bytes(weight, 1)]
-    inputs, weights, biases = (0 if one is None else _bytes(one) for one in result)
-    padded = FLOAT_BYTES * _padded(weight.shape[0]) + SCRATCH_BYTES if biases and weight.shape[0] % BLOCK else 0
+    inputs, weights, biases = (0 if one is None else _tensor_bytes(one) for one in result)
+    padded = (
+        FLOAT_BYTES * _padded(weight.shape[0]) + SCRATCH_BYTES if biases and weight.shape[0] % BLOCK_CHANNELS else 0
+    )
     most = max(
         sum(blocked) if inputs else 0,
         blocked[1] + inputs,
@@ -94,19 +96,19 @@ def _blocked_bytes(images: Tensor) -> int:
 
 def _blocked_input_bytes(input: Tensor, groups: int) -> int:
     """Fewer channels than a block stay as they are."""
-    return 0 if groups == 1 and input.shape[1] < BLOCK else _blocked_bytes(input)
+    return 0 if groups == 1 and input.shape[1] < BLOCK_CHANNELS else _blocked_bytes(input)
 
 
 def _blocked_weight_bytes(weight: Tensor, groups: int) -> int:
     out_channels, in_channels, *kernel = weight.shape
-    if groups == 1 and in_channels >= BLOCK:
+    if groups == 1 and in_channels >= BLOCK_CHANNELS:
         in_channels = _padded(in_channels)
     return FLOAT_BYTES * _padded(out_channels) * in_channels * math.prod(kernel)
 
 
 def _padded(channels: int) -> int:
-    return -(-channels // BLOCK) * BLOCK
+    return -(-channels // BLOCK_CHANNELS) * BLOCK_CHANNELS
 
 
-def _bytes(tensor: Tensor) -> int:
+def _tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from effops.measure import CUDA_BLOCK_BYTES
 from effops.prediction.timeline import Timeline
 from effops.pytorch import _VF, _engine_run_backward
 
 MIB = 2**20
+CUDA_BLOCK_BYTES = 512
 CONTEXT_BYTES = 600 * MIB
-WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+CUBLAS_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 ASSUMPTIONS = {
     "rounding": f"each tensor takes a multiple of {CUDA_BLOCK_BYTES} bytes",
     "cuBLAS workspace": "its default, :4096:2:16:8",
@@ -27,7 +27,7 @@ ASSUMPTIONS = {
     "kernels": "of a CPU but for dropout and attention, without the workspaces of oneDNN and of cuDNN",
     "autocast": "by the lists of a CPU: CUDA's also have softmax, normalisations and sums in float32",
 }
-RECURRENT = _VF.gru, _VF.lstm, _VF.rnn_relu, _VF.rnn_tanh
+RECURRENT_FUNCTIONS = _VF.gru, _VF.lstm, _VF.rnn_relu, _VF.rnn_tanh
 
 
 @dataclass
@@ -111,7 +111,7 @@ def overheads(timeline: Timeline, context_bytes: int) -> Mapping[str, int]:
     rounded_bytes = replace(timeline, allocations=rounded).peak_bytes
     return {
         "rounding": rounded_bytes - peak_bytes,
-        "cuBLAS workspace": WORKSPACE_BYTES,
+        "cuBLAS workspace": CUBLAS_WORKSPACE_BYTES,
         "allocator": reserved_bytes(timeline) - rounded_bytes,
         "context": context_bytes,
     }
@@ -144,7 +144,7 @@ class CudaForms(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func in RECURRENT:
+        if func in RECURRENT_FUNCTIONS:
             self.unknown.add(f"aten::{func.__name__}")
         if func is torch.nn.functional.dropout:
             return _dropout(*args, **options)

@@ -1,6 +1,6 @@
 """What PyTorch's operators allocate on a CPU that fake tensors do not show, as measured with torch 2.13.
 
-`RULES` describe some, of which those `OF_A_CPU` say nothing of a CUDA device; `UNKNOWN` are those of which it was
+`RULES` describe some, of which those `CPU_ONLY` say nothing of a CUDA device; `UNKNOWN` are those of which it was
 measured that they allocate more, and no rule says how much. Any other operator allocates what its results take, as far
 as a prediction knows; `anatomy(..., measure=True)` tells where that is wrong.
 """
@@ -66,7 +66,7 @@ ONEDNN_MULTIPLICATIONS = 16**3  # a product of no more is left to other kernels
 PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys for no fewer queries and keys
 
 
-class Hidden(NamedTuple):
+class Workspace(NamedTuple):
     """What a call of an operator allocates inside.
 
     `temporary_bytes` are allocated and released; `result_bytes` is the storage of some results, by index; if not
@@ -78,9 +78,9 @@ class Hidden(NamedTuple):
     known: bool = True
 
 
-Rule = Callable[[Sequence[Any], Any], Hidden]
+Rule = Callable[[Sequence[Any], Any], Workspace]
 RULES: dict[Any, Rule] = {}
-OF_A_CPU = {
+CPU_ONLY = {
     aten.convolution.default,
     aten.convolution_backward.default,
     aten.mkldnn_rnn_layer.default,
@@ -88,17 +88,17 @@ OF_A_CPU = {
 }
 
 
-def hidden(func: Any, args: Sequence[Any], result: Any, cuda: bool = False) -> Hidden:
+def workspace(func: Any, args: Sequence[Any], result: Any, cuda: bool = False) -> Workspace:
     """Of a call of an operator on fake tensors, which with `cuda` stand for those of a CUDA device."""
-    if cuda and func in OF_A_CPU:
-        return Hidden(known=False)
+    if cuda and func in CPU_ONLY:
+        return Workspace(known=False)
     if func.namespace == "effops":
-        return Hidden(_rehearsed_bytes(func, args))
+        return Workspace(_rehearsed_bytes(func, args))
     rule = RULES.get(func)
     if rule is not None:
         found = rule(args, result)
     else:
-        found = Hidden(known=func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN)
+        found = Workspace(known=func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN)
     return found._replace(known=False) if not cuda and _is_onednn_product(func, args, result) else found
 
 
@@ -124,15 +124,15 @@ def rule(*operators: Any) -> Callable[[Rule], Rule]:
     aten.binary_cross_entropy.default,
     aten.soft_margin_loss.default,
 )
-def _loss(args: Sequence[Any], result: Tensor) -> Hidden:
+def _loss(args: Sequence[Any], result: Tensor) -> Workspace:
     """A loss that is reduced keeps its scalar on the storage of all elements, which it has once more meanwhile."""
     nbytes = _elements_bytes(args, result)
-    return Hidden(0 if result.shape else nbytes, {0: nbytes})
+    return Workspace(0 if result.shape else nbytes, {0: nbytes})
 
 
 @rule(aten.huber_loss.default)
-def _huber_loss(args: Sequence[Any], result: Tensor) -> Hidden:
-    return Hidden(0 if result.shape else _elements_bytes(args, result))
+def _huber_loss(args: Sequence[Any], result: Tensor) -> Workspace:
+    return Workspace(0 if result.shape else _elements_bytes(args, result))
 
 
 def _elements_bytes(args: Sequence[Any], result: Tensor) -> int:
@@ -141,29 +141,29 @@ def _elements_bytes(args: Sequence[Any], result: Tensor) -> int:
 
 
 @rule(aten.binary_cross_entropy_with_logits.default)
-def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Hidden:
+def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Workspace:
     """The logarithm of the sigmoid beside the loss of all elements, and weights of positives changed."""
     weights_bytes = args[3].numel() * args[3].element_size() if len(args) > 3 and args[3] is not None else 0
-    return Hidden(_elements_bytes(args, result) * (1 if result.shape else 2) + weights_bytes)
+    return Workspace(_elements_bytes(args, result) * (1 if result.shape else 2) + weights_bytes)
 
 
 @rule(FLASH_ATTENTION)
-def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """A block of weights, its maxima and sums, and results of each thread; weights once more in a narrow dtype."""
     query, wide_bytes = args[0], result[1].element_size()
     rows, pairs = _attention_block(query, args[1])
     wide = pairs + rows * (2 + query.shape[3])
-    return Hidden(torch.get_num_threads() * (wide * wide_bytes + _narrow_bytes(query, wide_bytes, pairs)))
+    return Workspace(torch.get_num_threads() * (wide * wide_bytes + _rounded_weights_bytes(query, wide_bytes, pairs)))
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """Weights of a block and their gradients of each thread, and the gradient from above if its layout is another."""
     upstream, query, key, wide_bytes = args[0], args[1], args[2], args[5].element_size()
     rows, pairs = _attention_block(query, key)
-    of_thread = 2 * (pairs * wide_bytes + _narrow_bytes(query, wide_bytes, pairs))
+    thread_bytes = 2 * (pairs * wide_bytes + _rounded_weights_bytes(query, wide_bytes, pairs))
     copied = 0 if upstream.transpose(1, 2).is_contiguous() else upstream.numel() * upstream.element_size()
-    return Hidden(torch.get_num_threads() * of_thread + rows * wide_bytes + copied)
+    return Workspace(torch.get_num_threads() * thread_bytes + rows * wide_bytes + copied)
 
 
 def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
@@ -173,7 +173,7 @@ def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
     return rows, rows * min(512, key.shape[2])
 
 
-def _narrow_bytes(query: Tensor, wide_bytes: int, pairs: int) -> int:
+def _rounded_weights_bytes(query: Tensor, wide_bytes: int, pairs: int) -> int:
     return pairs * query.element_size() if query.element_size() < wide_bytes else 0
 
 
@@ -228,49 +228,49 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
     aten.reflection_pad2d_backward.default,
     aten.grid_sampler_2d_backward.default,
 )
-def _contiguous(args: Sequence[Any], result: Any) -> Hidden:
+def _contiguous_copies(args: Sequence[Any], result: Any) -> Workspace:
     """What is not laid out in order is copied, such as the gradient that comes from a sum."""
     given = (one for one in args if isinstance(one, Tensor) and not one.is_contiguous())
-    return Hidden(sum(one.numel() * one.element_size() for one in given))
+    return Workspace(sum(one.numel() * one.element_size() for one in given))
 
 
 @rule(aten.logsumexp.default)
-def _logsumexp(args: Sequence[Any], result: Tensor) -> Hidden:
+def _logsumexp(args: Sequence[Any], result: Tensor) -> Workspace:
     """Exponentials, and maxima beside the result."""
-    return Hidden((args[0].numel() + result.numel()) * result.element_size())
+    return Workspace((args[0].numel() + result.numel()) * result.element_size())
 
 
 @rule(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-def _matrices(args: Sequence[Any], result: Tensor) -> Hidden:
+def _matrix_copies(args: Sequence[Any], result: Tensor) -> Workspace:
     """A matrix whose rows or columns are not apart is copied; in a batch one at a time."""
-    copied = (one for one in args[-2:] if not (_has_rows(one) or _has_rows(one.mT)))
-    return Hidden(sum(math.prod(one.shape[-2:]) * one.element_size() for one in copied))
+    copied = (one for one in args[-2:] if not (_has_ordered_rows(one) or _has_ordered_rows(one.mT)))
+    return Workspace(sum(math.prod(one.shape[-2:]) * one.element_size() for one in copied))
 
 
-def _has_rows(matrix: Tensor) -> bool:
+def _has_ordered_rows(matrix: Tensor) -> bool:
     return matrix.stride(-1) == 1 and matrix.stride(-2) >= max(1, matrix.shape[-1])
 
 
 @rule(aten.native_layer_norm.default)
-def _layer_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+def _layer_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """Mean and deviation have the dtype of the weight, if that is wider than the input's."""
-    copied, (weight, mean) = _contiguous(args, result), (args[2], result[1])
+    copied, (weight, mean) = _contiguous_copies(args, result), (args[2], result[1])
     if weight is None or weight.dtype == mean.dtype:
         return copied
     nbytes = weight.element_size() * mean.numel()
-    return Hidden(copied.temporary_bytes, {1: nbytes, 2: nbytes})
+    return Workspace(copied.temporary_bytes, {1: nbytes, 2: nbytes})
 
 
 @rule(aten.convolution.default)
-def _convolution(args: Sequence[Any], result: Tensor) -> Hidden:
+def _convolution(args: Sequence[Any], result: Tensor) -> Workspace:
     nbytes = convolution_bytes(args, result)
-    return Hidden(nbytes or 0, known=nbytes is not None)
+    return Workspace(nbytes or 0, known=nbytes is not None)
 
 
 @rule(aten.convolution_backward.default)
-def _convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> Hidden:
+def _convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> Workspace:
     nbytes = convolution_backward_bytes(args, result)
-    return Hidden(nbytes or 0, known=nbytes is not None)
+    return Workspace(nbytes or 0, known=nbytes is not None)
 
 
 PAGE_BYTES = 4096
@@ -279,54 +279,55 @@ ONEDNN_INFERENCE_BYTES = PAGE_BYTES + 776
 
 
 @rule(aten.mkldnn_rnn_layer.default)
-def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Hidden:
+def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """oneDNN keeps the gates and states of all steps of a layer, each kind on pages of its own.
 
     Without gradients it has the gates of one step, all of it for the time of the call, and the weights in its layout.
     """
     input, hidden_size, trains = args[0], args[10], args[15]
     steps, batch, size = input.shape
-    width = _leading(max(size, hidden_size))
+    width = _leading_dimension(max(size, hidden_size))
     per_step, per_state = steps * batch, 2 * (steps + 1) * batch
     if not trains:
-        gates, biases = 4 * _rounded(hidden_size), 4 * hidden_size
+        gates, biases = 4 * _round_up(hidden_size), 4 * hidden_size
         sections = [per_state * width, per_state * hidden_size]
-        sections += [batch * _leading(4 * hidden_size), batch * _leading(hidden_size)]
+        sections += [batch * _leading_dimension(4 * hidden_size), batch * _leading_dimension(hidden_size)]
         weights = 4 * ((size + hidden_size) * gates + biases)
-        nbytes = weights + sum(_pages(4 * count) for count in sections) + ONEDNN_INFERENCE_BYTES
-        return Hidden(nbytes, known=is_measured_cpu())
+        nbytes = weights + sum(_page_bytes(4 * count) for count in sections) + ONEDNN_INFERENCE_BYTES
+        return Workspace(nbytes, known=is_measured_cpu())
     sections = [
-        per_step * _leading(4 * hidden_size),
-        per_step * _leading(hidden_size),
+        per_step * _leading_dimension(4 * hidden_size),
+        per_step * _leading_dimension(hidden_size),
         *[per_state * width] * 3,
         *[per_state * hidden_size] * 2,
     ]
-    return Hidden(result_bytes={3: sum(_pages(4 * count) for count in sections)})
+    return Workspace(result_bytes={3: sum(_page_bytes(4 * count) for count in sections)})
 
 
 @rule(aten.mkldnn_rnn_layer_backward.default)
-def _lstm_backward(args: Sequence[Any], result: Any) -> Hidden:
+def _lstm_backward(args: Sequence[Any], result: Any) -> Workspace:
     """Gradients of the gates of all steps, of weights in oneDNN's layout, and the weights in it if they are not."""
     input, hx, output, upstream, hidden_size = args[0], args[5], args[7], args[10], args[15]
     elements, gates = input.shape[0] * input.shape[1], 4 * hidden_size
     copied = output.numel() if upstream is None or not upstream.is_contiguous() else 0
     floats = 2 * hx.numel() + gates + copied
     for size in (input.shape[2], hidden_size):
-        floats += size * _leading(gates) + (gates * _leading(size) if size != _leading(size) else 0)
-    return Hidden(4 * floats + _pages(4 * elements * _leading(gates)) + ONEDNN_STATE_BYTES)
+        padded = _leading_dimension(size)
+        floats += size * _leading_dimension(gates) + (gates * padded if size != padded else 0)
+    return Workspace(4 * floats + _page_bytes(4 * elements * _leading_dimension(gates)) + ONEDNN_STATE_BYTES)
 
 
-def _pages(nbytes: int) -> int:
+def _page_bytes(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _rounded(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def _leading(size: int) -> int:
+def _leading_dimension(size: int) -> int:
     """The leading dimension that oneDNN gives to rows of floats."""
-    rounded = _rounded(size)
+    rounded = _round_up(size)
     return rounded + 16 if rounded % 256 == 0 else rounded
 
 

@@ -19,7 +19,7 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.lay
 Outcome = Callable[[Sequence[FakeTensor]], Any]
 
 
-class Call:
+class OperatorCall:
     """A call of an operator on fake tensors.
 
     Attributes:
@@ -34,8 +34,8 @@ class Call:
 
     def outcome(self, result: Any) -> Outcome | None:
         """What makes results of the tensors of calls alike, as this one's `result` was made; None if unknown."""
-        if self.key is None or Call(self.func, self.args, self.kwargs).key != self.key:  # it may change its arguments
-            return None
+        if self.key is None or OperatorCall(self.func, self.args, self.kwargs).key != self.key:
+            return None  # there is no key, or the operator changed its arguments
         if not isinstance(result, (tuple, list)):
             return self._maker(result)
         makers = [maker for leaf in result if (maker := self._maker(leaf)) is not None]

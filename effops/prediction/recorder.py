@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from effops.prediction.allocations import Allocations
-from effops.prediction.inside import Hidden, hidden
+from effops.prediction.inside import Workspace, workspace
 from effops.prediction.operations import operations
-from effops.prediction.outcomes import Call, Outcome
+from effops.prediction.outcomes import OperatorCall, Outcome
 from effops.prediction.timeline import Allocation, Timeline
 from effops.pytorch import (
     BackwardCFunction,
@@ -32,13 +32,13 @@ from effops.pytorch import (
     tree_map_only,
 )
 
-LIFTS = (
+NEW_CONSTANTS = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
 )  # of new constants, which have values
 ITEM = torch.ops.aten._local_scalar_dense.default
 NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
-OWNED = 4, 2  # users of a gradient and of its storage, as an operator is called on one that autograd alone has
+SOLE_OWNER_COUNTS = 4, 2  # references to a gradient and to its storage, where autograd alone has it
 
 
 class Recorder(Allocations):
@@ -59,8 +59,8 @@ class Recorder(Allocations):
         self.operations: Counter[tuple[str, str]] = Counter()
         self.unknown: set[str] = set()
         self.operator = ""
-        self.known: dict[Any, tuple[Outcome, Hidden, tuple[str, int]]] = {}
-        self.outside: dict[int, tuple[Tensor, Tensor]] = {}
+        self.remembered: dict[Any, tuple[Outcome, Workspace, tuple[str, int]]] = {}
+        self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self) -> None:
         """What comes now is the last step."""
@@ -71,8 +71,8 @@ class Recorder(Allocations):
     def enter(self, phase: str) -> None:
         self.phases.append((phase, self.tick + 1))
 
-    def mark(self, category: str, found: Iterable[Tensor]) -> None:
-        for tensor in found:
+    def mark(self, category: str, marked: Iterable[Tensor]) -> None:
+        for tensor in marked:
             self.count(tensor)
             self.living[weakref.ref(tensor.untyped_storage())].category = category
 
@@ -89,11 +89,11 @@ class Recorder(Allocations):
         if func is torch.ops.aten.add.Tensor and _accumulates(args):
             func = torch.ops.aten.add_.Tensor
         self.operator = func._schema.name
-        call = Call(func, args, kwargs)
-        if call.key is None and func not in LIFTS and _has_real((*args, *kwargs.values())):
-            call = Call(func, *tree_map_only(Tensor, self._fake, (args, kwargs)))
+        call = OperatorCall(func, args, kwargs)
+        if call.key is None and func not in NEW_CONSTANTS and _has_real((*args, *kwargs.values())):
+            call = OperatorCall(func, *tree_map_only(Tensor, self._fake, (args, kwargs)))
         try:
-            result, found, (kind, count) = self._run(call)
+            result, allocated, (kind, count) = self._run(call)
         except DataDependentOutputException:
             if phase != "optimizer" or func is not ITEM:
                 raise
@@ -105,30 +105,30 @@ class Recorder(Allocations):
                         f"anatomy: tensors must be dense; got one of layout {leaf.layout} from {self.operator}; leave "
                         "`sparse=False` in embeddings, or convert it by `to_dense`"
                     )
-                self.count(leaf, nbytes=found.result_bytes.get(index))
-        if found.temporary_bytes:
+                self.count(leaf, nbytes=allocated.result_bytes.get(index))
+        if allocated.temporary_bytes:
             self.tick += 1
-            self.records.append(Allocation(found.temporary_bytes, self.tick, self.tick + 1, self.operator))
+            self.records.append(Allocation(allocated.temporary_bytes, self.tick, self.tick + 1, self.operator))
             self.tick += 1
-        if not found.known:
+        if not allocated.known:
             self.unknown.add(self.operator)
         self.operations[phase, kind] += count
         # What the mode remembers of a tensor would keep `Module.to` from putting another one in its place.
         self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return result
 
-    def _run(self, call: Call) -> tuple[Any, Hidden, tuple[str, int]]:
+    def _run(self, call: OperatorCall) -> tuple[Any, Workspace, tuple[str, int]]:
         """The result of a call, what the operator hides, and what operations it makes."""
-        if call.key in self.known:
-            outcome, found, counted = self.known[call.key]
-            return outcome(call.tensors), found, counted
+        if call.key in self.remembered:
+            outcome, allocated, counted = self.remembered[call.key]
+            return outcome(call.tensors), allocated, counted
         func, args, kwargs = call.func, call.args, call.kwargs
         result = func(*args, **kwargs)
-        found, counted = hidden(func, args, result, self.cuda), operations(func, args, kwargs, result)
+        allocated, counted = workspace(func, args, result, self.cuda), operations(func, args, kwargs, result)
         made = call.outcome(result)
         if made is not None:
-            self.known[call.key] = made, found, counted
-        return result, found, counted
+            self.remembered[call.key] = made, allocated, counted
+        return result, allocated, counted
 
     def _fake(self, tensor: Tensor) -> Tensor:
         """In place of a real tensor, which a step may not change: a fake one, which is not the step's own."""
@@ -139,11 +139,11 @@ class Recorder(Allocations):
                 "Workload: what requires gradients must be made by `model`; got a tensor of shape "
                 f"{tuple(tensor.shape)} that exists already; construct it inside of the function"
             )
-        if id(tensor) not in self.outside:
+        if id(tensor) not in self.fakes:
             fake = self.mode.from_tensor(tensor)
             self.count(fake, nbytes=0)
-            self.outside[id(tensor)] = tensor, fake
-        return self.outside[id(tensor)][1]
+            self.fakes[id(tensor)] = tensor, fake
+        return self.fakes[id(tensor)][1]
 
     def allocate(self, reference: weakref.ref[Any], nbytes: int) -> None:
         super().allocate(reference, nbytes)
@@ -201,7 +201,7 @@ def _accumulates(args: Sequence[Any]) -> bool:
     if not isinstance(second, Tensor) or (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     users = tensor_use_count(first), _storage_Use_Count(first.untyped_storage()._cdata)
-    return users == OWNED and torch.ops.aten.is_non_overlapping_and_dense.default(first)
+    return users == SOLE_OWNER_COUNTS and torch.ops.aten.is_non_overlapping_and_dense.default(first)
 
 
 def _is_real(value: Any) -> bool:

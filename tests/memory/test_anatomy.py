@@ -15,7 +15,7 @@ from effops.memory import Workload, anatomy
 from effops.memory import workload as workload_module
 from effops.memory.models.architectures import ARCHITECTURES, Configuration, workload_parts
 from effops.memory.workload import Step
-from effops.prediction.outcomes import Call
+from effops.prediction.outcomes import OperatorCall
 from effops.prediction.timeline import CATEGORIES, Allocation, Timeline
 
 WAYS = {
@@ -430,7 +430,7 @@ class Varied(nn.Module):
 def test_remembered_operators_allocate_what_they_did(device, monkeypatch):
     workload = training(Varied, 5, 3, 12)
     remembered = anatomy(workload, 4, device=device)
-    monkeypatch.setattr(Call, "_key", lambda self: None)
+    monkeypatch.setattr(OperatorCall, "_key", lambda self: None)
     anew = anatomy(workload, 4, device=device)
     assert remembered.timeline == anew.timeline
     assert remembered.operations == anew.operations

@@ -18,7 +18,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-import effops
+from effops.ops.attention.dot_product import attention
+from effops.ops.attention.log_sparse import log_sparse_attention
 
 KINDS = ("naive", "fused", "log_sparse")
 ATTENTION_DROPOUT = 0.1
@@ -102,13 +103,13 @@ class Attention(nn.Module):
             return self.attn @ value
         if self.kind == "fused":
             dropout = self.dropout.p if self.training else 0.0
-            return effops.attention(query, key, value, None if mask is None else mask != 0, dropout)
+            return attention(query, key, value, None if mask is None else mask != 0, dropout)
         if mask is not None:
             raise ValueError(
                 "Attention: `mask` must be None if kind='log_sparse', which is causal by itself; got one; cut padded "
                 "positions off instead"
             )
-        result: Tensor = self.dropout(effops.log_sparse_attention(query, key, value))
+        result: Tensor = self.dropout(log_sparse_attention(query, key, value))
         return result
 
     def _heads(self, projected: Tensor) -> Tensor:
