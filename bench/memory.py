@@ -27,7 +27,7 @@ from torch import nn
 
 from effops.memory import Anatomy, Workload, anatomy, max_batch_size
 from effops.memory.measured import measured_timeline
-from effops.memory.models.architectures import ARCHITECTURES, Configuration, workload_parts
+from effops.memory.models import ARCHITECTURES, Configuration, workload_parts
 from effops.text import aligned
 
 WAYS: dict[str, dict[str, Any]] = {

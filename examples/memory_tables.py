@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from effops.memory import Anatomy, Details, Workload, anatomy, estimate_transformer, max_batch_size, sweep
-from effops.memory.models.architectures import Configuration, bert_large, workload_parts
+from effops.memory.models import Configuration, bert_large, workload_parts
 from effops.text import aligned
 
 MIB, GIB = 2**20, 2**30

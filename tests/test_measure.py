@@ -176,7 +176,7 @@ def test_copy_bandwidth_counts_bytes_read_and_written(device: str, monkeypatch: 
 
 def test_available_bytes_is_what_the_tighter_of_system_and_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"/proc/meminfo": "MemTotal:       900 kB\nMemAvailable:       500 kB\n"}
-    monkeypatch.setattr(measure, "_text", lambda path: files.get(path, ""))
+    monkeypatch.setattr(measure, "_file_text", lambda path: files.get(path, ""))
     cpu = torch.device("cpu")
     assert measure.available_bytes(cpu) == 500 * 1024
     files["/sys/fs/cgroup/memory.max"] = "max\n"

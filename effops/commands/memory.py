@@ -22,7 +22,7 @@ from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.batches import max_batch_size, parse_bytes
 from effops.memory.devices import NVMLUnavailableError, device_usage
 from effops.memory.formula import FORMULAS, OPTIMIZERS, Details, estimate_transformer
-from effops.memory.models.architectures import ARCHITECTURES, KINDS, Configuration, bert_large, workload_parts
+from effops.memory.models import ARCHITECTURES, KINDS, Configuration, bert_large, workload_parts
 from effops.memory.plot import plot_anatomy
 from effops.memory.sweep import Sweep, sweep
 from effops.memory.workload import Workload

@@ -107,6 +107,31 @@ def max_batch_size(
     Example:
         >>> effops.memory.max_batch_size(workload, "6 GiB").batch_size
     """
+    _check_choices(budget_means, mode, multiple_of, power_of_two)
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    unknown: set[str] = set()
+    if mode == "predict":
+        peak_of = _predictor(workload, budget_bytes, budget_means, device, context_bytes, unknown)
+    else:
+        peak_of = _prober(workload, budget_bytes, budget_means, context_bytes)
+    search = _Search(peak_of, _Powers(multiple_of) if power_of_two else _Multiples(multiple_of), budget_bytes)
+    if not search.fits(0):
+        smallest = search.sizes.at(0)
+        parts = anatomy(workload, smallest).instants["peak"] if mode == "predict" else {}
+        raise BudgetTooSmallError(_budget_too_small(smallest, search.tried[smallest], budget_bytes, parts))
+    largest, following = search.run(LINE_STEPS if mode == "predict" else 0)
+    return MaxBatch(
+        largest,
+        search.tried[largest] if mode == "predict" else None,
+        search.tried[following],
+        budget_bytes,
+        budget_means,
+        search.tried,
+        tuple(sorted(unknown)),
+    )
+
+
+def _check_choices(budget_means: str, mode: str, multiple_of: int, power_of_two: bool) -> None:
     if budget_means not in ("tensors", "device"):
         raise ValueError(f'max_batch_size: `budget_means` must be "tensors" or "device"; got {budget_means!r}')
     if mode not in ("predict", "probe"):
@@ -116,58 +141,6 @@ def max_batch_size(
             "max_batch_size: `multiple_of` must be at least 1, and a power of two beside `power_of_two`; got "
             f"{multiple_of}"
         )
-    budget_bytes = None if budget is None else parse_bytes(budget)
-    unknown: set[str] = set()
-    if mode == "predict":
-        if budget_bytes is None:
-            raise ValueError('max_batch_size: a prediction needs a `budget`, such as "6 GiB"; got None')
-        if budget_means == "device" and device != "cuda":
-            raise ValueError(
-                'max_batch_size: `budget_means="device"` counts what a CUDA device holds; got '
-                f'device={device!r}; give device="cuda"'
-            )
-        peak = _predictor(workload, budget_means, device, context_bytes, unknown)
-    else:
-        peak = _prober(workload, budget_bytes, budget_means, context_bytes)
-    sizes = _Powers(multiple_of) if power_of_two else _Multiples(multiple_of)
-    tried: dict[int, int | None] = {}
-
-    def fits(index: int) -> bool:
-        size = sizes.at(index)
-        nbytes = tried[size] = peak(size)
-        return nbytes is not None and (budget_bytes is None or nbytes <= budget_bytes)
-
-    if not fits(0):
-        parts = anatomy(workload, sizes.at(0)).instants["peak"] if mode == "predict" else {}
-        raise BudgetTooSmallError(_budget_too_small(sizes.at(0), tried[sizes.at(0)], budget_bytes, parts))
-    low, high = 0, None
-    while high is None or high - low > 1:
-        if mode == "predict" and len(tried) < LINE_STEPS:
-            assert budget_bytes is not None
-            index = max(low + 1, sizes.last(min(_crossing(tried, budget_bytes), 2 * LARGEST_BATCH)))
-        else:
-            index = sizes.last(2 * sizes.at(low)) if high is None else (low + high) // 2
-        index = index if high is None else min(index, high - 1)
-        if sizes.at(low) >= LARGEST_BATCH:
-            raise ValueError(
-                "max_batch_size: the peak must grow with the batch size; got "
-                f"{format_bytes(tried[sizes.at(low)] or 0)} for a batch of {sizes.at(low):,}; make the first dimension "
-                "of what `batch` returns the argument"
-            )
-        if fits(index):
-            low = index
-        else:
-            high = index
-    found = sizes.at(low)
-    return MaxBatch(
-        found,
-        tried[found] if mode == "predict" else None,
-        tried[sizes.at(high)],
-        budget_bytes,
-        budget_means,
-        tried,
-        tuple(sorted(unknown)),
-    )
 
 
 @dataclass(frozen=True)
@@ -198,6 +171,56 @@ class _Powers:
         return int(size // self.unit).bit_length() - 1
 
 
+class _Search:
+    """Looks for the largest batch size that fits a budget.
+
+    Attributes:
+        peak_of: predicts or measures the peak of a batch size; None where memory runs out
+        sizes: the batch sizes that are allowed, by index
+        budget_bytes: None if memory itself is the limit
+        tried: the peaks found so far, by batch size
+    """
+
+    def __init__(
+        self, peak_of: Callable[[int], int | None], sizes: _Multiples | _Powers, budget_bytes: int | None
+    ) -> None:
+        self.peak_of, self.sizes, self.budget_bytes = peak_of, sizes, budget_bytes
+        self.tried: dict[int, int | None] = {}
+
+    def fits(self, index: int) -> bool:
+        size = self.sizes.at(index)
+        nbytes = self.tried[size] = self.peak_of(size)
+        return nbytes is not None and (self.budget_bytes is None or nbytes <= self.budget_bytes)
+
+    def run(self, line_steps: int) -> tuple[int, int]:
+        """The largest size that fits, and the next one, which does not; the smallest one was tried and fits.
+
+        The first sizes, `line_steps` of them, are where the line through the last two peaks reaches the budget. Then
+        sizes are doubled until one does not fit, and the gap is halved.
+        """
+        low, high = 0, None
+        while high is None or high - low > 1:
+            size = self.sizes.at(low)
+            if size >= LARGEST_BATCH:
+                raise ValueError(
+                    "max_batch_size: the peak must grow with the batch size; got "
+                    f"{format_bytes(self.tried[size] or 0)} for a batch of {size:,}; make the first dimension "
+                    "of what `batch` returns the argument"
+                )
+            if len(self.tried) < line_steps:
+                assert self.budget_bytes is not None
+                crossing = _crossing(self.tried, self.budget_bytes)
+                index = max(low + 1, self.sizes.last(min(crossing, 2 * LARGEST_BATCH)))
+            else:
+                index = self.sizes.last(2 * size) if high is None else (low + high) // 2
+            index = index if high is None else min(index, high - 1)
+            if self.fits(index):
+                low = index
+            else:
+                high = index
+        return self.sizes.at(low), self.sizes.at(high)
+
+
 def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
     """Where the line through the last two peaks reaches the budget."""
     known = [(size, nbytes) for size, nbytes in tried.items() if nbytes is not None]
@@ -220,9 +243,21 @@ def _budget_too_small(size: int, nbytes: int | None, budget_bytes: int | None, p
 
 
 def _predictor(
-    workload: Workload, budget_means: str, device: str, context_bytes: int, unknown: set[str]
+    workload: Workload,
+    budget_bytes: int | None,
+    budget_means: str,
+    device: str,
+    context_bytes: int,
+    unknown: set[str],
 ) -> Callable[[int], int | None]:
-    """A function that predicts the peak of a batch size, and adds to the operators that are not known."""
+    """A function that predicts the peak of a batch size, and adds operators of unknown workspace to `unknown`."""
+    if budget_bytes is None:
+        raise ValueError('max_batch_size: a prediction needs a `budget`, such as "6 GiB"; got None')
+    if budget_means == "device" and device != "cuda":
+        raise ValueError(
+            'max_batch_size: `budget_means="device"` counts what a CUDA device holds; got '
+            f'device={device!r}; give device="cuda"'
+        )
 
     def peak_bytes(size: int) -> int:
         try:

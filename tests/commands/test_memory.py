@@ -9,7 +9,7 @@ import torch
 from effops.commands import main as cli
 from effops.commands import memory as module
 from effops.memory import Workload, advise, anatomy, estimate_transformer, max_batch_size
-from effops.memory.models.architectures import Configuration, workload_parts
+from effops.memory.models import Configuration, workload_parts
 
 SIZES = {"d_model": 8, "layers": 1, "heads": 2, "d_ff": 16, "seq_len": 16}
 ARCHITECTURE = ["--architecture", "encoder_only_tst"]

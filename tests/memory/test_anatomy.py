@@ -13,7 +13,7 @@ from torch import nn
 import effops
 from effops.memory import Workload, anatomy
 from effops.memory import workload as workload_module
-from effops.memory.models.architectures import ARCHITECTURES, Configuration, workload_parts
+from effops.memory.models import ARCHITECTURES, Configuration, workload_parts
 from effops.memory.workload import Step
 from effops.prediction.outcomes import OperatorCall
 from effops.prediction.timeline import CATEGORIES, Allocation, Timeline

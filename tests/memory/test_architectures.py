@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from effops.blocks.log_sparse import Pattern
-from effops.memory.models import architectures
-from effops.memory.models.architectures import (
+from effops.memory.models import (
     ARCHITECTURES,
     KINDS,
     TST,
@@ -23,6 +22,8 @@ from effops.memory.models.architectures import (
     Norm,
     Positions,
     bert_large,
+    time_series,
+    training,
     workload_parts,
 )
 
@@ -237,7 +238,8 @@ def test_bert_tells_what_is_wrong(monkeypatch):
         bert_large()
 
 
-def test_examples():
-    found = doctest.testmod(architectures, extraglobs={"torch": torch})
+@pytest.mark.parametrize("module", [time_series, training])
+def test_examples(module):
+    found = doctest.testmod(module, extraglobs={"torch": torch})
     assert found.attempted
     assert not found.failed

@@ -8,7 +8,7 @@ from torch import nn
 
 from effops.memory import Workload, anatomy, batches, max_batch_size, parse_bytes
 from effops.memory.measured import measured_timeline
-from effops.memory.models.architectures import ARCHITECTURES, Configuration, workload_parts
+from effops.memory.models import ARCHITECTURES, Configuration, workload_parts
 from effops.prediction.cuda_forms import CachingAllocator, reserved_bytes
 from effops.prediction.timeline import Allocation, Timeline
 

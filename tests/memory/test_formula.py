@@ -8,8 +8,7 @@ import torch
 
 from effops.memory import formula
 from effops.memory.formula import OPTIMIZERS, Details, estimate_transformer
-from effops.memory.models import architectures
-from effops.memory.models.architectures import Attention, Configuration, encoder
+from effops.memory.models import Attention, Configuration, encoder, layers
 
 LAYERS, HEADS, HEAD_DIM, D_FF, BATCH, LENGTH = 2, 4, 6, 40, 3, 17
 WIDTH = HEADS * HEAD_DIM
@@ -79,7 +78,7 @@ def rules(request):
 @pytest.mark.parametrize("attention", ["naive", "fused"])
 def test_detailed_activations_are_those_of_a_real_encoder(attention, precision, norm, dropout, rules, monkeypatch):
     if norm == "fused":
-        monkeypatch.setattr(architectures, "Norm", torch.nn.LayerNorm)
+        monkeypatch.setattr(layers, "Norm", torch.nn.LayerNorm)
     details = Details(
         d_ff=D_FF,
         attention=attention,

@@ -1,1 +1,34 @@
-"""Models whose training memory has been published, to predict it."""
+"""Models whose training memory has been published, to predict it: three time-series transformers, and BERT-large.
+
+    parts = workload_parts("tst", Configuration(seq_len=256, attention="fused"))
+    model, batch = parts["model"](), parts["batch"](32)
+    parts["loss"](model, batch).backward()
+
+The transformers have the form of The Annotated Transformer (Rush 2018): `x + dropout(sublayer(norm(x)))`, and a
+normalisation after each stack. Nothing is copied and no value is looked at. So they also build and train on fake
+tensors.
+
+The folder may import `ops`. Start with `configuration.py` (the sizes) and `time_series.py` (the models); `training.py`
+and `bert.py` make what a workload needs.
+"""
+
+from effops.memory.models.attention import Attention
+from effops.memory.models.bert import bert_large
+from effops.memory.models.configuration import KINDS, Configuration
+from effops.memory.models.layers import Norm, Positions, encoder
+from effops.memory.models.time_series import ARCHITECTURES, TST, EncoderOnlyTST
+from effops.memory.models.training import workload_parts
+
+__all__ = [
+    "ARCHITECTURES",
+    "KINDS",
+    "TST",
+    "Attention",
+    "Configuration",
+    "EncoderOnlyTST",
+    "Norm",
+    "Positions",
+    "bert_large",
+    "encoder",
+    "workload_parts",
+]

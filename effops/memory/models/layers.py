@@ -1,0 +1,125 @@
+"""The layers of the time-series transformers: `x + dropout(sublayer(norm(x)))`, stacks of them, and embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from effops.memory.models.attention import Attention
+from effops.memory.models.configuration import Configuration
+
+MAX_LENGTH = 5000
+
+
+class Norm(nn.Module):
+    """Layer normalisation by the unbiased standard deviation, with epsilon outside of the root."""
+
+    def __init__(self, d_model: int, epsilon: float = 1e-6) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(d_model)), nn.Parameter(torch.zeros(d_model))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+        return self.scale * (x - mean) / (std + self.epsilon) + self.shift
+
+
+class Residual(nn.Module):
+    """x + dropout(sublayer(norm(x)))"""
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        self.norm, self.dropout = Norm(configuration.d_model), nn.Dropout(configuration.dropout)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        result: Tensor = x + self.dropout(sublayer(self.norm(x)))
+        return result
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, and a feed-forward network."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        self.self_attention = Attention(configuration.d_model, configuration.heads, configuration.attention)
+        self.feed_forward = feed_forward(configuration)
+        self.residuals = nn.ModuleList(Residual(configuration) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.residuals[0](x, lambda x: self.self_attention(x, x, x, mask))
+        x = self.residuals[1](x, self.feed_forward)
+        return x
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, attention to the memory of the encoder, and a feed-forward network."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        width, heads, kind = configuration.d_model, configuration.heads, configuration.attention
+        self.self_attention = Attention(width, heads, kind)
+        self.cross_attention = Attention(width, heads, "fused" if kind == "log_sparse" else kind)
+        self.feed_forward = feed_forward(configuration)
+        self.residuals = nn.ModuleList(Residual(configuration) for _ in range(3))
+
+    def forward(self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None) -> Tensor:
+        x = self.residuals[0](x, lambda x: self.self_attention(x, x, x, tgt_mask))
+        x = self.residuals[1](x, lambda x: self.cross_attention(x, memory, memory, src_mask))
+        x = self.residuals[2](x, self.feed_forward)
+        return x
+
+
+def feed_forward(configuration: Configuration) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(configuration.d_model, configuration.d_ff),
+        nn.ReLU(),
+        nn.Dropout(configuration.dropout),
+        nn.Linear(configuration.d_ff, configuration.d_model),
+    )
+
+
+class Stack(nn.Module):
+    """Layers one after the other, each given the same further arguments, and a normalisation."""
+
+    def __init__(self, layers: Iterable[nn.Module], d_model: int) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), Norm(d_model)
+
+    def forward(self, x: Tensor, *args: Tensor | None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, *args)
+        result: Tensor = self.norm(x)
+        return result
+
+
+class Positions(nn.Module):
+    """Adds sines and cosines of the position, and drops."""
+
+    table: Tensor
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(configuration.dropout)
+        length, width = max(MAX_LENGTH, configuration.seq_len), configuration.d_model
+        frequencies = torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
+        angles = torch.arange(length).unsqueeze(-1) * frequencies
+        self.register_buffer("table", torch.stack((angles.sin(), angles.cos()), -1).flatten(-2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.dropout(x + self.table[: x.shape[-2]])
+        return result
+
+
+def embedding(configuration: Configuration) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(configuration.d_in, configuration.d_model), Positions(configuration))
+
+
+def encoder(configuration: Configuration) -> Stack:
+    return Stack((EncoderLayer(configuration) for _ in range(configuration.layers)), configuration.d_model)
+
+
+def decoder(configuration: Configuration) -> Stack:
+    return Stack((DecoderLayer(configuration) for _ in range(configuration.layers)), configuration.d_model)
