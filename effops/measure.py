@@ -167,7 +167,7 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Keep the garbage collector from releasing meanwhile what is garbage already."""
+    """Switch the garbage collector off, so that it does not release earlier garbage meanwhile."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -26,8 +26,8 @@ def architecture(name: str, **sizes: Any) -> Workload:
 
 
 def batches() -> None:
-    """The largest batch of three transformers, a power of two, as CUDA computes. A GPU of 6.2 GiB occupied found the
-    published ones; what tensors took of that was not published, and lies where all of them come out."""
+    """The largest batch of three transformers, a power of two, in the forms of CUDA. The published ones were found on a
+    GPU with 6.2 GiB occupied. How much of that tensors took was not published; with this budget all come out."""
     published = {
         ("encoder_only_tst", 256): 64,
         ("enc2dec_tst", 256): 32,
@@ -45,7 +45,7 @@ def batches() -> None:
 
 def attention() -> None:
     """The largest batch with other attention. The published log-sparse column is an estimate, batch x length /
-    log(length)^2; beside it is what the operation itself takes, and fused attention, which computes what naive does."""
+    log(length)^2. Beside it is what the operation itself takes, and fused attention, which computes what naive does."""
     published = {"encoder_only_tst": 532, "enc2dec_tst": 266, "tst": 266}
     rows = [("architecture", "log-sparse, published", "log-sparse", "fused")]
     for name, batch in published.items():

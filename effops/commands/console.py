@@ -24,7 +24,7 @@ def plain_or_rich_console(least_width: int = 0) -> Console:
 
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """What is being done, on standard error if that is a terminal."""
+    """Show what is being done, on standard error if that is a terminal; yields the function that is told so."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

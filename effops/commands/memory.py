@@ -277,7 +277,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
 
 
 def _value(text: str) -> Any:
-    """A number where it is one."""
+    """The number that a text spells, or the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -290,7 +290,7 @@ def _devices(options: argparse.Namespace) -> tuple[object, Any]:
 
 
 def _workload(options: argparse.Namespace, values: Mapping[str, Any] | None = None) -> Workload:
-    """What the options name, with other values of some of them, or as arguments of the workload's function."""
+    """The workload that the options name; `values` replace some of them, or are its function's arguments."""
     given = {name: getattr(options, name) for name in CONFIGURATION_TYPES if getattr(options, name) is not None}
     if options.workload is not None:
         if given:

@@ -1,4 +1,8 @@
-"""The memory of training: estimated, taken apart, fitted into a budget, and reduced."""
+"""The memory of training: estimated, taken apart, fitted into a budget, and reduced.
+
+It may import `ops`, `nn`, `measure`, `prediction`, `text` and `pytorch`. Start with `workload.py` (what a step runs)
+and `anatomy.py` (where its memory goes); `batches.py`, `advise.py` and `sweep.py` ask for many anatomies.
+"""
 
 from effops.memory.advise import Advice, advise
 from effops.memory.anatomy import Anatomy, anatomy

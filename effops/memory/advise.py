@@ -1,4 +1,7 @@
-"""What would lower the memory of a step, each method by a prediction of the step with it, and which together fit."""
+"""Tells what would lower the memory of a step, and which methods together fit a budget.
+
+Each method is predicted by the anatomy of the step with it.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +193,7 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Prediction:
-    """Of a step. `contractions` are those of a sample, None where kernels are not counted."""
+    """What is predicted of a step; `contractions` are those of a sample, None where kernels are not counted."""
 
     anatomy: Anatomy
     peak_bytes: int
@@ -236,9 +239,10 @@ class _Predictor:
 
 @dataclass(frozen=True)
 class _Option:
-    """A method. Of each family one applies; `change` is None if it cannot, for the reason that `note` tells.
+    """A method that may be applied, at most one of each family.
 
-    `alters` says that what is trained becomes another thing.
+    `change` applies it to a setting. It is None if the method cannot be applied, and `note` tells why. `alters` tells
+    that the training becomes another one, with other results.
     """
 
     family: str
@@ -394,7 +398,7 @@ def _swapped(layer: nn.Module) -> MultiheadAttention:
 
 
 def _missing_attention(present: Anatomy, model: nn.Module) -> list[Method]:
-    """Softmax that is held at the peak outside of layers that can be exchanged."""
+    """Advice on results of softmax that are held at the peak, where no layer can be exchanged."""
     if any(_is_swappable(module) for module in model.modules()):
         return []
     timeline = present.timeline
@@ -414,7 +418,7 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
     Args:
         timeline: of a step on one device
         stage: 1 divides optimizer states and what the optimizer's step needs, 2 gradients too, 3 also weights
-        devices: how many
+        devices: how many share the step
         module_bytes: of the parameters of the largest module: as much of gradients and of weights is whole at a time
         buffer_bytes: of the model's buffers, which are counted with the weights and never divided
     """
@@ -445,7 +449,10 @@ def _total_bytes(tensors: Iterable[Tensor]) -> int:
 def _combination(
     start: _Setting, tried: Iterable[tuple[_Option, Method]], predict: _Predictor, budget_bytes: int
 ) -> dict[str, int]:
-    """Options that together fit the budget, tried in the order of what they cost; none that the others can spare."""
+    """Options that together fit the budget, each with the peak of it and all before.
+
+    They are tried in the order of what they cost. One that the others can do without is left out.
+    """
     usable = [(option, method) for option, method in tried if method.peak_bytes is not None]
     usable.sort(key=lambda one: (one[0].alters, round(one[1].operations or 1.0, 2)))
 

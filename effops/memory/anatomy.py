@@ -1,4 +1,4 @@
-"""Where the memory of a step goes: predicted on fake tensors, without running it, and measured beside."""
+"""Where the memory of a step goes: predicted on fake tensors without running it, and measured beside that if asked."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Anatomy:
 
     @property
     def differences(self) -> list[str]:
-        """What was there at the measured peak and was not predicted for the predicted one, or the other way round."""
+        """Storages that only one side has at its peak, the predicted or the measured one; the largest sums first."""
         if self.measured is None:
             return []
         sides = {"predicted": self.timeline, "measured": self.measured.timeline}
@@ -164,8 +164,8 @@ def anatomy(
     """The memory of one step, predicted without running it.
 
     Model, batch, loss and optimizer run on fake tensors, which have shapes and no values: nothing is allocated and
-    no GPU is needed. Two steps are recorded, so that the second one finds what training leaves between steps. Bytes are
-    those of storages; in bytes, for any dtypes.
+    no GPU is needed. Two steps are recorded, so that the second one finds what training leaves between steps. All sizes
+    are bytes of storages, whatever the dtypes.
 
     Args:
         workload: what a step runs
@@ -240,7 +240,7 @@ def _check_batch(workload: Workload, batch_size: int) -> None:
         others = _shapes(workload.batch(other))
     except UNPREDICTABLE:
         raise
-    except Exception:  # not every size has to be possible
+    except Exception:  # a workload need not allow every size
         return
     if shapes and shapes == others:
         raise ValueError(
@@ -254,7 +254,7 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 
 
 def _build_in_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
-    """A new model, whose parameters and buffers are fake tensors of the mode: copies by deepcopy are of another."""
+    """A new model whose parameters and buffers are fake tensors of the mode; those of a deepcopy are of another."""
     model = build_model(build)
     if not isinstance(model, nn.Module):
         return model

@@ -18,7 +18,7 @@ from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.prediction.inside import caution
 from effops.text import aligned, format_bytes
 
-LINE_STEPS = 12
+LINE_STEPS = 12  # so many sizes are taken from a line through two peaks, before gaps are halved
 PROBED_STEPS = 3
 LARGEST_BATCH = 2**40
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -34,11 +34,11 @@ class MaxBatch:
 
     Attributes:
         batch_size: of each forward pass
-        predicted_peak_bytes: of a step with that batch, in what the budget means; None if it was found by running
+        predicted_peak_bytes: of a step with that batch, counted as `budget_means` says; None if it was found by running
         next_peak_bytes: the same for the next larger batch that was allowed, which does not fit
         budget_bytes, budget_means: as given
         tried: what was predicted or measured of each batch size that was looked at; None where memory ran out
-        unknown: operators that may allocate more inside than is predicted, by which too large a batch may be found
+        unknown: operators that may allocate more inside than is predicted, so that the batch may be too large
     """
 
     batch_size: int
@@ -101,7 +101,7 @@ def max_batch_size(
         context_bytes: what a CUDA device holds before there are tensors
 
     Raises:
-        BudgetTooSmallError: a ValueError; the smallest batch exceeds the budget, and what takes most of it
+        BudgetTooSmallError: the smallest batch exceeds the budget; a ValueError that tells what takes most
         ValueError: an argument is out of range
 
     Example:
@@ -145,7 +145,7 @@ def _check_choices(budget_means: str, mode: str, multiple_of: int, power_of_two:
 
 @dataclass(frozen=True)
 class _Multiples:
-    """The batch sizes that are multiples of a number, by index."""
+    """The batch sizes that are multiples of `unit`, by index."""
 
     unit: int
 
@@ -153,13 +153,13 @@ class _Multiples:
         return self.unit * (index + 1)
 
     def last(self, size: float) -> int:
-        """The index of the largest one up to a size."""
+        """The index of the largest batch size up to a given one."""
         return int(size // self.unit) - 1
 
 
 @dataclass(frozen=True)
 class _Powers:
-    """The batch sizes that are a power of two times one, by index."""
+    """The batch sizes that are `unit` times a power of two, by index."""
 
     unit: int
 
@@ -167,7 +167,7 @@ class _Powers:
         return int(self.unit * 2**index)
 
     def last(self, size: float) -> int:
-        """The index of the largest one up to a size."""
+        """The index of the largest batch size up to a given one."""
         return int(size // self.unit).bit_length() - 1
 
 
@@ -293,7 +293,7 @@ def _prober(
 
 
 class _NoObserver:
-    """An observer of steps that nobody follows."""
+    """Observes nothing, for steps that are run and not followed."""
 
     def enter(self, phase: str) -> None: ...
 
@@ -301,7 +301,10 @@ class _NoObserver:
 
 
 def _cuda_peak(workload: Workload, size: int, context_bytes: int | None) -> int | None:
-    """Of `PROBED_STEPS` steps: bytes of tensors, or with `context_bytes` of what the device holds."""
+    """The peak of `PROBED_STEPS` steps, or None where memory runs out.
+
+    It is in bytes of tensors, or with `context_bytes` of all that the device holds.
+    """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:

@@ -1,4 +1,7 @@
-"""Builds models of fake tensors, where what a constructor makes of numbers alone has values: a rate for each layer."""
+"""Builds models of fake tensors.
+
+What a constructor computes from numbers alone keeps its values, such as a rate of dropout for each layer.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ NUMBER_FACTORIES = {
 
 
 def build_model(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model, whose constructor may ask for values that follow from numbers, up to `MOST_ELEMENTS` a tensor."""
+    """Build the model. It may ask for values that follow from numbers, in tensors of up to `MOST_ELEMENTS`."""
     try:
         with _KnownValues(), mock.patch.object(nn.init, "_no_grad_trunc_normal_", _skip_initialisation):
             model: nn.Module = build()
@@ -42,7 +45,7 @@ def build_model(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _skip_initialisation(tensor: Tensor, *bounds: float, **options: object) -> Tensor:
-    """In place of an initialisation that draws until all values are right."""
+    """Stand in for an initialisation that draws until all values are right, which fake tensors never are."""
     return tensor
 
 
@@ -52,7 +55,7 @@ class _KnownValues(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.known = WeakTensorKeyDictionary()  # the value of a fake tensor, and its storage then
-        self.changed: list[Tensor] = []  # real ones, which only fake tensors in their place were changed of
+        self.changed: list[Tensor] = []  # real tensors that are out of date: a fake one was changed instead
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,7 +86,7 @@ class _KnownValues(TorchDispatchMode):
         return value if value is not None and value.numel() <= MOST_ELEMENTS else None
 
     def _forget(self, changed: list[Tensor]) -> None:
-        """What shares storage with a tensor that was changed by values that are not known, or that was real."""
+        """Forget the values of all that shares a storage with changed tensors: the new ones are not known."""
         self.changed += [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
         storages = {tensor.untyped_storage()._cdata for tensor in changed}
         for tensor in list(self.known):

@@ -78,7 +78,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished run, and the memory occupied now: None where NVML cannot be asked, for the reason `obstacle`."""
+    """A finished run, and the memory occupied now; where NVML cannot be asked it is None, and `obstacle` tells why."""
 
     time_s: float
     samples_per_second: float
@@ -112,7 +112,7 @@ def device_usage() -> Usage:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """The initialised library; what it raises inside of the context is told as it is at its start."""
+    """The initialised library; what NVML raises, now or inside of the context, becomes `NVMLUnavailableError`."""
     try:
         import pynvml
     except ImportError as error:
@@ -168,7 +168,7 @@ def _usage(nvml: Any, index: int, allocators: Mapping[str, tuple[int, int]]) -> 
 
 
 def _process_bytes(nvml: Any, handle: Any, present: bool) -> int | None:
-    """What this process occupies; None where NVML does not tell: it may know processes by other numbers than we do."""
+    """What this process occupies; None where NVML does not tell, as it may number processes otherwise."""
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError_NotSupported:

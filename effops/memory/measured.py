@@ -17,22 +17,22 @@ MARK = "effops.memory"
 
 
 def measured_timeline(workload: Workload, batch_size: int) -> Timeline:
-    """The second of two steps, as it ran; the generator of random numbers is left as it was."""
-    watch = _Notes()
+    """The timeline of the second of two steps, as it ran; the random number generator is left as it was."""
+    notes = _Notes()
     with (
         torch.random.fork_rng(),
         without_collector(),
         torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        step = Step(workload, batch_size, watch)
+        step = Step(workload, batch_size, notes)
         step.warm_up()
-        watch.note("begin")
+        notes.note("begin")
         step.run()
-        watch.note("end")
+        notes.note("end")
     recorded = profiler.profiler
     assert recorded is not None
     assert recorded.kineto_results is not None
-    return watch.timeline(
+    return notes.timeline(
         sorted(_events(recorded.kineto_results.experimental_event_tree(), ()), key=lambda one: one[0])
     )
 
@@ -55,7 +55,7 @@ class _Notes:
         self.note("mark", category, tuple(tensor.untyped_storage().data_ptr() for tensor in found))
 
     def timeline(self, events: Sequence[tuple[int, int, int, str]]) -> Timeline:
-        """Put the allocator's events and the notes together; what was there before is not seen."""
+        """Put the allocator's events and the notes together; what was allocated before is not seen."""
         records: list[Allocation] = []
         living: dict[int, Allocation] = {}
         phases: list[tuple[str, int]] = []
@@ -84,7 +84,7 @@ class _Notes:
 
 
 def _events(nodes: Sequence[Any], operators: tuple[str, ...]) -> Iterator[tuple[int, int, int, str]]:
-    """Of each allocation and release, and of each note: time, address, bytes, and the operator that it happened in."""
+    """The time, address, bytes and enclosing operator of each allocation, of each release and of each note."""
     for node in nodes:
         kind = node.tag.name
         if kind == "Allocation":
@@ -97,6 +97,6 @@ def _events(nodes: Sequence[Any], operators: tuple[str, ...]) -> Iterator[tuple[
 
 
 def _innermost_operator(operators: Sequence[str]) -> str:
-    """The innermost operator that does more than to allocate."""
+    """The innermost operator that does more than allocate."""
     named = (name for name in reversed(operators) if name.startswith(("aten::", "effops::")))
     return next((name for name in named if not name.startswith(("aten::empty", "aten::resize"))), "no operator")

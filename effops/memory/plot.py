@@ -1,4 +1,4 @@
-"""Pictures of memory: over a step, and against what a model's sizes are."""
+"""Pictures of memory: over a step, and against the sizes of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from effops.memory.sweep import Sweep
 
 MIB = 2**20
-LEAST_LABELLED = 0.04
+LEAST_LABELLED = 0.04  # of the picture's width: shorter phases have no label
 
 
 def plot_anatomy(anatomy: Anatomy, path: str | Path) -> None:
@@ -68,7 +68,7 @@ def plot_sweep(sweep: Sweep, path: str | Path) -> None:
 
 
 def _phases(timeline: Timeline) -> Iterator[tuple[str, int, int]]:
-    """The phases of the last step, with the ticks at which each begins and ends; equal ones that follow are one."""
+    """The phases of the last step, with the ticks at which each begins and ends; equal phases in a row are one."""
     begun = [(phase, max(begin, timeline.start)) for phase, begin in timeline.phases if begin >= timeline.start]
     begins = [(phase, next(group)[1]) for phase, group in itertools.groupby(begun, key=lambda one: one[0])]
     for (phase, begin), end in zip(begins, [*(begin for _, begin in begins[1:]), timeline.end]):

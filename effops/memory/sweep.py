@@ -17,11 +17,11 @@ from effops.text import aligned, format_bytes
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was found of each axis, the others at their base.
+    """What was found for each value of each axis, with the other axes at their base.
 
     Attributes:
         axes: by axis and value, the largest batch size that fits the budget, 0 if none does; or the bytes at the peak
-        base: the value of each axis where another one is varied
+        base: the value of each axis while another one is varied
         budget_bytes, batch_size: what was given; the other is None
         unknown: operators, in any of the steps, that may allocate more inside than is predicted
 
@@ -74,7 +74,7 @@ def sweep(
         axes: the values of each axis
         budget: bytes of tensors, as a number or a text such as "6 GiB": asks for the largest batch
         batch_size: asks for the peak
-        base: the value of each axis where another one is varied; the first one of those that are not here
+        base: the value of each axis while another one is varied; an axis that is not given has its first value
         power_of_two: the largest batch is a power of two
         device: "cpu" or "cuda", as in `anatomy`
 

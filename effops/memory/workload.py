@@ -26,15 +26,15 @@ class Workload:
 
     Attributes:
         model: builds the model, anew at each call
-        batch: makes a batch of a given size: a tensor, or a tuple or mapping of arguments; of what else it makes,
-            tensors in dataclasses are seen
-        loss: of the model and a batch, a scalar
-        optimizer: of the model's parameters
+        batch: makes a batch of a given size: a tensor, or a tuple or mapping of arguments; tensors that it
+            puts into dataclasses are seen too
+        loss: computes a scalar from the model and a batch
+        optimizer: makes the optimizer of the model's parameters
         autocast: the dtype of `torch.autocast` around model and loss; None for none
         checkpoint: the modules whose activations are computed again in backward: a class or several, a predicate of a
             module, or True for each module in an outermost `torch.nn.ModuleList`
         accumulation_steps: how many batches, of the given size each, make one optimizer step
-        generate: of the model and a batch: what inference runs instead of one call of the model
+        generate: what inference runs with the model and a batch, instead of one call of the model
 
     Example:
         >>> workload = effops.memory.Workload(
@@ -86,10 +86,10 @@ class Workload:
 
 
 class Observer(Protocol):
-    """Who follows a step."""
+    """Follows a step: it is told of phases, and of the categories of tensors."""
 
     def enter(self, phase: str) -> None:
-        """What comes now: setup, inputs, forward, backward, optimizer or release; in inference also between."""
+        """A phase begins: setup, inputs, forward, backward, optimizer or release; in inference also between."""
 
     def mark(self, category: str, found: Iterable[Tensor]) -> None:
         """The storages of these tensors belong to a category."""
@@ -98,7 +98,7 @@ class Observer(Protocol):
 class Step:
     """A model, ready for any number of steps.
 
-    Between the calls of `run` are the model and the states of its optimizer, and what modules keep by themselves.
+    Between calls of `run` the model stays, with the states of its optimizer and what modules keep by themselves.
     """
 
     def __init__(self, workload: Workload, batch_size: int, observer: Observer) -> None:
@@ -134,14 +134,14 @@ class Step:
             module.forward = functools.partial(checkpointed, module.forward, use_reentrant=False)
 
     def warm_up(self) -> None:
-        """A step of one batch, after which there is all that steps leave behind."""
+        """Run a step of one batch, after which all that steps leave behind is there."""
         if self.workload.trains:
             self._train(1)
         else:
             self._infer()
 
     def run(self) -> None:
-        """One step of the workload."""
+        """Run one step of the workload."""
         if self.workload.trains:
             self._train(self.workload.accumulation_steps)
         else:

@@ -1,4 +1,4 @@
-"""Bytes that a function of tensors will need, found by running it on fake tensors: nothing is computed or allocated."""
+"""Predicts the bytes that a function of tensors needs, on fake tensors: nothing is computed or allocated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from effops.pytorch import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 
 class Bytes(NamedTuple):
-    """What a call needs beyond its inputs: its output, what is kept for backward besides, and temporaries."""
+    """The bytes that a call needs beyond its inputs: its output, what else it keeps for backward, and temporaries."""
 
     output_bytes: int
     saved_bytes: int
@@ -36,7 +36,7 @@ class Allocations(TorchDispatchMode):
         return result
 
     def count(self, tensor: Tensor, *, nbytes: int | None = None) -> None:
-        """Count the storage of a tensor, once, until it is released; as `nbytes` if they are given."""
+        """Count the storage of a tensor once, until it is released; `nbytes` stands in for its size."""
         storage = tensor.untyped_storage()
         reference = weakref.ref(storage, self.release)
         if reference not in self.storages:
@@ -52,7 +52,10 @@ class Allocations(TorchDispatchMode):
 
 
 def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor) -> Bytes:
-    """Bytes of `function(*tensors)`, in the current grad mode; the tensors may be on any device, or meta tensors."""
+    """Predict the bytes of `function(*tensors)` in the current grad mode.
+
+    The tensors may be on any device, or meta tensors.
+    """
     with FakeTensorMode():
         fakes = []
         for tensor in tensors:

@@ -1,7 +1,7 @@
-"""What convolutions allocate inside on a CPU, as measured with torch 2.13.
+"""The workspace of convolutions on a CPU, as measured with torch 2.13.
 
-oneDNN computes on copies whose channels are in blocks of as many as a vector register holds, and copies its result
-back; PyTorch's own kernels unfold their input.
+oneDNN computes on copies of its operands, and copies its result back. The channels of these copies come in blocks, each
+of as many as a vector register holds. PyTorch's own kernels unfold their input instead.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from effops.pytorch import _ConvBackend, _select_conv_backend
 
 FLOAT_BYTES = 4
 BLOCK_CHANNELS = 8  # floats of AVX2
-SCRATCH_BYTES = 128  # oneDNN's, before a bias that it pads
+SCRATCH_BYTES = 128  # what oneDNN allocates in front of a bias that it pads
 
 
 def convolution_bytes(args: Sequence[Any], result: Tensor) -> int | None:
-    """Of arguments and result of `aten.convolution`: bytes beyond the result; None if they are not known."""
+    """The bytes that `aten.convolution` allocates beyond its result; None if they are not known."""
     input, weight, bias = args[:3]
     backend = _select_conv_backend(*args[:9], None if bias is None else bias.shape)
     if backend != _ConvBackend.Mkldnn:
@@ -38,7 +38,7 @@ def convolution_bytes(args: Sequence[Any], result: Tensor) -> int | None:
 
 
 def convolution_backward_bytes(args: Sequence[Any], result: Sequence[Tensor | None]) -> int | None:
-    """Of arguments and results of `aten.convolution_backward`: bytes beyond the results; None if they are not known."""
+    """The bytes that `aten.convolution_backward` allocates beyond its results; None if they are not known."""
     upstream, input, weight, bias_sizes = args[:4]
     forward = (input, weight, None, *args[4:10])
     backend = _select_conv_backend(*forward, bias_sizes)
@@ -64,17 +64,20 @@ def convolution_backward_bytes(args: Sequence[Any], result: Sequence[Tensor | No
 
 
 def is_measured_cpu() -> bool:
-    """Whether oneDNN has the layouts here that were measured: they depend on the vector registers."""
+    """Whether oneDNN has the layouts that were measured: they depend on the vector registers of the CPU."""
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def _is_blocked(input: Tensor) -> bool:
-    """Whether it was measured how oneDNN lays this out."""
+    """Whether the blocked layout of such an input was measured."""
     return input.dtype is torch.float32 and input.is_contiguous() and is_measured_cpu()
 
 
 def _unfolded_bytes(backend: Any, args: Sequence[Any], output: Tensor) -> int | None:
-    """The input of PyTorch's own kernels, for each place of the kernel: of the batch, or if dilated of one item."""
+    """The bytes of the input as PyTorch's own kernels unfold it; None if they are not known.
+
+    It is held once for each place of the kernel: the whole batch, or one item if the kernel is dilated.
+    """
     input, weight = args[:2]
     places = math.prod(weight.shape[2:])
     item = weight.shape[1] * places * math.prod(output.shape[2:]) * input.element_size()
@@ -86,7 +89,7 @@ def _unfolded_bytes(backend: Any, args: Sequence[Any], output: Tensor) -> int | 
 
 
 def _is_dense(args: Sequence[Any]) -> bool:
-    """Whether each place of the input is a place of the result, if the kernel has one."""
+    """Whether stride and padding let a kernel of one place give each place of the input a result."""
     return set(args[3]) == {1} and not any(args[4])
 
 
@@ -95,7 +98,7 @@ def _blocked_bytes(images: Tensor) -> int:
 
 
 def _blocked_input_bytes(input: Tensor, groups: int) -> int:
-    """Fewer channels than a block stay as they are."""
+    """The bytes of the blocked input; one with fewer channels than a block is not copied."""
     return 0 if groups == 1 and input.shape[1] < BLOCK_CHANNELS else _blocked_bytes(input)
 
 

@@ -1,4 +1,7 @@
-"""What a CUDA device holds beside the tensors of a step, each part with the assumption that it rests on."""
+"""What is different on a CUDA device: the forms of functions, and what it holds beside the tensors of a step.
+
+`ASSUMPTIONS` names what each part rests on.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ RECURRENT_FUNCTIONS = _VF.gru, _VF.lstm, _VF.rnn_relu, _VF.rnn_tanh
 
 @dataclass
 class _Block:
-    """A piece of a segment. Neighbours are known so that free ones merge."""
+    """A piece of a segment. It knows its neighbours, so that free ones can be merged."""
 
     start: int
     size: int
@@ -103,7 +106,7 @@ class CachingAllocator:
 
 
 def overheads(timeline: Timeline, context_bytes: int) -> Mapping[str, int]:
-    """What is occupied beside the tensors at the peak of the last step, by the names of `ASSUMPTIONS`."""
+    """The bytes occupied beside the tensors at the peak of the last step, by the names of `ASSUMPTIONS`."""
     peak_bytes = timeline.peak_bytes
     rounded = [
         replace(one, nbytes=-(-one.nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES) for one in timeline.allocations
@@ -118,7 +121,7 @@ def overheads(timeline: Timeline, context_bytes: int) -> Mapping[str, int]:
 
 
 def reserved_bytes(timeline: Timeline) -> int:
-    """What the caching allocator has reserved at the end of all steps."""
+    """The bytes that the caching allocator has reserved at the end of all steps."""
     allocator = CachingAllocator()
     born = {one.born: one for one in timeline.allocations}
     died = {one.died: one.born for one in timeline.allocations if one.died is not None}
@@ -132,10 +135,10 @@ def reserved_bytes(timeline: Timeline) -> int:
 
 
 class CudaForms(TorchFunctionMode):
-    """Functions in the form that they have on CUDA, which saves other tensors for backward than that on a CPU.
+    """Gives functions the form that they have on CUDA, where they save other tensors for backward than on a CPU.
 
-    Dropout keeps booleans, and `scaled_dot_product_attention` never holds all pairs. Recurrent layers, which cuDNN has
-    as a whole, have the form of a CPU and are added to `unknown`.
+    Dropout saves booleans, and `scaled_dot_product_attention` never holds all pairs. cuDNN computes a recurrent layer
+    as a whole. Here such a layer keeps the form of a CPU, and its name is added to `unknown`.
     """
 
     def __init__(self, unknown: set[str]) -> None:
@@ -151,7 +154,7 @@ class CudaForms(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _attention(*args, **options)
         if func is torch.autograd.backward:
-            with self:  # what checkpointing computes again has the same forms
+            with self:  # so that what checkpointing computes again has the same forms
                 return _backward(*args, **options)
         return func(*args, **options)
 
@@ -163,7 +166,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Sequence[Tensor] | None = None,
 ) -> None:
-    """`torch.autograd.backward`, without the switch that turns modes off."""
+    """Do what `torch.autograd.backward` does, but leave modes on."""
     upstream = tuple(
         torch.ones_like(loss) if gradient is None else gradient
         for loss, gradient in zip(losses, grad_tensors or [None] * len(losses))

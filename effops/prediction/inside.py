@@ -1,8 +1,9 @@
-"""What PyTorch's operators allocate on a CPU that fake tensors do not show, as measured with torch 2.13.
+"""The workspace of PyTorch's operators on a CPU: what they allocate inside, which fake tensors do not show.
 
-`RULES` describe some, of which those `CPU_ONLY` say nothing of a CUDA device; `UNKNOWN` are those of which it was
-measured that they allocate more, and no rule says how much. Any other operator allocates what its results take, as far
-as a prediction knows; `anatomy(..., measure=True)` tells where that is wrong.
+All of it was measured with torch 2.13. `RULES` tell how much some operators allocate; the rules of those in `CPU_ONLY`
+say nothing of a CUDA device. The operators in `UNKNOWN` were seen to allocate more than their results, and no rule
+tells how much. Any other operator is taken to allocate its results alone. `anatomy(..., measure=True)` shows where that
+is wrong.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ PRODUCTS = {
     aten.dot.default,
     aten.vdot.default,
 }
-ONEDNN_MULTIPLICATIONS = 16**3  # a product of no more is left to other kernels
-PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys for no fewer queries and keys
+ONEDNN_MULTIPLICATIONS = 16**3  # other kernels compute products of up to so many
+PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys from so many queries and keys on
 
 
 class Workspace(NamedTuple):
     """What a call of an operator allocates inside.
 
-    `temporary_bytes` are allocated and released; `result_bytes` is the storage of some results, by index; if not
-    `known` there may be more.
+    `temporary_bytes` are allocated and released within the call. `result_bytes` tells the storage of some results, by
+    index, where fake tensors show another one. If `known` is False, the call may allocate more.
     """
 
     temporary_bytes: int = 0
@@ -89,7 +90,7 @@ CPU_ONLY = {
 
 
 def workspace(func: Any, args: Sequence[Any], result: Any, cuda: bool = False) -> Workspace:
-    """Of a call of an operator on fake tensors, which with `cuda` stand for those of a CUDA device."""
+    """The workspace of a call on fake tensors; with `cuda` they stand for tensors of a CUDA device."""
     if cuda and func in CPU_ONLY:
         return Workspace(known=False)
     if func.namespace == "effops":
@@ -109,7 +110,7 @@ def caution(unknown: Iterable[str]) -> str:
 
 
 def rule(*operators: Any) -> Callable[[Rule], Rule]:
-    """Register what operators hide."""
+    """Register the decorated function as the rule of these operators."""
 
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(operators, function))
@@ -125,7 +126,7 @@ def rule(*operators: Any) -> Callable[[Rule], Rule]:
     aten.soft_margin_loss.default,
 )
 def _loss(args: Sequence[Any], result: Tensor) -> Workspace:
-    """A loss that is reduced keeps its scalar on the storage of all elements, which it has once more meanwhile."""
+    """A reduced loss keeps its scalar on a storage of all elements, and holds as much again during the call."""
     nbytes = _elements_bytes(args, result)
     return Workspace(0 if result.shape else nbytes, {0: nbytes})
 
@@ -142,14 +143,14 @@ def _elements_bytes(args: Sequence[Any], result: Tensor) -> int:
 
 @rule(aten.binary_cross_entropy_with_logits.default)
 def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Workspace:
-    """The logarithm of the sigmoid beside the loss of all elements, and weights of positives changed."""
+    """It holds the logarithm of the sigmoid and the loss of all elements, and a copy of the positives' weights."""
     weights_bytes = args[3].numel() * args[3].element_size() if len(args) > 3 and args[3] is not None else 0
     return Workspace(_elements_bytes(args, result) * (1 if result.shape else 2) + weights_bytes)
 
 
 @rule(FLASH_ATTENTION)
 def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
-    """A block of weights, its maxima and sums, and results of each thread; weights once more in a narrow dtype."""
+    """Each thread holds a block of weights, its maxima, sums and results; in a narrow dtype also rounded weights."""
     query, wide_bytes = args[0], result[1].element_size()
     rows, pairs = _attention_block(query, args[1])
     wide = pairs + rows * (2 + query.shape[3])
@@ -158,7 +159,10 @@ def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
-    """Weights of a block and their gradients of each thread, and the gradient from above if its layout is another."""
+    """Each thread holds the weights of a block and their gradients.
+
+    The gradient from above is copied if its layout is another one.
+    """
     upstream, query, key, wide_bytes = args[0], args[1], args[2], args[5].element_size()
     rows, pairs = _attention_block(query, key)
     thread_bytes = 2 * (pairs * wide_bytes + _rounded_weights_bytes(query, wide_bytes, pairs))
@@ -167,7 +171,7 @@ def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Work
 
 
 def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
-    """Rows of a block, and pairs in it."""
+    """The number of queries in a block of attention, and the number of pairs."""
     length = query.shape[2]
     rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
     return rows, rows * min(512, key.shape[2])
@@ -178,10 +182,10 @@ def _rounded_weights_bytes(query: Tensor, wide_bytes: int, pairs: int) -> int:
 
 
 def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
-    """Whether oneDNN multiplies in a narrow dtype here, with memory of PyTorch's allocator.
+    """Whether oneDNN multiplies in a narrow dtype here, and takes memory from PyTorch's allocator.
 
-    It is the scratchpad of each product, and packed keys and values in attention. No rule says how much: oneDNN decides
-    by sizes, threads and instructions of the CPU.
+    A product has a scratchpad, and attention packs keys and values. No rule tells how much that is: oneDNN decides by
+    sizes, threads and instructions of the CPU.
     """
     if func in PRODUCTS:
         left = args[-2]
@@ -229,20 +233,20 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
     aten.grid_sampler_2d_backward.default,
 )
 def _contiguous_copies(args: Sequence[Any], result: Any) -> Workspace:
-    """What is not laid out in order is copied, such as the gradient that comes from a sum."""
+    """Arguments that are not contiguous are copied, such as the gradient that comes from a sum."""
     given = (one for one in args if isinstance(one, Tensor) and not one.is_contiguous())
     return Workspace(sum(one.numel() * one.element_size() for one in given))
 
 
 @rule(aten.logsumexp.default)
 def _logsumexp(args: Sequence[Any], result: Tensor) -> Workspace:
-    """Exponentials, and maxima beside the result."""
+    """It holds the exponentials, and the maxima beside the result."""
     return Workspace((args[0].numel() + result.numel()) * result.element_size())
 
 
 @rule(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 def _matrix_copies(args: Sequence[Any], result: Tensor) -> Workspace:
-    """A matrix whose rows or columns are not apart is copied; in a batch one at a time."""
+    """A matrix is copied if neither its rows nor its columns lie in order; in a batch one at a time."""
     copied = (one for one in args[-2:] if not (_has_ordered_rows(one) or _has_ordered_rows(one.mT)))
     return Workspace(sum(math.prod(one.shape[-2:]) * one.element_size() for one in copied))
 
@@ -253,7 +257,7 @@ def _has_ordered_rows(matrix: Tensor) -> bool:
 
 @rule(aten.native_layer_norm.default)
 def _layer_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
-    """Mean and deviation have the dtype of the weight, if that is wider than the input's."""
+    """Mean and deviation have the dtype of the weight if it is wider than that of the input."""
     copied, (weight, mean) = _contiguous_copies(args, result), (args[2], result[1])
     if weight is None or weight.dtype == mean.dtype:
         return copied
@@ -282,7 +286,8 @@ ONEDNN_INFERENCE_BYTES = PAGE_BYTES + 776
 def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """oneDNN keeps the gates and states of all steps of a layer, each kind on pages of its own.
 
-    Without gradients it has the gates of one step, all of it for the time of the call, and the weights in its layout.
+    Without gradients it keeps the gates of one step only, and releases everything when the call ends. It also copies
+    the weights into its own layout.
     """
     input, hidden_size, trains = args[0], args[10], args[15]
     steps, batch, size = input.shape
@@ -306,7 +311,10 @@ def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
 
 @rule(aten.mkldnn_rnn_layer_backward.default)
 def _lstm_backward(args: Sequence[Any], result: Any) -> Workspace:
-    """Gradients of the gates of all steps, of weights in oneDNN's layout, and the weights in it if they are not."""
+    """It holds the gradients of the gates of all steps, and of the weights in oneDNN's layout.
+
+    The weights are copied into that layout if they have another one.
+    """
     input, hx, output, upstream, hidden_size = args[0], args[5], args[7], args[10], args[15]
     elements, gates = input.shape[0] * input.shape[1], 4 * hidden_size
     copied = output.numel() if upstream is None or not upstream.is_contiguous() else 0

@@ -1,7 +1,8 @@
 """Counts what operators compute, in the three classes of Ivanov et al. 2021 (arXiv:2007.00072).
 
-Tensor contractions count each multiplication and addition; statistical normalisations and reductions `PER_ELEMENT`
-operations an element of their input; element-wise operators one an element of their result.
+A tensor contraction counts each multiplication and each addition. A statistical normalisation or a reduction counts
+`PER_ELEMENT` operations for each element of its input. An element-wise operator counts one for each element of its
+result.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 def operations(func: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> tuple[str, int]:
     """The class of a call of an operator, and how many operations it makes.
 
-    The class "uncounted" has calls, not operations: those of kernels of which only their author knows.
+    In the class "uncounted" a call counts as one: only the author of such a kernel knows its operations.
     """
     if func in _FORMULAS:
         return CONTRACTION, _FORMULAS[func](args)
@@ -49,7 +50,7 @@ def operations(func: Any, args: Sequence[Any], options: Mapping[str, Any], resul
 
 
 def _elements(value: Any) -> int:
-    """Of the largest tensor."""
+    """The number of elements of the largest tensor."""
     return max((leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), default=0)
 
 

@@ -1,6 +1,6 @@
-"""What operators make of fake tensors, found once for all calls alike: a step has many calls, of few kinds.
+"""Remembers what operators make of fake tensors, for all calls that are alike: a step has many calls, of few kinds.
 
-FakeTensorMode remembers operators itself, for more kinds of arguments than occur here and at several times the cost.
+FakeTensorMode remembers operators itself. It covers more kinds of arguments than occur here, at several times the cost.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class OperatorCall:
     """A call of an operator on fake tensors.
 
     Attributes:
-        tensors: among its arguments
-        key: equal for calls alike; None where results may depend on more than layouts and plain values
+        tensors: the tensors among its arguments
+        key: equal for calls that are alike; None where results may depend on more than layouts and plain values
     """
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ class OperatorCall:
         self.key = self._key()
 
     def outcome(self, result: Any) -> Outcome | None:
-        """What makes results of the tensors of calls alike, as this one's `result` was made; None if unknown."""
+        """A function that makes the results of a like call of its tensors, as `result` was made; None if unknown."""
         if self.key is None or OperatorCall(self.func, self.args, self.kwargs).key != self.key:
             return None  # there is no key, or the operator changed its arguments
         if not isinstance(result, (tuple, list)):
@@ -55,7 +55,7 @@ class OperatorCall:
         return tuple(parts) if is_known and self.tensors else None
 
     def _describe(self, values: Iterable[Any], parts: list[Any]) -> bool:
-        """Add what matters of arguments to a key; False if something else may."""
+        """Add to a key what matters of the arguments; False if more may matter than is added."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -74,7 +74,7 @@ class OperatorCall:
         return True
 
     def _maker(self, result: Any) -> Outcome | None:
-        """The same for one of several results: a plain value, an argument, a view of one, or a new tensor."""
+        """The same for one result, which is a plain value, an argument, a view of an argument, or a new tensor."""
         if type(result) in PLAIN:
             return lambda tensors: result
         if type(result) is not FakeTensor or not _is_known(result):
@@ -102,7 +102,7 @@ class OperatorCall:
 
 
 def _is_known(tensor: FakeTensor) -> bool:
-    """Whether its layout is all that matters of it."""
+    """Whether nothing but the layout of the tensor matters."""
     is_plain = tensor.layout is torch.strided and not tensor.dtype.is_complex
     return is_plain and tensor.constant is None and not (tensor.is_neg() or tensor._is_zerotensor())
 

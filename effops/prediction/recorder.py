@@ -32,20 +32,18 @@ from effops.pytorch import (
     tree_map_only,
 )
 
-NEW_CONSTANTS = (
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten.lift_fresh_copy.default,
-)  # of new constants, which have values
+# These operators take constants in, which have values.
+NEW_CONSTANTS = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
 ITEM = torch.ops.aten._local_scalar_dense.default
 NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
 SOLE_OWNER_COUNTS = 4, 2  # references to a gradient and to its storage, where autograd alone has it
 
 
 class Recorder(Allocations):
-    """An observer of a step on fake tensors of a mode; as a mode itself it sees all operators.
+    """Observes a step on the fake tensors of `mode`. It is a mode itself, so that it sees all operators.
 
-    Of the last step `operations` counts those of each phase, by phase and class, and `unknown` names the operators that
-    may allocate more than is recorded.
+    Two attributes tell of the last step: `operations` counts those of each phase and class, and `unknown` names the
+    operators that may allocate more than is recorded.
     """
 
     def __init__(self, mode: FakeTensorMode, cuda: bool = False) -> None:
@@ -63,7 +61,7 @@ class Recorder(Allocations):
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self) -> None:
-        """What comes now is the last step."""
+        """Begin the last step: forget what was counted and named before."""
         self.start = self.tick
         self.operations.clear()
         self.unknown.clear()
@@ -78,7 +76,7 @@ class Recorder(Allocations):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # a third of all calls; the mode below takes its time for it
+            return args[0].fake_device  # a third of all calls, and the mode below is slow at it
         phase = self.phases[-1][0]
         kwargs = kwargs or {}
         changes = func._schema.is_mutable and not any(tag in func.tags for tag in NOT_BY_VALUE)
@@ -97,7 +95,7 @@ class Recorder(Allocations):
         except DataDependentOutputException:
             if phase != "optimizer" or func is not ITEM:
                 raise
-            return 1.0 if args[0].is_floating_point() else 1  # few tensors of an optimizer depend on values
+            return 1.0 if args[0].is_floating_point() else 1  # in an optimizer, sizes hardly ever depend on values
         for index, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 if leaf.layout is not torch.strided:
@@ -118,7 +116,7 @@ class Recorder(Allocations):
         return result
 
     def _run(self, call: OperatorCall) -> tuple[Any, Workspace, tuple[str, int]]:
-        """The result of a call, what the operator hides, and what operations it makes."""
+        """The result of a call, the workspace of the operator, and the operations that it makes."""
         if call.key in self.remembered:
             outcome, allocated, counted = self.remembered[call.key]
             return outcome(call.tensors), allocated, counted
@@ -131,7 +129,7 @@ class Recorder(Allocations):
         return result, allocated, counted
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        """In place of a real tensor, which a step may not change: a fake one, which is not the step's own."""
+        """A fake tensor in place of a real one, which a step may not change; its bytes are not the step's."""
         if not _is_real(tensor):
             return tensor
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -163,9 +161,9 @@ class Recorder(Allocations):
 
 @contextmanager
 def generator_states_recorded() -> Iterator[None]:
-    """Let states of the random number generator, which checkpointing keeps, be fake tensors under a fake mode.
+    """Let the states of the random number generator be fake tensors under a fake mode: checkpointing keeps them.
 
-    PyTorch has no other place where it could be told so: the states are no results of operators.
+    They are no results of operators, so that PyTorch offers no other place to exchange them.
     """
     get, put = torch.get_rng_state, torch.set_rng_state
     nbytes = get().nbytes
@@ -182,7 +180,7 @@ def generator_states_recorded() -> Iterator[None]:
 
 
 def _are_constants(args: Sequence[Any]) -> bool:
-    """Whether all tensors among the arguments of an operator have values, the first argument too; none is in a list."""
+    """Whether the first argument of an operator is a tensor, all its tensors have values, and none is in a list."""
     return (
         bool(args)
         and type(args[0]) is FakeTensor
@@ -193,7 +191,10 @@ def _are_constants(args: Sequence[Any]) -> bool:
 
 
 def _accumulates(args: Sequence[Any]) -> bool:
-    """Whether autograd adds to a gradient that nobody else has: in place, if nobody looked at its operators."""
+    """Whether autograd adds to a gradient that nobody else holds.
+
+    It does so in place, unless a mode observes its operators, as here.
+    """
     node = _current_autograd_node()
     if node is None or isinstance(node, BackwardCFunction) or torch.is_grad_enabled():
         return False
