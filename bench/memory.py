@@ -3,9 +3,9 @@
 python bench/memory.py
 python bench/memory.py --largest --json FILE
 
-The first prints, for every architecture, way to train and batch size, the predicted and the measured peak of the
-tensors, how far they are apart, and the seconds that the prediction took. With `--largest` also the largest batch that
-fits a budget, beside the largest one of all smaller ones whose measured peak does.
+The first prints a row for every architecture, way to train and batch size. It has the predicted and the measured peak
+of the tensors, how far they are apart, and the seconds that the prediction took. `--largest` also predicts the largest
+batch that fits a budget. Beside it stands the largest one whose measured peak fits, found by running all sizes.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ from effops.text import aligned, format_bytes
 class Pass:
     """What is measured: `function(*args)`, or with `backward` the gradients of its result alone.
 
-    A backward pass differentiates by the tensors among `args` that require gradients. Its forward pass runs anew for
-    every measurement, before it and outside of it, and the gradient that comes from above is normal noise of the
-    result's shape and layout: no constant, which an implementation could profit from.
+    A backward pass differentiates by the tensors among `args` that require gradients. Its forward pass runs anew before
+    every measurement, and outside of it. The gradient that comes from above is normal noise of the result's shape and
+    layout: no constant, which an implementation could profit from.
     """
 
     function: Callable[..., Any]
@@ -333,8 +333,8 @@ def copy_bandwidth_gbps(device: torch.device, *, size_bytes: int = 2**28) -> flo
 class ProfileRow:
     """What torch.profiler says of one pass, or of one operator within it at the call stack `stack`.
 
-    `self_mem_bytes` is net: what the range itself allocated less what it freed, operators called inside left out, so
-    it is negative where a range frees what they allocated, and it is never a peak.
+    `self_mem_bytes` is net: what the range itself allocated less what it freed, without the operators called inside. It
+    is negative where a range frees what they allocated, and it is never a peak.
     """
 
     name: str

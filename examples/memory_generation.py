@@ -1,7 +1,7 @@
 """Where memory goes in inference: one pass of a decoder, and the generation of text by beam search, taken apart.
 
-Nothing is run: the steps are predicted on fake tensors. What lives between the calls of the model, the keys and values
-of past positions and the copies that beams make of them, is "generation state".
+Nothing is run: the steps are predicted on fake tensors. "Generation state" is what lives between the calls of the
+model: the keys and values of past positions, and the copies that beams make of them.
 """
 
 import torch

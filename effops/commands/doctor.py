@@ -32,8 +32,8 @@ REASON_LENGTH = 400
 class Device:
     """A device and its memory. What is unknown is None; `problem` is why it could not be asked, or empty.
 
-    `capability` is the compute capability of an NVIDIA GPU ("9.0"), the architecture of an AMD one ("gfx942"), and the
-    instruction set that PyTorch uses on a CPU ("AVX2").
+    `capability` is the compute capability of an NVIDIA GPU ("9.0") or the architecture of an AMD one ("gfx942"). On a
+    CPU it is the instruction set that PyTorch uses ("AVX2").
     """
 
     name: str
@@ -133,7 +133,7 @@ def versions() -> dict[str, str | None]:
 def _triton_version() -> str:
     try:
         import triton
-    except Exception as error:  # whatever an import raises is the answer
+    except Exception as error:  # an import may raise anything, which the report shows
         return f"cannot be imported: {_one_line(error)}"
     return str(triton.__version__)
 
@@ -150,7 +150,7 @@ def describe(device: torch.device) -> Device:
     """The device's model, capability and memory."""
     try:
         return _describe_cuda(device) if device.type == "cuda" else _describe_cpu(device)
-    except Exception as error:  # a device may be listed and out of order
+    except Exception as error:  # a device that is listed may still fail
         return Device(str(device), problem=f"raised {_one_line(error)}")
 
 

@@ -124,8 +124,8 @@ def advise(
     """What would lower the memory of a step, and by how much.
 
     Each method is predicted by `anatomy` of the step with it. ZeRO divides the curves of optimizer states, gradients
-    and weights by the number of devices, instant by instant, and keeps one module's gradients and weights whole: those
-    of the largest. Towards a budget the methods are put together one by one, first those that leave the training as it
+    and weights by the number of devices, instant by instant. It keeps the gradients and weights of one module whole,
+    the largest. Towards a budget the methods are put together one by one, first those that leave the training as it
     is, with the fewest operations first; each stays if it lowers the peak, unless the others make do without it.
 
     Args:

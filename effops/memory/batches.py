@@ -92,10 +92,10 @@ def max_batch_size(
         budget: bytes, as a number or a text such as "6 GiB"
         budget_means: "tensors", what tensors take; or "device", what a CUDA device holds, its overheads included
         device: whose forms of operations are predicted, "cpu" or "cuda"; probing runs on PyTorch's default device
-        mode: "predict" runs nothing: the peak is nearly affine in the batch size, so that a few predictions lead to a
-            size that fits beside a next one that does not. "probe" runs steps of each size that it looks at on
-            PyTorch's default device, doubling until memory runs out and then halving the gap; on CUDA without a
-            budget the memory of the device is the limit.
+        mode: "predict" runs nothing. The peak is nearly affine in the batch size, so that a few predictions lead to a
+            size that fits beside a next one that does not. "probe" runs steps on PyTorch's default device. It doubles
+            the size until memory runs out, and then halves the gap. On CUDA without a budget the memory of the device
+            is the limit.
         multiple_of: the batch size is a multiple of that
         power_of_two: the batch size is a power of two
         context_bytes: what a CUDA device holds before there are tensors

@@ -129,8 +129,9 @@ def estimate_transformer(
     It has been published as weights + 2 x activations, which is the total here, and as weights + activations; both are
     among the estimate's `readings`, times the bytes of `dtype` (float64 as published).
 
-    The detailed one counts the parameters of blocks `x + dropout(sublayer(norm(x)))` and of a last normalisation,
-    their gradients and optimizer states, and what autograd saves and naive attention keeps, tensor by tensor.
+    The detailed one counts the parameters of blocks `x + dropout(sublayer(norm(x)))` and of a last normalisation, with
+    their gradients and optimizer states. It also counts what autograd saves and naive attention keeps, tensor by
+    tensor.
 
     Args:
         blocks, heads, head_dim, batch, seq_len: sizes
@@ -232,7 +233,7 @@ def _activations(
 ) -> dict[str, int]:
     """Bytes that autograd saves and naive attention keeps."""
     narrow = dtype.itemsize
-    wide = SINGLE_BYTES if details.mixed_precision else narrow  # of the sum that runs through the blocks
+    wide = SINGLE_BYTES if details.mixed_precision else narrow  # an element of the sum that runs through the blocks
     rows, norms = batch * seq_len, 2 * blocks + 1
     features, inside, pairs = rows * width, rows * hidden, batch * heads * seq_len**2
     on_cuda = details.device == "cuda"
@@ -245,16 +246,16 @@ def _activations(
     terms = {"inputs of normalisations": norms * wide * features}
     if details.norm == "fused":
         terms["statistics of normalisations"] = norms * 2 * max(SINGLE_BYTES, wide) * rows
-    else:  # x - mean, that times the scale, the deviation, and that plus epsilon
+    else:  # saves x - mean, its product with the scale, the deviation, and that plus epsilon
         terms["parts of normalisations"] = norms * wide * (2 * features + 2 * rows)
-    inputs = 5 if details.mixed_precision else 3  # queries, keys and values share one, which autocast copies for each
+    inputs = 5 if details.mixed_precision else 3  # queries, keys and values share one; autocast copies it for each
     terms["inputs of projections"] = blocks * narrow * inputs * features
     terms["queries, keys and values"] = blocks * narrow * 3 * features
     if details.attention == "naive":
         terms["weights of attention"] = blocks * softmax * pairs
         terms["weights of attention, dropped"] = blocks * softmax * pairs * details.dropout
         terms["weights of attention, rounded"] = blocks * narrow * pairs * (softmax != narrow)
-    elif on_cuda or not details.dropout:  # with it, effops runs on a CPU in blocks and keeps none
+    elif on_cuda or not details.dropout:  # with dropout on a CPU, effops attends in blocks and keeps none
         terms["statistics of attention"] = blocks * max(SINGLE_BYTES, narrow) * batch * heads * seq_len
     terms["hidden features"] = blocks * narrow * inside * (2 if details.dropout else 1)
     dropped = mask(narrow) * (2 * features + inside)

@@ -16,7 +16,7 @@ from torch import Tensor
 from effops.pytorch import _ConvBackend, _select_conv_backend
 
 FLOAT_BYTES = 4
-BLOCK_CHANNELS = 8  # floats of AVX2
+BLOCK_CHANNELS = 8  # floats in a register of AVX2
 SCRATCH_BYTES = 128  # what oneDNN allocates in front of a bias that it pads
 
 
@@ -26,14 +26,15 @@ def convolution_bytes(args: Sequence[Any], result: Tensor) -> int | None:
     backend = _select_conv_backend(*args[:9], None if bias is None else bias.shape)
     if backend != _ConvBackend.Mkldnn:
         return _unfolded_bytes(backend, args, result)
-    depthwise = args[8] == input.shape[1] == weight.shape[0] and input.ndim < 5
+    groups = args[8]
+    depthwise = groups == input.shape[1] == weight.shape[0] and input.ndim < 5
     pointwise = math.prod(weight.shape[2:]) == 1 and not _is_dense(args)
-    if not _is_blocked(input) or pointwise or (args[8] > 1 and not depthwise):
+    if not _is_blocked(input) or pointwise or (groups > 1 and not depthwise):
         return None
     blocked = _blocked_bytes(result)
-    computing = _blocked_input_bytes(input, args[8]) + _blocked_weight_bytes(weight, args[8]) + blocked
-    if bias is not None and len(bias) % BLOCK_CHANNELS:
-        computing += FLOAT_BYTES * _padded(len(bias)) + SCRATCH_BYTES
+    computing = _blocked_input_bytes(input, groups) + _blocked_weight_bytes(weight, groups) + blocked
+    if bias is not None:
+        computing += _padded_bias_bytes(len(bias))
     return max(computing - _tensor_bytes(result), blocked)
 
 
@@ -46,14 +47,13 @@ def convolution_backward_bytes(args: Sequence[Any], result: Sequence[Tensor | No
     if backend != _ConvBackend.Mkldnn:
         unfolded = _unfolded_bytes(backend, forward, upstream)
         return None if unfolded is None else copied + unfolded
-    described = _is_blocked(input) and input.ndim == 4 and {*args[4], *args[6], args[9]} == {1}
-    if not described or input.shape[1] < BLOCK_CHANNELS or torch.get_num_threads() > 1:
+    stride, dilation, groups = args[4], args[6], args[9]
+    is_measured = _is_blocked(input) and input.ndim == 4 and {*stride, *dilation, groups} == {1}
+    if not is_measured or input.shape[1] < BLOCK_CHANNELS or torch.get_num_threads() > 1:
         return None
     blocked = [_blocked_bytes(upstream), _blocked_bytes(input), _blocked_weight_bytes(weight, 1)]
     inputs, weights, biases = (0 if one is None else _tensor_bytes(one) for one in result)
-    padded = (
-        FLOAT_BYTES * _padded(weight.shape[0]) + SCRATCH_BYTES if biases and weight.shape[0] % BLOCK_CHANNELS else 0
-    )
+    padded = _padded_bias_bytes(weight.shape[0]) if biases else 0
     most = max(
         sum(blocked) if inputs else 0,
         blocked[1] + inputs,
@@ -107,6 +107,11 @@ def _blocked_weight_bytes(weight: Tensor, groups: int) -> int:
     if groups == 1 and in_channels >= BLOCK_CHANNELS:
         in_channels = _padded(in_channels)
     return FLOAT_BYTES * _padded(out_channels) * in_channels * math.prod(kernel)
+
+
+def _padded_bias_bytes(channels: int) -> int:
+    """The bytes of a bias that oneDNN pads to whole blocks of channels; 0 where there is nothing to pad."""
+    return FLOAT_BYTES * _padded(channels) + SCRATCH_BYTES if channels % BLOCK_CHANNELS else 0
 
 
 def _padded(channels: int) -> int:

@@ -48,9 +48,9 @@ class _Block:
 class CachingAllocator:
     """The segments of `torch.cuda`'s caching allocator with its default settings, for one stream.
 
-    Requests are rounded to 512 bytes. Up to 1 MiB they are cut from segments of 2 MiB, above up to 10 MiB from segments
-    of 20 MiB, larger ones get segments of their own, rounded to 2 MiB. The smallest free block that fits is taken, and
-    cut unless too little is left. Nothing goes back to the device.
+    Requests are rounded to 512 bytes. Those of up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from
+    segments of 20 MiB. Larger ones get segments of their own, rounded to 2 MiB. The smallest free block that fits is
+    taken, and cut unless too little is left. Nothing goes back to the device.
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ PRODUCTS = {
     aten.dot.default,
     aten.vdot.default,
 }
-ONEDNN_MULTIPLICATIONS = 16**3  # other kernels compute products of up to so many
+ONEDNN_MULTIPLICATIONS = 16**3  # products of up to so many go to other kernels
 PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys from so many queries and keys on
 
 

@@ -32,7 +32,7 @@ from effops.pytorch import (
     tree_map_only,
 )
 
-# These operators take constants in, which have values.
+# These operators make tensors of new constants, which have values.
 NEW_CONSTANTS = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
 ITEM = torch.ops.aten._local_scalar_dense.default
 NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
@@ -95,7 +95,8 @@ class Recorder(Allocations):
         except DataDependentOutputException:
             if phase != "optimizer" or func is not ITEM:
                 raise
-            return 1.0 if args[0].is_floating_point() else 1  # in an optimizer, sizes hardly ever depend on values
+            # In an optimizer, values hardly ever decide what is allocated, so that any value will do.
+            return 1.0 if args[0].is_floating_point() else 1
         for index, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 if leaf.layout is not torch.strided:

@@ -1,5 +1,4 @@
-"""The memory of a step as predicted on fake tensors, beside the step as it ran, to the byte where nothing is known that
-fake tensors do not show."""
+"""The predicted memory of a step beside the measured one: equal to the byte where fake tensors show all there is."""
 
 import dataclasses
 import doctest
@@ -28,7 +27,7 @@ SMALL = Configuration(d_model=32, layers=1, heads=4, d_ff=48, seq_len=80)
 
 
 def is_right(found: effops.memory.Anatomy) -> bool:
-    """To the byte, but for the numbers that operators wrap in tensors."""
+    """The peak is right to the byte, but for the numbers that operators wrap in tensors."""
     assert found.measured is not None
     assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, "\n".join(found.differences)
     return True
@@ -45,7 +44,7 @@ def linear(**options) -> Workload:
 
 
 def training(model, *shape: int) -> Workload:
-    """Of a model of one tensor and one result, by its sum."""
+    """A step of a model of one tensor, whose loss is the sum of its result."""
     return Workload(model, lambda size: torch.randn(size, *shape), lambda model, x: model(x).sum(), torch.optim.SGD)
 
 
@@ -232,13 +231,13 @@ class LastState(nn.Module):
 
 
 def test_lstm_of_which_the_last_state_is_used():
-    """Its result has no gradient, which once was looked at."""
+    """The other result gets no gradient, of which a rule once took the layout."""
     found = anatomy(training(LastState, 30, 8), 8, measure=True)
     assert abs(found.peak_bytes / found.measured.peak_bytes - 1) < 0.005, found.differences
 
 
 def test_copied_layers_are_of_the_same_mode():
-    """Parameters that deepcopy made had other storages in every operator."""
+    """Parameters that deepcopy made once had another storage in every operator."""
 
     def model():
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
@@ -289,7 +288,7 @@ def test_losses_have_their_elements_twice(loss):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_our_attention_takes_what_pytorch_takes(is_causal):
-    """On fake tensors its fused kernels computed again in backward, as those of others do."""
+    """On fake tensors it once computed the forward pass again in backward, as for tensors of other libraries."""
     peaks = []
     for attention in (effops.attention, nn.functional.scaled_dot_product_attention):
         workload = Workload(

@@ -35,7 +35,7 @@ def inference(model, *shape):
 
 
 def is_right(workload, batch_size, allowed_bytes=64):
-    """To the byte, but for the numbers that operators wrap in tensors."""
+    """The peak is right to the byte, but for the numbers that operators wrap in tensors."""
     found = anatomy(workload, batch_size, measure=True)
     assert found.unknown == ()
     assert abs(found.peak_bytes - found.measured.peak_bytes) <= allowed_bytes, found
@@ -43,7 +43,7 @@ def is_right(workload, batch_size, allowed_bytes=64):
 
 
 def is_right_or_named(workload, batch_size, narrow):
-    """To the byte, or not above what is measured and with the `narrow` operators named that oneDNN computes."""
+    """The peak is right; or where oneDNN computes `narrow` operators, these are named, and the peak is not too high."""
     if not narrow:
         return is_right(workload, batch_size)
     found = anatomy(workload, batch_size, measure=True)
@@ -212,7 +212,7 @@ class Residual(Used):
 @pytest.mark.parametrize("times", [1, 2, 3, 5])
 @pytest.mark.parametrize("model", [lambda times: Used(times, 3), Residual])
 def test_gradients_are_added_in_place(model, times):
-    """Of what is used several times; each sum was once a tensor of its own."""
+    """A tensor that is used several times has several gradients. Each of their sums was once a tensor of its own."""
     assert is_right(training(lambda: model(times), 30), 70)
 
 
@@ -236,7 +236,7 @@ def test_copies_of_what_is_not_laid_out_in_order(function, width):
 
 @pytest.mark.skipif(IS_AVX2 or not CAPABILITY.startswith("AVX"), reason="this CPU is one with AVX2, or cannot be one")
 def test_all_is_exact_as_on_avx2():
-    """A CPU with more than AVX2 runs these tests once more without it, for they are skipped or weaker there."""
+    """A CPU with more than AVX2 runs these tests again as one with AVX2, since some are skipped or weaker on it."""
     files = ["tests/prediction/test_inside.py", "tests/commands/test_memory.py"]
     options = ["-q", "-rs", "-p", "no:cacheprovider", "--deselect", f"{files[0]}::test_all_is_exact_as_on_avx2"]
     process = subprocess.run(

@@ -9,6 +9,7 @@ from torch import nn
 import effops
 from effops.commands import main as cli
 from effops.memory import Workload, anatomy
+from effops.prediction import inside
 
 NAME = "aten::kthvalue"
 
@@ -49,6 +50,22 @@ def test_unknown_operators_are_named(predict):
     assert f"not known, and not counted: what {NAME} allocate inside" in str(found)
 
 
+def test_explain_marks_attention_that_packs_keys(monkeypatch):
+    """As on a CPU where oneDNN multiplies in bfloat16."""
+    monkeypatch.setattr(inside, "_onednn_dtypes", lambda: frozenset({torch.bfloat16}))
+    for length, dtype, name in (
+        (64, torch.bfloat16, "aten::_scaled_dot_product_flash_attention_for_cpu"),
+        (63, torch.bfloat16, ""),
+        (64, torch.float32, ""),
+    ):
+        found = effops.explain(effops.attention, *torch.ones(3, 2, 3, length, 16, dtype=dtype))
+        assert {variant: report.unknown for variant, report in found.variants.items() if report.unknown} == (
+            {"sdpa": name} if name else {}
+        )
+        assert (f"not known, and not counted: what {name} allocate inside" in str(found)) == bool(name)
+        assert (" or more" in str(found)) == bool(name)
+
+
 def test_unknown_operators_are_in_json(tmp_path, monkeypatch):
     (tmp_path / "of_mine.py").write_text(
         "import torch\nfrom effops.memory import Workload\n"
@@ -77,7 +94,7 @@ def test_operators_of_others_are_not_known(custom):
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_of_cuda_are_not_known(layer):
-    """Predictions had the workspace of oneDNN."""
+    """Predictions for CUDA once had the workspace of oneDNN."""
     workload = Workload(
         lambda: layer(7, 5),
         lambda size: torch.randn(11, size, 7),

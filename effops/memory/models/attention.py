@@ -15,9 +15,9 @@ ATTENTION_DROPOUT = 0.1
 class Attention(nn.Module):
     """Attention of several heads with four biased projections; `kind` as in `Configuration`.
 
-    `forward(query, key, value, mask)` takes `(batch, length, d_model)` and a mask that broadcasts to `(batch, queries,
-    keys)`, 0 where a pair takes no part, or None. A query that no key takes part with gets the mean of all values from
-    naive attention, as published, and 0 from fused.
+    `forward(query, key, value, mask)` takes `(batch, length, d_model)`, and a mask or None. The mask broadcasts to
+    `(batch, queries, keys)` and is 0 where a pair takes no part. If all pairs of a query are masked, naive attention
+    gives it the mean of all values, as published, and fused attention 0.
     """
 
     def __init__(self, d_model: int, heads: int, kind: str) -> None:

@@ -51,8 +51,9 @@ def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager"
         built: nn.Module = BertForSequenceClassification(config)
         if checkpointing:
             name = "activation_checkpointing_enable"
-            enable = getattr(built, name if hasattr(built, name) else "gradient_checkpointing_enable")  # until 4
-            enable({"use_reentrant": False})
+            if not hasattr(built, name):
+                name = "gradient_checkpointing_enable"  # as it is called up to transformers 4
+            getattr(built, name)({"use_reentrant": False})
         return built.train()
 
     def batch(batch_size: int) -> dict[str, Tensor]:
