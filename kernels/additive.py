@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pairs import Config, Launch, distinct, partial_sums, pointer, split
+from .launch import Config, Launch, arithmetic_of, distinct, partial_sums, pointer, run, split, zero
 
 
 # fmt: off
@@ -165,9 +165,7 @@ def scores(query: Tensor, key: Tensor, weight: Tensor, out: Tensor) -> None:
 
     query is (B, M, D), key (B, N, D), weight (B, D), out (B, M, N), of any strides; any size may be 0.
     """
-    with torch.cuda.device_of(query):
-        for launch in _plan_scores(query, key, weight, out):
-            launch()
+    run(query, _plan_scores(query, key, weight, out))
 
 
 def backward(
@@ -175,9 +173,7 @@ def backward(
     dquery: Tensor | None, dkey: Tensor | None, dweight: Tensor | None,
 ) -> None:
     """Write the gradients that are not None to `dquery`, `dkey` and `dweight`, which have the shapes of `scores`."""
-    with torch.cuda.device_of(query):
-        for launch in _plan_backward(query, key, weight, dscore, dquery, dkey, dweight):
-            launch()
+    run(query, _plan_backward(query, key, weight, dscore, dquery, dkey, dweight))
 
 
 def _plan_scores(query: Tensor, key: Tensor, weight: Tensor, out: Tensor) -> Iterator[Launch]:
@@ -186,7 +182,7 @@ def _plan_scores(query: Tensor, key: Tensor, weight: Tensor, out: Tensor) -> Ite
     if out.shape[1] == 1:  # a tile of rows serves a single column
         query, key, out = key, query, out.mT
     (B, M, N), D = out.shape, query.shape[2]
-    dtype = _arithmetic(query, key, weight)
+    dtype = arithmetic_of(query, key, weight)
     config = choose_config(_scores_kernel, dtype, M, N)
     yield Launch(
         _scores_kernel, B * triton.cdiv(M, config.BLOCK_M) * triton.cdiv(N, config.BLOCK_N),
@@ -200,9 +196,7 @@ def _plan_backward(
     dquery: Tensor | None, dkey: Tensor | None, dweight: Tensor | None,
 ) -> Iterator[Launch]:
     if dscore.numel() == 0 or query.shape[2] == 0:
-        for grad in dquery, dkey, dweight:
-            if grad is not None:
-                grad.zero_()
+        zero(dquery, dkey, dweight)
         return
     if dquery is not None:
         yield from _plan_query(query, key, weight, dscore, dquery)
@@ -214,7 +208,7 @@ def _plan_backward(
 
 def _plan_query(query: Tensor, key: Tensor, weight: Tensor, dscore: Tensor, dquery: Tensor) -> Iterator[Launch]:
     (B, M, N), D = dscore.shape, query.shape[2]
-    dtype = _arithmetic(query, key, weight, dscore)
+    dtype = arithmetic_of(query, key, weight, dscore)
     config = choose_config(_query_kernel, dtype, M, N)
     programs = B * triton.cdiv(M, config.BLOCK_M) * triton.cdiv(D, config.BLOCK_K)
     parts, part_n = split(N, config.BLOCK_N, programs)
@@ -230,7 +224,7 @@ def _plan_weight(query: Tensor, key: Tensor, weight: Tensor, dscore: Tensor, dwe
     if dscore.shape[1] < dscore.shape[2]:  # the sum over rows is the one that is split
         query, key, dscore = key, query, dscore.mT
     (B, M, N), D = dscore.shape, query.shape[2]
-    dtype = _arithmetic(query, key, weight, dscore)
+    dtype = arithmetic_of(query, key, weight, dscore)
     config = choose_config(_weight_kernel, dtype, M, N)
     programs = B * triton.cdiv(D, config.BLOCK_K)
     parts, part_m = split(M, config.BLOCK_M, programs)
@@ -241,10 +235,6 @@ def _plan_weight(query: Tensor, key: Tensor, weight: Tensor, dscore: Tensor, dwe
             {"DTYPE": dtype, **config.options()},
         )
 # fmt: on
-
-
-def _arithmetic(*tensors: Tensor) -> tl.dtype:
-    return tl.float64 if any(t.dtype == torch.float64 for t in tensors) else tl.float32
 
 
 def shipped() -> Iterator[tuple[str, Launch]]:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .pairs import Map
+from .tiles import Map
 
 
 @triton.jit

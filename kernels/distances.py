@@ -27,8 +27,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .mixture import add_scores, partial_statistics, upstream
-from .pairs import Config, Launch, distinct, load_tile, partial_sums, pointer, split
+from .launch import (
+    Config,
+    Launch,
+    arithmetic_of,
+    distinct,
+    partial_statistics,
+    partial_sums,
+    pointer,
+    run,
+    split,
+    torch_dtype,
+    varies,
+    zero,
+)
+from .tiles import add_scores, load_tile, upstream
 
 # Pairs of a mixture whose G are held at a time, or gradients of x if they are more: 16 MiB in float32. A row of pairs
 # may be larger.
@@ -256,9 +269,7 @@ def forward(x: Tensor, loc: Tensor, scale: Tensor, out: Tensor) -> None:
 
     x is (B, M, D), loc (B, N, D), scale (B, M, N, D) or (B, M, N, 1), out (B, M, N), of any strides; any size may be 0.
     """
-    with torch.cuda.device_of(x):
-        for launch in _plan_forward(x, loc, scale, out):
-            launch()
+    run(x, _plan_forward(x, loc, scale, out))
 
 
 def backward(
@@ -270,9 +281,7 @@ def backward(
     Shapes are those of `forward`; dscale may have size 1 along any axis along which scale is constant, and is the sum
     over it then.
     """
-    with torch.cuda.device_of(x):
-        for launch in _plan_backward(x, loc, scale, dout, dx, dloc, dscale):
-            launch()
+    run(x, _plan_backward(x, loc, scale, dout, dx, dloc, dscale))
 
 
 def forward_logsumexp(x: Tensor, loc: Tensor, scale: Tensor, log_weights: Tensor, statistics: Tensor) -> None:
@@ -281,9 +290,7 @@ def forward_logsumexp(x: Tensor, loc: Tensor, scale: Tensor, log_weights: Tensor
     x is (B, C, M, D), loc (B, C, N, D), scale (B, C, M, N, D) or (B, C, M, N, 1), log_weights (B, C, M, N), statistics
     are (B, C, M, 2) in the dtype of the arithmetic. Any strides, any size may be 0.
     """
-    with torch.cuda.device_of(x):
-        for launch in _plan_forward_logsumexp(x, loc, scale, log_weights, statistics):
-            launch()
+    run(x, _plan_forward_logsumexp(x, loc, scale, log_weights, statistics))
 
 
 def backward_logsumexp(
@@ -295,10 +302,7 @@ def backward_logsumexp(
     dx is (B, C, M, D) or (B, 1, M, D), which sums over C; dloc is (B, C, N, D). dscale and dlog_weights may have size 1
     along any axis along which their operands are constant. All are added up in their own dtype.
     """
-    with torch.cuda.device_of(x):
-        for launch in _plan_backward_logsumexp(x, loc, scale, log_weights, statistics, dout,
-                                               dlog_weights, dx, dloc, dscale):
-            launch()
+    run(x, _plan_backward_logsumexp(x, loc, scale, log_weights, statistics, dout, dlog_weights, dx, dloc, dscale))
 
 
 def _plan_forward(x: Tensor, loc: Tensor, scale: Tensor, out: Tensor) -> Iterator[Launch]:
@@ -311,7 +315,7 @@ def _plan_forward(x: Tensor, loc: Tensor, scale: Tensor, out: Tensor) -> Iterato
         order = *others, longest, shortest
         x, loc, scale = (t.permute(*order, 4) for t in (x, loc, scale))
         constant, out = (t.permute(order) for t in (constant, out))
-    dtype = _arithmetic(x, loc, scale)
+    dtype = arithmetic_of(x, loc, scale)
     config = choose_config(_scores_kernel, dtype, *out.shape[2:])
     yield _plan_scores(x, loc, scale, constant, None, None, None, out, dtype, config)
 
@@ -339,7 +343,7 @@ def _plan_forward_logsumexp(
     x, loc, scale, constant, log_weights, statistics = _by_rows(
         *_of_pairs(x, loc, scale), constant, log_weights, statistics)
     B, C, M, N, D = x.shape
-    dtype = _arithmetic(statistics)
+    dtype = arithmetic_of(statistics)
     config = choose_config(_logsumexp_kernel, dtype, M, N)
     programs = B * C * triton.cdiv(M, config.BLOCK_M)
     parts, part_n = split(N, config.BLOCK_N, programs)
@@ -356,15 +360,13 @@ def _plan_backward_logsumexp(
     dlog_weights: Tensor | None, dx: Tensor | None, dloc: Tensor | None, dscale: Tensor | None,
 ) -> Iterator[Launch]:
     grads = [dlog_weights, None if dx is None else dx.unsqueeze(3), None if dloc is None else dloc.unsqueeze(2), dscale]
-    for grad in grads:
-        if grad is not None:
-            grad.zero_()
+    zero(*grads)
     if log_weights.numel() == 0:
         return
     constant = _normaliser(scale, x.shape[-1])
     tensors = _by_rows(*_of_pairs(x, loc, scale), constant, log_weights, statistics, dout, *grads)
     sizes = tensors[0].shape
-    dtype = _arithmetic(statistics)
+    dtype = arithmetic_of(statistics)
     config = choose_config(_logsumexp_kernel, dtype, *sizes[2:4])
     for chunk in _chunks(sizes):
         x, loc, scale, constant, log_weights, statistics, dout, of_weights, of_x, of_loc, of_scale = (
@@ -413,7 +415,7 @@ def _plan_gradient(
     order = *outer, rows, reduced, columns
     x, loc, scale, dout = (t.permute(order) for t in (x, loc, scale, dout.unsqueeze(4).expand(sizes)))
     B, C, M, N, K = x.shape
-    dtype = _arithmetic(x, loc, scale, dout)
+    dtype = arithmetic_of(x, loc, scale, dout)
     config = choose_config(_gradient_kernel, dtype, M, N)
     programs = B * C * triton.cdiv(M, config.BLOCK_M) * triton.cdiv(K, config.BLOCK_K)
     parts, part_n = split(N, config.BLOCK_N, programs)
@@ -422,7 +424,7 @@ def _plan_gradient(
     if further:
         grad = total.new_empty(
             [1 if axis == reduced else size for axis, size in enumerate(sizes)],
-            dtype=torch.float64 if dtype is tl.float64 else torch.float32,
+            dtype=torch_dtype(dtype),
         )
     with partial_sums(grad.permute(order).select(3, 0), 4, parts, dtype) as grad_args:
         yield Launch(
@@ -491,21 +493,13 @@ def _operands(
     axes: dict[str, Any] = {"X": _axes(x), "LOC": _axes(loc), "SCALE": _axes(scale)}
     for name, operand in ("CONSTANT", constant), ("WEIGHTS", log_weights):
         for axis in 2, 3:
-            axes[f"{name}_{'M' if axis == 2 else 'N'}"] = operand is not None and _varies(operand, axis)
+            axes[f"{name}_{'M' if axis == 2 else 'N'}"] = operand is not None and varies(operand, axis)
     return tensors, axes
 
 
 def _axes(operand: Tensor) -> int:
     """The last three axes along which an operand varies, as bits."""
-    return sum(_varies(operand, axis) << (4 - axis) for axis in (2, 3, 4))
-
-
-def _varies(operand: Tensor, axis: int) -> bool:
-    return operand.shape[axis] > 1 and operand.stride(axis) != 0
-
-
-def _arithmetic(*tensors: Tensor) -> tl.dtype:
-    return tl.float64 if any(t.dtype == torch.float64 for t in tensors) else tl.float32
+    return sum(varies(operand, axis) << (4 - axis) for axis in (2, 3, 4))
 
 
 def shipped() -> Iterator[tuple[str, Launch]]:

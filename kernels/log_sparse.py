@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pairs import Launch, distinct, pointer
+from .launch import Launch, distinct, pointer, run, zero
 
 LARGEST = 2048  # features of a row, which is held in registers
 
@@ -204,9 +204,7 @@ def forward(
     q and k are (B, L, E), v and out (B, L, V), of any strides and sizes, up to `LARGEST` features. `scale` is a tensor
     of one element, in the dtype of the arithmetic. Without `restart` the offsets double all the way.
     """
-    with torch.cuda.device_of(q):
-        for launch in _plan_forward(q, k, v, out, scale, local, restart):
-            launch()
+    run(q, _plan_forward(q, k, v, out, scale, local, restart))
 
 
 def backward(
@@ -214,9 +212,7 @@ def backward(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, scale: Tensor, *, local: int, restart: int | None,
 ) -> None:
     """Write the gradients that are not None to `dq`, `dk` and `dv`."""
-    with torch.cuda.device_of(q):
-        for launch in _plan_backward(q, k, v, dout, dq, dk, dv, scale, local, restart):
-            launch()
+    run(q, _plan_backward(q, k, v, dout, dq, dk, dv, scale, local, restart))
 # fmt: on
 
 
@@ -249,9 +245,7 @@ def _plan_backward(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, scale: Tensor, local: int, restart: int | None,
 ) -> Iterator[Launch]:
     if dout.numel() == 0:
-        for gradient in dq, dk, dv:
-            if gradient is not None:
-                gradient.zero_()
+        zero(dq, dk, dv)
         return
     grid, arguments, constants = _settings(q, v, scale, local, restart)
     statistics = scale.new_empty((3, *q.shape[:2])).permute(1, 2, 0)

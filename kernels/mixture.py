@@ -16,7 +16,6 @@ times an infinity. Without components the result is -inf, and all gradients are 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,27 +25,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .pairs import (
+from .launch import (
     Config,
     Launch,
-    Map,
     architecture_of,
     contraction_of,
     distinct,
-    dots,
-    load_tile,
+    partial_statistics,
     partial_sums,
     pointer,
+    run,
     split,
+    varies,
+    zero,
 )
+from .tiles import Map, add_scores, dots, finite, load_tile, upstream
 
 
 # fmt: off
-@triton.jit
-def _finite(value):
-    return tl.where(tl.abs(value) < float("inf"), value, 0.0)
-
-
 @triton.jit
 def _scores(
     x_ptr, stride_xm, stride_xk,
@@ -68,29 +64,6 @@ def _scores(
     score = weights + constant + scale.to(DTYPE) * value
     present = (offs_m < M)[:, None] & (offs_n < N)[None, :] & (weights != float("-inf"))
     return tl.where(present, score, float("-inf")), scale, value, slope
-
-
-@triton.jit
-def add_scores(score, maximum, total):
-    """The maximum of each row and the sum of exp(e - maximum), with a tile of e taken in."""
-    larger = tl.maximum(maximum, tl.max(score, 1))
-    shift = _finite(larger)
-    return larger, total * tl.exp(maximum - shift) + tl.sum(tl.exp(score - shift[:, None]), 1)
-
-
-@triton.jit
-def upstream(
-    score, statistics_ptr, stride_zm, stride_zi, dout_ptr, stride_gm, offs_m, M,
-    DTYPE: tl.constexpr,
-):
-    """G of a tile of e, 0 where r is, and where that is."""
-    mask_m = offs_m < M
-    maximum = tl.load(statistics_ptr + offs_m * stride_zm, mask=mask_m, other=0.0)
-    log_sum = tl.load(statistics_ptr + offs_m * stride_zm + stride_zi, mask=mask_m, other=0.0)
-    dout = tl.load(dout_ptr + offs_m * stride_gm, mask=mask_m, other=0.0).to(DTYPE)
-    r = tl.exp(score - _finite(maximum)[:, None] - log_sum[:, None])
-    absent = (score == float("-inf")) | (r == 0)
-    return tl.where(absent, 0.0, dout[:, None] * r), absent
 
 
 @triton.jit
@@ -174,10 +147,9 @@ def _backward_rows_kernel(
     dscale_ptr, stride_tp, stride_tb, stride_tc, stride_tm, stride_tn,
     dweights_ptr, stride_up, stride_ub, stride_uc, stride_um, stride_un,
     B, C, sum_c, M, N, D, tiles_d, part_tiles, tolerance,
-    phi: tl.constexpr, normaliser: tl.constexpr, normaliser_grad: tl.constexpr,
-    DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    SCALE_M: tl.constexpr, SCALE_N: tl.constexpr, WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr,
-    SUM_DSCALE: tl.constexpr, SUM_DWEIGHTS: tl.constexpr,
+    phi: tl.constexpr, normaliser: tl.constexpr, normaliser_grad: tl.constexpr, DTYPE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, SCALE_M: tl.constexpr, SCALE_N: tl.constexpr,
+    WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr, SUM_DSCALE: tl.constexpr, SUM_DWEIGHTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Sums over n, and for dx over `sum_c` entries of c; or dscale and dlog_weights of every pair."""
@@ -220,7 +192,7 @@ def _backward_rows_kernel(
             # (BLOCK_N, BLOCK_D)
             loc_ptrs = loc_ptr + c * stride_lc + offs_n[:, None] * stride_ln + offs_d[None, :] * stride_lk
             loc = tl.load(loc_ptrs, mask=(offs_n < N)[:, None] & mask_d, other=0.0).to(DTYPE)
-            dx = tl.dot(G_dot, _finite(loc), dx, input_precision=PRECISION, out_dtype=DTYPE)
+            dx = tl.dot(G_dot, finite(loc), dx, input_precision=PRECISION, out_dtype=DTYPE)
         if SUM_DSCALE or SUM_DWEIGHTS:
             sum_G += tl.sum(G, 1, keep_dims=True)
             sum_G_phi += tl.sum(G_phi, 1, keep_dims=True)
@@ -299,7 +271,7 @@ def _backward_columns_kernel(
             # (BLOCK_D, BLOCK_M)
             x_ptrs = x_ptr + offs_m[None, :] * stride_xm + offs_d[:, None] * stride_xk
             x = tl.load(x_ptrs, mask=(offs_m < M)[None, :] & mask_d, other=0.0).to(DTYPE)
-            dloc = tl.dot(_finite(x), G_dot, dloc, input_precision=PRECISION, out_dtype=DTYPE)
+            dloc = tl.dot(finite(x), G_dot, dloc, input_precision=PRECISION, out_dtype=DTYPE)
 
     if dloc_ptr is not None:
         dloc_ptr += part * stride_ep + pid_b * stride_eb + pid_c * stride_ec
@@ -347,10 +319,7 @@ def forward(
     dtype of the arithmetic: float64 if an operand is, else float32. Any strides, any size may be 0. `precision` is
     the value of `torch.get_float32_matmul_precision()`, `tolerance` is handed to phi.
     """
-    with torch.cuda.device_of(x):
-        for launch in _plan_forward(architecture_of(x.device), map, x, loc, scale, log_weights, statistics,
-                                    precision, tolerance):
-            launch()
+    run(x, _plan_forward(architecture_of(x), map, x, loc, scale, log_weights, statistics, precision, tolerance))
 
 
 def backward(
@@ -364,10 +333,10 @@ def backward(
     (B, C, 1, N) or (B, C, M, 1), which sums over the axis of size 1, along which their operands must be constant, or
     (B, C, M, N). Nothing of that last size is allocated here.
     """
-    with torch.cuda.device_of(x):
-        for launch in _plan_backward(architecture_of(x.device), map, x, loc, scale, log_weights, statistics, dout,
-                                     dlog_weights, dx, dloc, dscale, precision, tolerance):
-            launch()
+    run(x, _plan_backward(
+        architecture_of(x), map, x, loc, scale, log_weights, statistics, dout,
+        dlog_weights, dx, dloc, dscale, precision, tolerance,
+    ))
 
 
 def _prepare(
@@ -375,7 +344,7 @@ def _prepare(
 ) -> tuple[Config, dict[str, Any]]:
     contraction = contraction_of(architecture, precision, x, loc, scale, log_weights)
     axes = {
-        f"{name}_{axis}": operand.shape[i] > 1 and operand.stride(i) != 0
+        f"{name}_{axis}": varies(operand, i)
         for name, operand in (("SCALE", scale), ("WEIGHTS", log_weights)) for axis, i in (("M", 2), ("N", 3))
     }
     config = choose_config(architecture, contraction, axes["SCALE_M"] and axes["SCALE_N"])
@@ -402,22 +371,6 @@ def _plan_forward(
         )
 
 
-@contextmanager
-def partial_statistics(statistics: Tensor, parts: int) -> Iterator[tuple[Any, ...]]:
-    """Where to write statistics of parts of the components: as `partial_sums` does for sums."""
-    if parts == 1:
-        tensor, *strides = pointer(statistics)
-        yield tensor, 0, *strides
-    else:
-        workspace = statistics.new_empty((parts, *statistics.shape))
-        yield pointer(workspace)
-        maxima, log_sums = workspace.unbind(-1)
-        maximum = maxima.amax(0)
-        shift = torch.where(maximum.isfinite(), maximum, 0.0)
-        statistics[..., 0] = maximum
-        statistics[..., 1] = torch.logsumexp(maxima - shift + log_sums, 0)
-
-
 def _plan_backward(
     architecture: str, map: Map, x: Tensor, loc: Tensor, scale: Tensor, log_weights: Tensor, statistics: Tensor,
     dout: Tensor, dlog_weights: Tensor | None, dx: Tensor | None, dloc: Tensor | None, dscale: Tensor | None,
@@ -425,9 +378,7 @@ def _plan_backward(
 ) -> Iterator[Launch]:
     (B, C, M, N), D = scale.shape, x.shape[3]
     if scale.numel() == 0:
-        for grad in dlog_weights, dx, dloc, dscale:
-            if grad is not None:
-                grad.zero_()
+        zero(dlog_weights, dx, dloc, dscale)
         return
     config, constants = _prepare(architecture, map, x, loc, scale, log_weights, precision)
     constants = {**constants, "normaliser_grad": map.normaliser_grad, **config.options()}

@@ -15,92 +15,19 @@ Arithmetic is float64 if x, loc or scale is, else float32. Results are rounded o
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
-MAX_GRID = 2**31 - 1
-# Programs that keep a device busy: a few for each of the 108 to 304 multiprocessors. A sum over rows is split until
-# there are as many; the partial sums then take at most 1024 tiles, some tens of megabytes.
-BUSY = 1024
-
-
-class Map(NamedTuple):
-    phi: Any  # (dot, tolerance) -> phi(dot), phi'(dot)
-    normaliser: Any  # (scale in float64, D) -> W(scale)
-    normaliser_grad: Any  # (scale in float64, D) -> W'(scale)
-
-
-@dataclass(frozen=True)
-class Config:
-    num_warps: int
-    num_stages: int
-    BLOCK_M: int
-    BLOCK_K: int  # slice of D
-    BLOCK_N: int = 0  # not row-wise
-    BLOCK_D: int = 0  # backward, not row-wise: slice of D of the gradient
-    maxnreg: int = 0
-
-    def options(self) -> dict[str, int]:
-        return {name: value for name, value in asdict(self).items() if value}
-
-
-@dataclass(frozen=True)
-class Launch:
-    kernel: Any
-    grid: int
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
-
-    def __call__(self) -> None:
-        for first_pid in range(0, self.grid, MAX_GRID):
-            self.kernel[(min(self.grid - first_pid, MAX_GRID),)](first_pid, *self.args, **self.constants)
+from .launch import Config, Launch, architecture_of, contraction_of, distinct, partial_sums, pointer, run, split, zero
+from .tiles import Map, dots, load_tile
 
 
 # fmt: off
-@triton.jit
-def dots(
-    x_ptr, stride_xm, stride_xk,
-    loc_ptr, stride_ln, stride_lk,
-    offs_m, offs_n, M, N, D,
-    DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
-):
-    dot = tl.zeros((offs_m.shape[0], offs_n.shape[0]), DTYPE)
-    for start_k in range(0, D, BLOCK_K):
-        offs_k = start_k + tl.arange(0, BLOCK_K).to(tl.int64)
-        mask_k = offs_k < D
-        # (BLOCK_M, BLOCK_K), (BLOCK_K, BLOCK_N)
-        x_mask = (offs_m < M)[:, None] & mask_k[None, :]
-        loc_mask = mask_k[:, None] & (offs_n < N)[None, :]
-        x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_k[None, :] * stride_xk, mask=x_mask, other=0.0)
-        loc = tl.load(loc_ptr + offs_k[:, None] * stride_lk + offs_n[None, :] * stride_ln, mask=loc_mask, other=0.0)
-        if UPCAST:
-            x = x.to(DTYPE)
-            loc = loc.to(DTYPE)
-        dot = tl.dot(x, loc, dot, input_precision=PRECISION, out_dtype=DTYPE)
-    return dot
-
-
-@triton.jit
-def load_tile(
-    ptr, stride_m, stride_n,
-    offs_m, offs_n, M, N, other,
-    ALONG_M: tl.constexpr, ALONG_N: tl.constexpr,
-):
-    """A tile with size 1 along each axis along which the operand is constant, so that W is computed once along it."""
-    rows = offs_m[:, None] if ALONG_M else tl.zeros((1, 1), tl.int64)
-    columns = offs_n[None, :] if ALONG_N else tl.zeros((1, 1), tl.int64)
-    return tl.load(ptr + rows * stride_m + columns * stride_n, mask=(rows < M) & (columns < N), other=other)
-
-
 @triton.jit
 def _forward_kernel(
     first_pid,
@@ -354,9 +281,7 @@ def forward(
     x is (B, M, D), loc (B, N, D), scale and out are (B, M, N), of any strides; any size may be 0. `precision` is the
     value of `torch.get_float32_matmul_precision()`, `tolerance` is handed to phi.
     """
-    with torch.cuda.device_of(x):
-        for launch in _plan_forward(architecture_of(x.device), map, x, loc, scale, out, precision, tolerance):
-            launch()
+    run(x, _plan_forward(architecture_of(x), map, x, loc, scale, out, precision, tolerance))
 
 
 def backward(
@@ -367,10 +292,7 @@ def backward(
 
     Shapes are those of `forward`; dscale may be (B, 1, N) or (B, M, 1), which sums over the axis of size 1.
     """
-    with torch.cuda.device_of(x):
-        for launch in _plan_backward(architecture_of(x.device), map, x, loc, scale, dout, dx, dloc, dscale,
-                                     precision, tolerance):
-            launch()
+    run(x, _plan_backward(architecture_of(x), map, x, loc, scale, dout, dx, dloc, dscale, precision, tolerance))
 # fmt: on
 
 
@@ -380,22 +302,6 @@ def shipped(map: Map) -> Iterator[tuple[str, Launch]]:
     For compiling and inspecting all of them without a device.
     """
     return distinct(partial(_representatives, map=map))
-
-
-def distinct(representatives: Callable[[str, torch.dtype, str], Iterator[Launch]]) -> Iterator[tuple[str, Launch]]:
-    """The launches of every architecture, dtype and precision, each once.
-
-    Those of float16 are left out: but for conversions their code is that of bfloat16.
-    """
-    seen = set()
-    dtypes = torch.float64, torch.float32, torch.bfloat16
-    for architecture, dtype, precision in product(ARCHITECTURES, dtypes, ("highest", "medium")):
-        for launch in representatives(architecture, dtype, precision):
-            given = tuple(argument is not None for argument in launch.args)
-            key = architecture, dtype, launch.kernel, given, *launch.constants.values()
-            if key not in seen:
-                seen.add(key)
-                yield architecture, launch
 
 
 def _representatives(architecture: str, dtype: torch.dtype, precision: str, map: Map) -> Iterator[Launch]:
@@ -415,25 +321,6 @@ def _representatives(architecture: str, dtype: torch.dtype, precision: str, map:
     for D in 32, 128, 512:
         yield from launches((B, M, D), (B, 1, D), False)
         yield from launches((M, 1, D), (M, 1, D), True)
-
-
-def architecture_of(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "sm_90"  # the interpreter, which runs any
-    if torch.version.hip:
-        return "gfx942"
-    major, _ = torch.cuda.get_device_capability(device)
-    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
-
-
-def contraction_of(architecture: str, precision: str, x: Tensor, loc: Tensor, *others: Tensor) -> dict[str, Any]:
-    if any(operand.dtype == torch.float64 for operand in (x, loc, *others)):
-        return {"DTYPE": tl.float64, "UPCAST": True, "PRECISION": "ieee"}
-    # 16-bit operands are multiplied as they are, exactly, save in the interpreter, which multiplies bf16 wrongly
-    upcast = x.dtype != loc.dtype or x.dtype == torch.float32 or triton.knobs.runtime.interpret
-    if architecture == "gfx942":  # has fp32 matrix units, and Triton no tf32x3 there
-        return {"DTYPE": tl.float32, "UPCAST": upcast, "PRECISION": "ieee"}
-    return {"DTYPE": tl.float32, "UPCAST": upcast, "PRECISION": "tf32" if precision == "medium" else "tf32x3"}
 
 
 # fmt: off
@@ -475,9 +362,7 @@ def _plan_backward(
 ) -> Iterator[Launch]:
     _, M, N = dout.shape
     if dout.numel() == 0:
-        for grad in dx, dloc, dscale:
-            if grad is not None:
-                grad.zero_()
+        zero(dx, dloc, dscale)
         return
 
     def plan(function: Callable[..., Iterator[Launch]], *tensors: Tensor | None) -> Iterator[Launch]:
@@ -559,28 +444,3 @@ def _plan_backward_rows(
              "SUM_DSCALE": sum_dscale, **config.options()},
         )
 # fmt: on
-
-
-def pointer(tensor: Tensor | None, ndim: int = 3) -> tuple[Any, ...]:
-    """A tensor and its strides, as a kernel takes them."""
-    return (None, *(0,) * ndim) if tensor is None else (tensor, *tensor.stride())
-
-
-def split(size: int, block: int, programs: int) -> tuple[int, int]:
-    """(parts, elements of a part) of a sum over `size` elements, where each part takes `programs` programs."""
-    tiles = triton.cdiv(size, block)
-    part = triton.cdiv(tiles, triton.cdiv(BUSY, programs)) * block
-    return triton.cdiv(size, part), part
-
-
-@contextmanager
-def partial_sums(total: Tensor | None, ndim: int, parts: int, dtype: tl.dtype) -> Iterator[tuple[Any, ...]]:
-    """Where to write `total` in parts: itself if there is one, else a workspace that is added up at the end."""
-    if total is None or parts == 1:
-        tensor, *strides = pointer(total, ndim)
-        yield tensor, 0, *strides
-    else:
-        workspace_dtype = torch.float64 if dtype is tl.float64 else torch.float32
-        workspace = total.new_empty((parts, *total.shape), dtype=workspace_dtype)
-        yield pointer(workspace)
-        total.copy_(workspace.sum(0))

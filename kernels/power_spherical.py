@@ -17,7 +17,7 @@ The differences of lgamma and psi come from Stirling's series in float64, with t
 import triton
 import triton.language as tl
 
-from .pairs import Map
+from .tiles import Map
 
 
 @triton.jit

@@ -15,7 +15,7 @@ of the Bessel functions from there: with R = hypot(N, k), v = (N / R)^2,
 import triton
 import triton.language as tl
 
-from .pairs import Map
+from .tiles import Map
 
 
 @triton.jit

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from effops.kernels import attention, pairs
-from test_kernels import (
+from effops.kernels import attention, attention_tiles, launch
+
+from .test_kernels import (
     DEVICE,
     LAYOUTS,
     arithmetic,
@@ -34,7 +35,7 @@ RESULTS = "scores", "weights", "attention"
 @pytest.fixture
 def whole_sums(monkeypatch):
     """Each sum in one program, which goes through all of its tiles: sums of tests are short and would be split."""
-    monkeypatch.setattr(pairs, "BUSY", 1)
+    monkeypatch.setattr(launch, "BUSY", 1)
 
 
 class Attention:
@@ -238,12 +239,12 @@ def test_size_0(result, axis):
 def test_grid_limit_and_parts_do_not_change_the_result(shape, result, monkeypatch):
     operands = Attention(shape, result, "float", "n", causal=True)
     out, grads = operands.forward(), operands.backward()
-    monkeypatch.setattr(pairs, "MAX_GRID", 2)
+    monkeypatch.setattr(launch, "MAX_GRID", 2)
     assert torch.equal(operands.forward(), out)
     for got, expected in zip(operands.backward(), grads):
         assert got is expected is None or torch.equal(got, expected)
     for busy in 1, 5:
-        monkeypatch.setattr(pairs, "BUSY", busy)
+        monkeypatch.setattr(launch, "BUSY", busy)
         operands.check()
 
 
@@ -341,7 +342,7 @@ def _dropped_kernel(seed_ptr, out_ptr, first_row, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     rows = first_row + offs.to(tl.int64)
     ones = tl.full((BLOCK, BLOCK), 1.0, tl.float32)
-    tile = attention._dropped(ones, seed_ptr, rows, offs, BLOCK, 0.5, tl.float32)
+    tile = attention_tiles.dropped(ones, seed_ptr, rows, offs, BLOCK, 0.5, tl.float32)
     tl.store(out_ptr + offs[:, None] * BLOCK + offs[None, :], tile)
 
 

@@ -16,7 +16,7 @@ if DEVICE == "cpu" and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from effops.kernels import distances, mixture, pairs, power_spherical, von_mises_fisher  # noqa: E402
+from effops.kernels import distances, launch, mixture, pairs, power_spherical, von_mises_fisher  # noqa: E402
 
 from effops.numerics.special import bessel_ratio, log_vmf_normaliser  # noqa: E402
 
@@ -277,12 +277,12 @@ def test_size_0(shape, scale):
 def test_grid_limit_and_parts_do_not_change_the_result(shape, monkeypatch):
     x, loc, s, dout = make(shape)
     out, grads = run_forward(x, loc, s), run_backward(x, loc, s, dout)
-    monkeypatch.setattr(pairs, "MAX_GRID", 2)
+    monkeypatch.setattr(launch, "MAX_GRID", 2)
     assert torch.equal(run_forward(x, loc, s), out)
     for got, expected in zip(run_backward(x, loc, s, dout), grads, strict=True):
         assert torch.equal(got, expected)
     for busy in 1, 5:
-        monkeypatch.setattr(pairs, "BUSY", busy)
+        monkeypatch.setattr(launch, "BUSY", busy)
         check_backward(x, loc, s, dout, run_backward(x, loc, s, dout))
 
 
@@ -430,7 +430,7 @@ DISTANCES = [(1, 33, 34, 17), (2, 1, 258, 3), (2, 66, 1, 7), (19, 1, 1, 130)]
 @pytest.fixture
 def whole_sums(monkeypatch):
     """Each sum in one program, which goes through all of its tiles: sums of tests are short and would be split."""
-    monkeypatch.setattr(pairs, "BUSY", 1)
+    monkeypatch.setattr(launch, "BUSY", 1)
 
 
 class Distances:
@@ -547,12 +547,12 @@ def test_distances_size_0(shape, scale):
 def test_distances_grid_limit_and_parts_do_not_change_the_result(shape, scale, monkeypatch):
     operands = Distances(shape, scale=scale)
     out, grads = operands.forward(), operands.backward()
-    monkeypatch.setattr(pairs, "MAX_GRID", 2)
+    monkeypatch.setattr(launch, "MAX_GRID", 2)
     assert torch.equal(operands.forward(), out)
     for got, expected in zip(operands.backward(), grads):
         assert torch.equal(got, expected)
     for busy in 1, 5:
-        monkeypatch.setattr(pairs, "BUSY", busy)
+        monkeypatch.setattr(launch, "BUSY", busy)
         operands.check()
 
 
@@ -817,11 +817,11 @@ def test_mixture_grid_limit_and_parts(name, monkeypatch):
     operands = make_mixture(name, (1, 1, 34, 67, 5) if name == "normal" else (1, 1, 66, 67, 18))
     operands.operands[3][..., :32] = -math.inf
     out, grads = operands.forward(), operands.backward()
-    monkeypatch.setattr(pairs, "MAX_GRID", 2)
+    monkeypatch.setattr(launch, "MAX_GRID", 2)
     assert torch.equal(operands.forward(), out)
     for got, expected in zip(operands.backward(), grads):
         assert torch.equal(got, expected)
-    monkeypatch.setattr(pairs, "BUSY", 5)
+    monkeypatch.setattr(launch, "BUSY", 5)
     operands.check()
 
 
@@ -954,7 +954,7 @@ def test_shipped_kernels_compile_and_fit():
     outputs = [worker.communicate()[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0]
     entries = [json.loads(line) for output in outputs for line in output.splitlines()]
-    assert {entry["architecture"] for entry in entries} == set(pairs.ARCHITECTURES)
+    assert {entry["architecture"] for entry in entries} == set(launch.ARCHITECTURES)
     bad = [
         entry
         for entry in entries

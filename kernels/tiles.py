@@ -1,0 +1,77 @@
+"""Device functions that several families share: products of rows, tiles of operands, and running logsumexps."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Map(NamedTuple):
+    phi: Any  # (dot, tolerance) -> phi(dot), phi'(dot)
+    normaliser: Any  # (scale in float64, D) -> W(scale)
+    normaliser_grad: Any  # (scale in float64, D) -> W'(scale)
+
+
+# fmt: off
+@triton.jit
+def dots(
+    x_ptr, stride_xm, stride_xk,
+    loc_ptr, stride_ln, stride_lk,
+    offs_m, offs_n, M, N, D,
+    DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    dot = tl.zeros((offs_m.shape[0], offs_n.shape[0]), DTYPE)
+    for start_k in range(0, D, BLOCK_K):
+        offs_k = start_k + tl.arange(0, BLOCK_K).to(tl.int64)
+        mask_k = offs_k < D
+        # (BLOCK_M, BLOCK_K), (BLOCK_K, BLOCK_N)
+        x_mask = (offs_m < M)[:, None] & mask_k[None, :]
+        loc_mask = mask_k[:, None] & (offs_n < N)[None, :]
+        x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_k[None, :] * stride_xk, mask=x_mask, other=0.0)
+        loc = tl.load(loc_ptr + offs_k[:, None] * stride_lk + offs_n[None, :] * stride_ln, mask=loc_mask, other=0.0)
+        if UPCAST:
+            x = x.to(DTYPE)
+            loc = loc.to(DTYPE)
+        dot = tl.dot(x, loc, dot, input_precision=PRECISION, out_dtype=DTYPE)
+    return dot
+
+
+@triton.jit
+def load_tile(
+    ptr, stride_m, stride_n,
+    offs_m, offs_n, M, N, other,
+    ALONG_M: tl.constexpr, ALONG_N: tl.constexpr,
+):
+    """A tile with size 1 along each axis along which the operand is constant, so that W is computed once along it."""
+    rows = offs_m[:, None] if ALONG_M else tl.zeros((1, 1), tl.int64)
+    columns = offs_n[None, :] if ALONG_N else tl.zeros((1, 1), tl.int64)
+    return tl.load(ptr + rows * stride_m + columns * stride_n, mask=(rows < M) & (columns < N), other=other)
+
+
+@triton.jit
+def finite(value):
+    return tl.where(tl.abs(value) < float("inf"), value, 0.0)
+
+
+@triton.jit
+def add_scores(score, maximum, total):
+    """The maximum of each row and the sum of exp(e - maximum), with a tile of e taken in."""
+    larger = tl.maximum(maximum, tl.max(score, 1))
+    shift = finite(larger)
+    return larger, total * tl.exp(maximum - shift) + tl.sum(tl.exp(score - shift[:, None]), 1)
+
+
+@triton.jit
+def upstream(
+    score, statistics_ptr, stride_zm, stride_zi, dout_ptr, stride_gm, offs_m, M,
+    DTYPE: tl.constexpr,
+):
+    """G of a tile of e, 0 where r is, and where that is."""
+    mask_m = offs_m < M
+    maximum = tl.load(statistics_ptr + offs_m * stride_zm, mask=mask_m, other=0.0)
+    log_sum = tl.load(statistics_ptr + offs_m * stride_zm + stride_zi, mask=mask_m, other=0.0)
+    dout = tl.load(dout_ptr + offs_m * stride_gm, mask=mask_m, other=0.0).to(DTYPE)
+    r = tl.exp(score - finite(maximum)[:, None] - log_sum[:, None])
+    absent = (score == float("-inf")) | (r == 0)
+    return tl.where(absent, 0.0, dout[:, None] * r), absent
+# fmt: on
