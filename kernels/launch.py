@@ -1,7 +1,7 @@
 """What every family of kernels takes to launch them: configurations, arguments, workspaces and the launch itself."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 MAX_GRID = 2**31 - 1
@@ -40,13 +41,19 @@ class Launch:
     constants: dict[str, Any]
 
     def __call__(self) -> None:
+        """Run the kernel, unless an argument is a fake tensor: then its workspace is all that is asked for."""
+        if any(isinstance(argument, FakeTensor) for argument in self.args):
+            return
         for first_pid in range(0, self.grid, MAX_GRID):
             self.kernel[(min(self.grid - first_pid, MAX_GRID),)](first_pid, *self.args, **self.constants)
 
 
 def run(tensor: Tensor, launches: Iterable[Launch]) -> None:
-    """Run launches on the device of `tensor`, each as soon as the plan gives it."""
-    with torch.cuda.device_of(tensor):
+    """Run launches on the device of `tensor`, each as soon as the plan gives it.
+
+    A plan allocates workspaces as it goes. It does so on fake tensors too, whose device need not exist.
+    """
+    with nullcontext() if isinstance(tensor, FakeTensor) else torch.cuda.device_of(tensor):
         for launch in launches:
             launch()
 
@@ -68,10 +75,12 @@ def distinct(representatives: Callable[[str, torch.dtype, str], Iterator[Launch]
 
 
 def architecture_of(tensor: Tensor) -> str:
-    if tensor.device.type != "cuda":
-        return "sm_90"  # the interpreter, which runs any
-    if torch.version.hip:
+    """The architecture whose configurations serve the device of a tensor."""
+    if tensor.device.type == "cuda" and torch.version.hip:
         return "gfx942"
+    # The interpreter runs the configurations of any architecture. A fake device may have no driver to ask.
+    if tensor.device.type != "cuda" or isinstance(tensor, FakeTensor):
+        return "sm_90"
     major, _ = torch.cuda.get_device_capability(tensor.device)
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
