@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from effops.kernels import attention, attention_tiles, launch
 
-from .test_kernels import (
+from .support import (
     DEVICE,
     LAYOUTS,
+    MARKS,
     arithmetic,
     assert_padding_untouched,
     bf16,
@@ -22,20 +25,11 @@ from .test_kernels import (
 
 tl = triton.language
 
-pytestmark = [
-    pytest.mark.skipif(DEVICE == "cpu" and not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, for the infinities and NaNs tested here
-]
+pytestmark = MARKS
 
 # (B, H, M, N, E, V): several tiles and tails; one query; one key; wider than a tile; more keys than queries
 SHAPES = [(1, 1, 70, 67, 17, 20), (1, 2, 1, 65, 7, 3), (2, 2, 9, 1, 1, 1), (2, 1, 5, 7, 130, 129), (1, 1, 3, 140, 5, 9)]
 RESULTS = "scores", "weights", "attention"
-
-
-@pytest.fixture
-def whole_sums(monkeypatch):
-    """Each sum in one program, which goes through all of its tiles: sums of tests are short and would be split."""
-    monkeypatch.setattr(launch, "BUSY", 1)
 
 
 class Attention:

@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from effops.kernels import pairs, power_spherical
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .kernels_workspaces import CALLS, DTYPES, SCORES, allocated, allocated_on_fake_tensors, mixture_forward
-from .test_kernels import triton
+pytest.importorskip("triton")
+from effops.kernels import pairs, power_spherical
+
+from .kernels_workspaces import (
+    CALLS,
+    DTYPES,
+    SCORES,
+    allocated,
+    allocated_on_fake_tensors,
+    mixture_forward,
+)
+from .support import triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for the infinities of tails
 
