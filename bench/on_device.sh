@@ -3,8 +3,9 @@
 #
 #   bench/on_device.sh [OUT_DIR [OPTION_OF_BENCH_RUN...]]
 #
-# Needs python3 with torch, triton, opt_einsum, rich, pytest, pytest-xdist and setuptools. Writes OUT_DIR/<device>/<date>.json (OUT_DIR:
-# bench/results) with the outcome of every stage. A stage that fails does not stop the next; the exit code is then 1.
+# Needs python3 with torch, triton, opt_einsum, rich, pytest 8, pytest-xdist and setuptools. Writes
+# OUT_DIR/<device>/<date>.json (OUT_DIR: bench/results) with the outcome of every stage. A stage that fails does not
+# stop the next; the exit code is then 1.
 # To try the script out where there is no such device: bench/on_device.sh results --device cpu --repeats 1
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,7 +45,8 @@ fi
 stage install 60 "$python" -m pip install --quiet --no-deps --no-build-isolation --no-index -e .
 # Predictions of training and processes that talk by gloo are the same on every machine.
 stage tests 240 "$python" -m pytest tests -q -n 8 --dist worksteal -m "not ahead_of_time" \
-  --ignore-glob "tests/test_memory_*" --ignore tests/test_sharding.py
+  --ignore tests/memory --ignore tests/prediction --ignore tests/commands/test_memory.py \
+  --ignore tests/pytorch/test_sharding.py
 if command -v compute-sanitizer >/dev/null; then
   stage memcheck 80 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     compute-sanitizer --tool memcheck --error-exitcode 9 "$python" bench/memcheck.py
