@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.compiler import is_compiling
 
 
@@ -57,7 +58,31 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
                 function.__defaults__,
                 function.__closure__,
             )
-            compiled = objects[signature] = torch.compile(own, dynamic=True, fullgraph=True)
+            compiled = objects[signature] = torch.compile(own, backend=_inductor, dynamic=True, fullgraph=True)
         return compiled(*args)
 
     return call
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """TorchInductor, whose backward pass leaves the saved tensors as they are, so that it can run again.
+
+    As a rule, Inductor lets a backward pass write into the saved tensors ("donated buffers"), and PyTorch then refuses
+    `retain_graph=True`. The switch `torch._functorch.config.donated_buffer` is read again when a backward pass runs,
+    and is the user's. So the list of donated buffers is emptied instead, whenever a pass is compiled.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # takes seconds to import
+
+    # Inductor's cache does not see that: without a tag of its own, it would answer with passes that write.
+    tag = f"{torch.compiler.config.cache_key_tag} saved tensors are kept"
+    tagged = functools.partial(torch.compiler.config.patch, cache_key_tag=tag)  # type: ignore[attr-defined]
+
+    def compile_pass(*args: Any, **settings: Any) -> Any:
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []
+        with tagged():  # a backward pass may be compiled later, when it first runs
+            return compile_fx_inner(*args, **settings)
+
+    with tagged():
+        return compile_fx(graph, inputs, inner_compile=compile_pass)
