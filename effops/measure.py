@@ -472,9 +472,7 @@ class _Totals:
         groups: dict[tuple[str, tuple[str, ...]], list[FunctionEvent]] = {}
         for event in _inside(self.named(range_name)):
             if not _is_python_frame(event.name):
-                stack = [
-                    frame for frame in event.stack if not frame.startswith("<built-in ") and _OWN_FRAMES not in frame
-                ]
+                stack = [line for line in event.stack if not line.startswith("<built-in ") and _OWN_FRAMES not in line]
                 groups.setdefault((event.name, tuple(stack[:depth])), []).append(event)
         for (name, stack_end), events in groups.items():
             yield self.row(name, events, stack_end)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from effops.memory.anatomy import Anatomy
 from effops.prediction.timeline import Timeline
-
-if TYPE_CHECKING:
-    from effops.memory.sweep import Sweep
 
 MIB = 2**20
 LEAST_LABELLED = 0.04  # of the picture's width: shorter phases have no label
@@ -51,19 +48,19 @@ def plot_anatomy(anatomy: Anatomy, path: str | Path) -> None:
     figure.savefig(path)
 
 
-def plot_sweep(sweep: Sweep, path: str | Path) -> None:
-    """Draw the largest batch, or the peak, against each axis that was swept."""
-    figure = _figure("Sweep.plot", (3 * len(sweep.axes) + 1, 3.5))
-    unit = 1 if sweep.batch_size is None else MIB
-    every = figure.subplots(1, len(sweep.axes), sharey=True, squeeze=False)[0]
-    for axes, (name, results) in zip(every, sweep.axes.items()):
-        axes.plot([str(value) for value in results], [result / unit for result in results.values()], "o-")
-        axes.set_xlabel(name)
-        axes.margins(x=0.15)
-        axes.tick_params("x", rotation=20 if any(isinstance(value, str) for value in results) else 0)
-        axes.grid(alpha=0.3)
-    every[0].set_ylim(bottom=0)
-    every[0].set_ylabel(sweep.quantity if unit == 1 else f"{sweep.quantity}, MiB")
+def plot_sweep(swept: Mapping[str, Mapping[Any, int]], quantity: str, in_mib: bool, path: str | Path) -> None:
+    """Draw a quantity, such as the largest batch, against each axis that was swept; see `Sweep.plot`."""
+    figure = _figure("Sweep.plot", (3 * len(swept) + 1, 3.5))
+    unit = MIB if in_mib else 1
+    panels = figure.subplots(1, len(swept), sharey=True, squeeze=False)[0]
+    for panel, (name, results) in zip(panels, swept.items()):
+        panel.plot([str(value) for value in results], [result / unit for result in results.values()], "o-")
+        panel.set_xlabel(name)
+        panel.margins(x=0.15)
+        panel.tick_params("x", rotation=20 if any(isinstance(value, str) for value in results) else 0)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylim(bottom=0)
+    panels[0].set_ylabel(f"{quantity}, MiB" if in_mib else quantity)
     figure.savefig(path)
 
 

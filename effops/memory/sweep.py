@@ -54,7 +54,7 @@ class Sweep:
 
     def plot(self, path: str | Path) -> None:
         """Draw it; needs matplotlib. The ending of `path` chooses the format."""
-        plot_sweep(self, path)
+        plot_sweep(self.axes, self.quantity, self.batch_size is not None, path)
 
 
 def sweep(
