@@ -34,6 +34,7 @@ Doctor = Callable[..., tuple[int, dict[str, Any]]]
 def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     """`effops doctor` of one op on the CPU without compiling; gives the exit code and the JSON file's content."""
     monkeypatch.setattr(module, "_cuda_obstacle", lambda: "not in this test")
+    reference_of(OP)  # the first call imports the references of all ops, which must be registered then
     monkeypatch.setattr(registry, "_ops", {OP.name: OP})
     absent = dataclasses.replace(OP.variants["compile"], requires=[lambda call: "needs a compiler, got none"])
     monkeypatch.setitem(OP.variants, "compile", absent)
