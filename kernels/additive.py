@@ -5,10 +5,11 @@
     r = 1 / (1 + e^(2z)),    z = query + key,    tanh z = 1 - 2 r,    tanh' z = 4 r (1 - r)
     dquery = sum_n G weight tanh',    dkey = sum_m G weight tanh',    dweight = sum_mn G tanh,    G = dscore
 
-The exponential may overflow or vanish, as r = 0 and 1 are right then. Errors are absolute: a few roundoffs of |weight|
-for each term. Tiles have three axes, of which one or two are summed. dkey is the dquery of the exchanged roles. Each
-launch sums by itself, so that there are no atomics. Arithmetic is float64 if an operand is, else float32; results are
-rounded once, when they are stored.
+The exponential may overflow to infinity or vanish: r is 0 or 1 then, which is right. Each term adds an absolute error
+of a few roundoffs of |weight|. Tiles have three axes, and kernels sum over one or two of them. With query and key
+exchanged, dkey is computed as dquery is. Each launch completes its own sums, so it needs no atomics.
+
+Arithmetic is float64 if an operand is, else float32. Results are rounded once, when they are stored.
 """
 
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def _query_kernel(
     B, M, N, D, part_n,
     DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """dquery, or a part of its sum over n."""
+    """Write dquery, or one part of its sum over n."""
     pid = first_pid + tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_k = tl.cdiv(D, BLOCK_K)
@@ -120,7 +121,7 @@ def _weight_kernel(
     B, M, N, D, part_m,
     DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """dweight, or a part of its sum over m."""
+    """Write dweight, or one part of its sum over m."""
     pid = first_pid + tl.program_id(0).to(tl.int64)
     tiles_k = tl.cdiv(D, BLOCK_K)
     pid_k = pid % tiles_k
@@ -147,7 +148,10 @@ def _weight_kernel(
 
 
 def choose_config(kernel: Any, dtype: tl.dtype, M: int, N: int) -> Config:
-    """32 float32 or 16 float64 elements a thread, as for distances. Static, so that no result depends on a timing."""
+    """Tiles of 32 float32 or 16 float64 elements per thread, as for distances.
+
+    The choice is static, so that no result depends on a timing.
+    """
     half = 2 if dtype is tl.float64 else 1
     if M == 1 and N == 1:
         BLOCK_M, BLOCK_N, BLOCK_K = 1, 1, 512
@@ -163,7 +167,7 @@ def choose_config(kernel: Any, dtype: tl.dtype, M: int, N: int) -> Config:
 def scores(query: Tensor, key: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write the scores to `out`.
 
-    query is (B, M, D), key (B, N, D), weight (B, D), out (B, M, N), of any strides; any size may be 0.
+    query is (B, M, D), key (B, N, D), weight (B, D), out (B, M, N). They may have any strides, and any size may be 0.
     """
     run(query, _plan_scores(query, key, weight, out))
 
@@ -172,14 +176,14 @@ def backward(
     query: Tensor, key: Tensor, weight: Tensor, dscore: Tensor,
     dquery: Tensor | None, dkey: Tensor | None, dweight: Tensor | None,
 ) -> None:
-    """Write the gradients that are not None to `dquery`, `dkey` and `dweight`, which have the shapes of `scores`."""
+    """Write the gradients that are not None. Each has the shape of its operand, as `scores` takes it."""
     run(query, _plan_backward(query, key, weight, dscore, dquery, dkey, dweight))
 
 
 def _plan_scores(query: Tensor, key: Tensor, weight: Tensor, out: Tensor) -> Iterator[Launch]:
     if out.numel() == 0:
         return
-    if out.shape[1] == 1:  # a tile of rows serves a single column
+    if out.shape[1] == 1:  # tiles are longest along rows: a single row becomes a single column
         query, key, out = key, query, out.mT
     (B, M, N), D = out.shape, query.shape[2]
     dtype = arithmetic_of(query, key, weight)
@@ -221,7 +225,7 @@ def _plan_query(query: Tensor, key: Tensor, weight: Tensor, dscore: Tensor, dque
 
 
 def _plan_weight(query: Tensor, key: Tensor, weight: Tensor, dscore: Tensor, dweight: Tensor) -> Iterator[Launch]:
-    if dscore.shape[1] < dscore.shape[2]:  # the sum over rows is the one that is split
+    if dscore.shape[1] < dscore.shape[2]:  # only the sum over rows is split: rows become the longer axis
         query, key, dscore = key, query, dscore.mT
     (B, M, N), D = dscore.shape, query.shape[2]
     dtype = arithmetic_of(query, key, weight, dscore)
@@ -238,12 +242,15 @@ def _plan_weight(query: Tensor, key: Tensor, weight: Tensor, dscore: Tensor, dwe
 
 
 def shipped() -> Iterator[tuple[str, Launch]]:
-    """As `pairs.shipped`."""
+    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
     return distinct(_representatives)
 
 
 def _representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
-    """Every kernel, of tiles and of single columns. Operands of 16 bits are converted where they are loaded."""
+    """Launches of every kernel, on tiles and on single columns.
+
+    Operands of 16 bits are converted when they are loaded, so their launches are those of float32.
+    """
     if dtype.itemsize < 4:
         return
     query, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((2, 1600, 128), (2, 128)))

@@ -7,13 +7,14 @@
     dP = (dout value^T) keep / (1 - p),    delta = sum_n P dP,    ds = P (dP - delta)
     dquery = scale ds key,    dkey = scale ds^T query,    dvalue = P'^T dout,    dmask = ds
 
-Scores and P are results of their own too: with dout of s, ds = dout, and with dout of P, dP = dout. A boolean mask says
-which pairs take part, and so does j <= i if causal: s of the others is -inf, and ds is 0. A row without pairs has P = 0
-and passes no gradient; nor does a pair with P = 0, not even 0 times an infinity.
+Scores (s) and weights (P) are results of their own too. If dout is the gradient of s, ds = dout. If it is that of P,
+dP = dout. A boolean mask says which pairs take part, and a causal call keeps those with n <= m. The other pairs have
+s = -inf and ds = 0. A row without pairs has P = 0 and passes no gradient. Nor does a pair with P = 0, not even
+0 times an infinity.
 
-Forward saves nothing. Backward computes max, 1 / total and delta of every row, and then each gradient in a launch of
-its own that recomputes P in tiles and sums over the other axis alone, so it needs no atomics. `keep` is a function of
-the seed and the index of the pair: the same in every launch.
+Forward saves nothing. Backward first computes max, 1 / total and delta of every row. Each gradient then has its own
+launch, which recomputes P in tiles and sums over the other axis alone, so it needs no atomics. `keep` depends on the
+seed and the index of the pair alone, so it is the same in every launch.
 
 Arithmetic is float64 if an operand is, else float32. Results are rounded once, when they are stored.
 """
@@ -36,8 +37,8 @@ def scores(
 ) -> None:
     """Write s to `out`.
 
-    query is (B, H, M, E), key (B, H, N, E), mask (B, H, M, N), of bool, where True takes part, or of a floating-point
-    dtype, out (B, H, M, N). Any strides, any size may be 0. `precision` is the value of
+    query is (B, H, M, E), key (B, H, N, E), mask and out are (B, H, M, N). They may have any strides, and any size may
+    be 0. A boolean mask is True where a pair takes part; a floating-point mask is added. `precision` is the value of
     `torch.get_float32_matmul_precision()`.
     """
     call = AttentionCall(query, key, None, mask, None, scale, causal, 0.0, precision)
@@ -58,8 +59,8 @@ def attention(
 ) -> None:
     """Write P' value to `out`, given the operands of `scores`.
 
-    value is (B, H, N, V), out (B, H, M, V). The int64 in `seed` decides with the index of a pair whether it is kept;
-    None drops nothing.
+    value is (B, H, N, V), out (B, H, M, V). `seed` holds one int64, which decides together with the index of a pair
+    whether dropout keeps it. Without a seed nothing is dropped.
     """
     call = AttentionCall(query, key, value, mask, seed, scale, causal, dropout_p, precision)
     run(query, plan_attention(architecture_of(query), call, out))
@@ -71,7 +72,7 @@ def backward_scores(
 ) -> None:
     """Write the gradients that are not None, given the operands of `scores`.
 
-    dmask is in the dtype of the arithmetic, and is summed over each axis along which it has size 1.
+    dmask has the dtype of the arithmetic. It is summed over each axis along which it has size 1.
     """
     call = AttentionCall(query, key, None, mask, None, scale, causal, 0.0, precision)
     run(query, plan_backward(architecture_of(query), call, None, dout, dquery, dkey, None, dmask))
@@ -81,7 +82,7 @@ def backward_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, dout: Tensor,
     dquery: Tensor | None, dkey: Tensor | None, dmask: Tensor | None, *, scale: float, causal: bool, precision: str,
 ) -> None:
-    """As `backward_scores`, for `weights`."""
+    """Write the gradients of `weights` that are not None, as `backward_scores` does."""
     call = AttentionCall(query, key, None, mask, None, scale, causal, 0.0, precision)
     statistics = new_statistics(call)
     run(query, plan_backward(architecture_of(query), call, statistics, dout, dquery, dkey, None, dmask))
@@ -92,7 +93,7 @@ def backward_attention(
     dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None, dmask: Tensor | None, *,
     scale: float, causal: bool, dropout_p: float, precision: str,
 ) -> None:
-    """As `backward_scores`, for `attention`."""
+    """Write the gradients of `attention` that are not None, as `backward_scores` does."""
     call = AttentionCall(query, key, value, mask, seed, scale, causal, dropout_p, precision)
     statistics = new_statistics(call)
     run(query, plan_backward(architecture_of(query), call, statistics, dout, dquery, dkey, dvalue, dmask))
@@ -100,15 +101,15 @@ def backward_attention(
 
 
 def shipped() -> Iterator[tuple[str, Launch]]:
-    """As `pairs.shipped`."""
+    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
     return distinct(_representatives)
 
 
 def _representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
-    """Every kernel with its widest tiles, an additive mask of every pair and dropout, which take the most registers.
+    """Launches of every kernel with what takes the most registers: the widest tiles, an additive mask and dropout.
 
-    Of other dtypes and precisions, with the same tiles or smaller, the two that hold the most, on the architectures
-    whose products take operands of 16 bits or TF32 from shared or tensor memory.
+    Other dtypes and precisions have the same tiles or smaller ones. Of those, the two kernels that hold the most are
+    compiled, on architectures whose products take 16-bit or TF32 operands from shared or tensor memory.
     """
     thorough = dtype == torch.float32 and precision == "highest"
     if not thorough and (architecture not in ("sm_90", "sm_100") or (precision, dtype) == ("medium", torch.bfloat16)):

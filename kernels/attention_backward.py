@@ -1,4 +1,4 @@
-"""Gradients of `attention`."""
+"""The gradients of attention: kernels and the plans that launch them. `attention` has the formulas."""
 
 import math
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def _statistics_kernel(
     DTYPE: tl.constexpr, UPCAST: tl.constexpr, UPCAST_VALUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """max (0 if there is no pair), 1 / total (likewise) and delta of every row, side by side."""
+    """Write max, 1 / total and delta of every row, side by side. All are 0 for a row without pairs."""
     pid = first_pid + tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(M, BLOCK_M)
     pid_m = pid % tiles_m
@@ -91,7 +91,7 @@ def _gradient_kernel(
     OF: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr, UPCAST_VALUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """That of the query, summed over n, or of the key or value, summed over m: of rows i, summed over j."""
+    """Write the gradient of rows i of an operand, or one part of its sum over j: a query has i = m, others i = n."""
     pid = first_pid + tl.program_id(0).to(tl.int64)
     pid_d = pid % tiles_d
     pid_i = pid // tiles_d % tiles_i
@@ -145,7 +145,7 @@ def _gradient_kernel(
                 query_ptr, stride_qm, stride_qk, key_ptr, stride_kn, stride_kk, value_ptr, stride_vn, stride_vk,
                 mask_ptr, stride_am, stride_an, dout_ptr, stride_gm, stride_gk, seed_ptr, statistics_ptr, offs_row,
                 offs_m, offs_n, M, N, E, V, reach, scale, dropout_p, DTYPE, UPCAST, UPCAST_VALUE, PRECISION, BLOCK_K)
-        # (BLOCK_J, BLOCK_D)
+        # factor has shape (BLOCK_J, BLOCK_D).
         factor_ptrs = factor_ptr + offs_j[:, None] * stride_fj + offs_d[None, :] * stride_fk
         factor = tl.load(factor_ptrs, mask=(offs_j < size_j)[:, None] & mask_d, other=0.0).to(DTYPE)
         if OF != "query":
@@ -175,7 +175,10 @@ def _dmask_kernel(
     DTYPE: tl.constexpr, UPCAST: tl.constexpr, UPCAST_VALUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """Of b, h and tiles of m and n there are kept_b, ..., and each axis of which one is kept is summed."""
+    """Write the gradient of the mask, or one part of its sum.
+
+    It has kept_b entries of b, kept_h of h, and kept_m by kept_n tiles. An axis with one entry is summed.
+    """
     pid = first_pid + tl.program_id(0).to(tl.int64)
     pid_n = pid % kept_n
     pid_m = pid // kept_n % kept_m

@@ -1,4 +1,4 @@
-"""Scores, weights and sums of `attention`."""
+"""Scores, weights and sums of attention: kernels and the plans that launch them. `attention` has the formulas."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -45,7 +45,7 @@ def _scores_kernel(
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    E = tl.where(pid_n * BLOCK_N < (pid_m + 1) * BLOCK_M + reach, E, 0)  # nothing to compute beyond the diagonal
+    E = tl.where(pid_n * BLOCK_N < (pid_m + 1) * BLOCK_M + reach, E, 0)  # beyond the diagonal no product is computed
     score, _ = score_tile(
         query_ptr + pid_b * stride_qb + pid_h * stride_qh, stride_qm, stride_qk,
         key_ptr + pid_b * stride_kb + pid_h * stride_kh, stride_kn, stride_kk, mask_ptr, stride_am, stride_an,
@@ -66,7 +66,7 @@ def _weights_kernel(
     DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """Rows of one tile if WHOLE; else P of each tile is computed from its scores a second time."""
+    """Write P. If WHOLE, one tile holds a row; else the scores of each tile are computed twice."""
     pid = first_pid + tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(M, BLOCK_M)
     pid_m = pid % tiles_m
@@ -150,7 +150,7 @@ def _attention_kernel(
         weights, maximum, decay = exponentials(score, maximum)
         total = total * decay + tl.sum(weights, 1)
         weights = dropped(weights, seed_ptr, offs_row, offs_n, N, dropout_p, DTYPE)
-        # (BLOCK_N, BLOCK_D)
+        # value has shape (BLOCK_N, BLOCK_D).
         value_ptrs = value_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vk
         value = tl.load(value_ptrs, mask=(offs_n < N)[:, None] & mask_d, other=0.0).to(DTYPE)
         out = tl.dot(weights, value, out * decay[:, None], input_precision=PRECISION, out_dtype=DTYPE)
@@ -163,7 +163,7 @@ def _attention_kernel(
 
 
 def choose_row_config(architecture: str, contraction: dict[str, Any], N: int) -> Config | None:
-    """Tiles as wide as a row of weights, where they fit the registers."""
+    """Tiles as wide as a row of weights, if those fit the registers; else None."""
     config = replace(choose_config(architecture, contraction), BLOCK_D=0)
     if N <= config.BLOCK_N:
         return config

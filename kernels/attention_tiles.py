@@ -1,4 +1,4 @@
-"""What forward and backward of attention have in common: the call, the sizes of tiles, and tiles of pairs."""
+"""What forward and backward of attention share: the call, the sizes of tiles, and functions that compute a tile."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +14,8 @@ from .tiles import dots
 
 @dataclass(frozen=True)
 class AttentionCall:
+    """The operands and settings of a call, and what all kernels take of them."""
+
     query: Tensor
     key: Tensor
     value: Tensor | None
@@ -31,6 +33,7 @@ class AttentionCall:
 
     @property
     def reach(self) -> int:
+        """How far n may exceed m in a pair that takes part."""
         return 0 if self.causal else self.key.shape[2]
 
     @property
@@ -51,9 +54,10 @@ class AttentionCall:
 def choose_config(architecture: str, contraction: dict[str, Any]) -> Config:
     """The largest tiles with which no kernel spills a register.
 
-    The same for all kernels of backward, that P has the same bits. Static, so that no result depends on a timing.
+    All kernels of backward share it, so that P has the same bits in each. The choice is static, so that no result
+    depends on a timing.
     """
-    # CDNA has 512 registers a thread for 4 warps, 256 for 8. ptxas, unless told that it may take 255, spills a few.
+    # CDNA has 512 registers per thread for 4 warps and 256 for 8. ptxas spills a few unless it may take 255.
     threads = {"num_warps": 4} if architecture == "gfx942" else {"num_warps": 8, "maxnreg": 255}
     num_stages = 3 if architecture == "sm_90" else 2
     if contraction["DTYPE"] is tl.float64:
@@ -62,6 +66,7 @@ def choose_config(architecture: str, contraction: dict[str, Any]) -> Config:
 
 
 def narrowed(config: Config, D: int) -> Config:
+    """The configuration with BLOCK_D no wider than D needs. A product takes 16 columns at least."""
     return replace(config, BLOCK_D=min(config.BLOCK_D, max(16, triton.next_power_of_2(D))))
 
 
@@ -74,7 +79,7 @@ def score_tile(
     offs_m, offs_n, M, N, E, reach, scale,
     DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """A tile of s, and which of its pairs take part: n <= m + reach at most."""
+    """A tile of s, and which of its pairs take part. None beyond n = m + reach does."""
     present = (offs_m < M)[:, None] & (offs_n < N)[None, :] & (offs_n[None, :] <= offs_m[:, None] + reach)
     dot = dots(query_ptr, stride_qm, stride_qk, key_ptr, stride_kn, stride_kk, offs_m, offs_n, M, N, E,
                DTYPE, UPCAST, PRECISION, BLOCK_K)
@@ -90,7 +95,7 @@ def score_tile(
 
 @triton.jit
 def exponentials(score, maximum):
-    """exp(s - max) of a tile, the max with the tile taken in, and the factor of what was summed with the one before."""
+    """exp(s - max) of a tile, the new maximum, and the factor that rescales sums made with the old one."""
     larger = tl.maximum(maximum, tl.max(score, 1))
     shift = shift_of(larger)
     return tl.exp(score - shift[:, None]), larger, tl.exp(maximum - shift)
@@ -98,17 +103,19 @@ def exponentials(score, maximum):
 
 @triton.jit
 def shift_of(maximum):
+    """The maximum, or 0 for a row without pairs, where -inf would give NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
 def inverse_of(total):
+    """1 / total, or 0 for a row without pairs."""
     return tl.where(total == 0, 0.0, 1 / total)
 
 
 @triton.jit
 def dropped(tile, seed_ptr, offs_row, offs_n, N, dropout_p, DTYPE: tl.constexpr):
-    """keep / (1 - p) times a tile of pairs."""
+    """A tile of pairs times keep / (1 - p)."""
     if seed_ptr is not None:
         index = offs_row[:, None] * N + offs_n[None, :]
         low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
@@ -125,7 +132,7 @@ def dweights_tile(
     seed_ptr, offs_row, offs_m, offs_n, present, M, N, V, dropout_p,
     DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """A tile of dP; without values, of dout."""
+    """A tile of dP. Without values it is the tile of dout."""
     if value_ptr is None:
         dout_ptrs = dout_ptr + offs_m[:, None] * stride_gm + offs_n[None, :] * stride_gk
         dweights = tl.load(dout_ptrs, mask=present, other=0.0).to(DTYPE)
@@ -138,7 +145,7 @@ def dweights_tile(
 
 @triton.jit
 def weights_tile(score, statistics_ptr, offs_row, mask_m):
-    """A tile of P."""
+    """A tile of P, from its scores and the statistics of its rows."""
     shift = tl.load(statistics_ptr + offs_row * 3, mask=mask_m, other=0.0)
     inverse = tl.load(statistics_ptr + offs_row * 3 + 1, mask=mask_m, other=0.0)
     return tl.exp(score - shift[:, None]) * inverse[:, None]
@@ -155,7 +162,7 @@ def dscores_tile(
     DTYPE: tl.constexpr, UPCAST: tl.constexpr, UPCAST_VALUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of ds."""
+    """A tile of ds, from the operands and the statistics of its rows."""
     score, present = score_tile(
         query_ptr, stride_qm, stride_qk, key_ptr, stride_kn, stride_kk, mask_ptr, stride_am, stride_an,
         offs_m, offs_n, M, N, E, reach, scale, DTYPE, UPCAST, PRECISION, BLOCK_K)

@@ -1,4 +1,4 @@
-"""The dot product itself as a map of dot products, for `pairs`: phi(dot) = dot, W(s) = 0."""
+"""The dot product itself, as a map of dot products for `pairs`: phi(dot) = dot, W(s) = 0."""
 
 import triton
 import triton.language as tl

@@ -5,16 +5,17 @@
 
     G = de:    dx = - sum_n G z / s,    dloc = sum_m G z / s,    dscale = sum G (z^2 - 1) / s
 
-and the logsumexp over n of e + log_weights as in `mixture`, with G = dout r, dlog_weights = G. No product of matrices
-computes these sums without cancelling |x|^2 against |loc|^2: tiles of three axes do, of differences, one axis of which
-is summed. In a sum over k that is the last one, in a gradient any axis along which the operand is constant.
+The logsumexp over n of e + log_weights is that of `mixture`, with G = dout r and dlog_weights = G.
 
-Scores need W of every row of scales, in float64: PyTorch computes it before. A mixture's G are computed from scores
-of the same tiles as forward, for as many pairs at a time as `CHUNK` allows, and stored; their sums are the gradients
-then. So are those of the plain scores, where G is what comes from above.
+A matrix product would cancel |x|^2 against |loc|^2 in these sums. So kernels take differences, in tiles of three axes,
+and sum over one of them. A score sums over k. A gradient sums over any axis along which its operand is constant.
 
-Each quotient is a product with 1 / s, rounded once: float32 holds it for s of 2^-128 and above. Arithmetic is float64
-if an operand is, else float32. Results are rounded once, when they are stored. There are no atomics.
+Scores need W of every row of scales in float64, which PyTorch computes before the launch. Gradients are sums of terms
+in G. For plain scores G is the gradient of the result. For a mixture a launch computes G from scores, in the same tiles
+as forward, and stores it. It does so for as many pairs at a time as `CHUNK` allows.
+
+Each quotient is a product with 1 / s, which is rounded once: float32 holds it for s of 2^-128 and above. Arithmetic is
+float64 if an operand is, else float32. Results are rounded once, when they are stored. There are no atomics.
 """
 
 import math
@@ -43,8 +44,8 @@ from .launch import (
 )
 from .tiles import add_scores, load_tile, upstream
 
-# Pairs of a mixture whose G are held at a time, or gradients of x if they are more: 16 MiB in float32. A row of pairs
-# may be larger.
+# How many G of a mixture, or gradients of x if those are more, are held at a time: 16 MiB in float32. One row of pairs
+# may exceed it.
 CHUNK = 2**22
 HALF_LOG_2PI = math.log(2 * math.pi) / 2
 
@@ -52,7 +53,7 @@ HALF_LOG_2PI = math.log(2 * math.pi) / 2
 # fmt: off
 @triton.jit
 def _tile(ptr, stride_i, stride_j, i, j, size_i, size_j, ALONG_I: tl.constexpr, ALONG_J: tl.constexpr):
-    """Pointers to a tile with size 1 along each axis along which the operand is constant, and their mask."""
+    """Pointers to a tile, and their mask. The tile has size 1 along each axis along which the operand is constant."""
     start = tl.zeros((1, 1, 1), tl.int64)
     i = i if ALONG_I else start
     j = j if ALONG_J else start
@@ -61,6 +62,7 @@ def _tile(ptr, stride_i, stride_j, i, j, size_i, size_j, ALONG_I: tl.constexpr, 
 
 @triton.jit
 def _inverse(scale, DTYPE: tl.constexpr):
+    """1 / scale, rounded once."""
     scale = scale.to(DTYPE)
     return 1 / scale if scale.dtype == tl.float64 else tl.div_rn(tl.full(scale.shape, 1.0, DTYPE), scale)
 
@@ -77,7 +79,7 @@ def _scores(
     CONSTANT_M: tl.constexpr, CONSTANT_N: tl.constexpr, WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of e; with log_weights, if given, and then -inf beyond its edges."""
+    """A tile of e. If log_weights are given they are added, and e is -inf beyond the edges."""
     m, n = offs_m[:, None, None], offs_n[None, :, None]
     x_ptrs, x_mask = _tile(x_ptr, stride_xm, stride_xn, m, n, M, N, X & 4, X & 2)
     loc_ptrs, loc_mask = _tile(loc_ptr, stride_lm, stride_ln, m, n, M, N, LOC & 4, LOC & 2)
@@ -119,7 +121,7 @@ def _scores_kernel(
     CONSTANT_M: tl.constexpr, CONSTANT_N: tl.constexpr, WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """e, or given the statistics of a mixture, G."""
+    """Write e, or G if the statistics of a mixture are given."""
     pid = first_pid + tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -199,7 +201,7 @@ def _gradient_kernel(
     DTYPE: tl.constexpr, X: tl.constexpr, LOC: tl.constexpr, SCALE: tl.constexpr, DOUT: tl.constexpr,
     OF_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """The sum over n, whichever axis that is, of -G z / s, or of G (z^2 - 1) / s."""
+    """Write the sum over n, whichever axis that is, of -G z / s, or of G (z^2 - 1) / s if OF_SCALE."""
     pid = first_pid + tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_k = tl.cdiv(K, BLOCK_K)
@@ -239,7 +241,7 @@ def _gradient_kernel(
         G = tl.load(dout_ptrs + n * stride_gn, mask=dout_mask & mask_n, other=0.0).to(DTYPE)
         z = (x - loc) * inverse
         term = G * (z * z - 1) * inverse if OF_SCALE else -(G * z * inverse)
-        grad += tl.where(G == 0, 0.0, term)  # a component left out, or a tail, adds nothing, not even 0 inf
+        grad += tl.where(G == 0, 0.0, term)  # where G is 0 nothing is added, not even 0 times an infinity
 
     grad_ptr += part * stride_dp + pid_b * stride_db + pid_c * stride_dc
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
@@ -248,9 +250,10 @@ def _gradient_kernel(
 
 
 def choose_config(kernel: Any, dtype: tl.dtype, M: int, N: int) -> Config:
-    """32 float32 or 16 float64 elements a thread, whatever the axes: twice as many spill.
+    """Tiles of 32 float32 or 16 float64 elements per thread, whatever the axes: twice as many spill.
 
-    The scores of a mixture have the tiles of `_logsumexp_kernel`. Static, so that no result depends on a timing.
+    The scores of a mixture have the tiles of `_logsumexp_kernel`. The choice is static, so that no result depends on a
+    timing.
     """
     half = 2 if dtype is tl.float64 else 1
     if kernel is _gradient_kernel:
@@ -267,7 +270,8 @@ def choose_config(kernel: Any, dtype: tl.dtype, M: int, N: int) -> Config:
 def forward(x: Tensor, loc: Tensor, scale: Tensor, out: Tensor) -> None:
     """Write the log densities to `out`.
 
-    x is (B, M, D), loc (B, N, D), scale (B, M, N, D) or (B, M, N, 1), out (B, M, N), of any strides; any size may be 0.
+    x is (B, M, D), loc (B, N, D), scale (B, M, N, D) or (B, M, N, 1), out (B, M, N). They may have any strides, and any
+    size may be 0.
     """
     run(x, _plan_forward(x, loc, scale, out))
 
@@ -278,8 +282,8 @@ def backward(
 ) -> None:
     """Write the gradients that are not None to `dx`, `dloc` and `dscale`.
 
-    Shapes are those of `forward`; dscale may have size 1 along any axis along which scale is constant, and is the sum
-    over it then.
+    Shapes are those of `forward`. dscale may have size 1 along any axis along which scale is constant: it is then the
+    sum over that axis.
     """
     run(x, _plan_backward(x, loc, scale, dout, dx, dloc, dscale))
 
@@ -287,8 +291,8 @@ def backward(
 def forward_logsumexp(x: Tensor, loc: Tensor, scale: Tensor, log_weights: Tensor, statistics: Tensor) -> None:
     """Write max and log_sum over n, whose sum is the result, to `statistics[..., 0]` and `[..., 1]`.
 
-    x is (B, C, M, D), loc (B, C, N, D), scale (B, C, M, N, D) or (B, C, M, N, 1), log_weights (B, C, M, N), statistics
-    are (B, C, M, 2) in the dtype of the arithmetic. Any strides, any size may be 0.
+    x is (B, C, M, D), loc (B, C, N, D), log_weights (B, C, M, N). scale is (B, C, M, N, D) or (B, C, M, N, 1).
+    statistics are (B, C, M, 2) in the dtype of the arithmetic. They may have any strides, and any size may be 0.
     """
     run(x, _plan_forward_logsumexp(x, loc, scale, log_weights, statistics))
 
@@ -297,10 +301,10 @@ def backward_logsumexp(
     x: Tensor, loc: Tensor, scale: Tensor, log_weights: Tensor, statistics: Tensor, dout: Tensor,
     dlog_weights: Tensor | None, dx: Tensor | None, dloc: Tensor | None, dscale: Tensor | None,
 ) -> None:
-    """Write the gradients that are not None, given those of `forward_logsumexp` and dout (B, C, M).
+    """Write the gradients that are not None, given dout (B, C, M) and the operands of `forward_logsumexp`.
 
-    dx is (B, C, M, D) or (B, 1, M, D), which sums over C; dloc is (B, C, N, D). dscale and dlog_weights may have size 1
-    along any axis along which their operands are constant. All are added up in their own dtype.
+    dx is (B, C, M, D), or (B, 1, M, D) for the sum over C. dloc is (B, C, N, D). dscale and dlog_weights may have size
+    1 along any axis along which their operands are constant. Each is added up in its own dtype.
     """
     run(x, _plan_backward_logsumexp(x, loc, scale, log_weights, statistics, dout, dlog_weights, dx, dloc, dscale))
 
@@ -310,7 +314,7 @@ def _plan_forward(x: Tensor, loc: Tensor, scale: Tensor, out: Tensor) -> Iterato
         return
     constant = _normaliser(scale, x.shape[-1]).unsqueeze(1)
     x, loc, scale, out = (t.unsqueeze(1) for t in (*_of_pairs(x, loc, scale), out))
-    if 1 in out.shape[2:]:  # no tiles of rows and columns: of many rows along the longest axis
+    if 1 in out.shape[2:]:  # a single row or column: tiles go along the longest axis
         shortest, *others, longest = sorted(range(4), key=lambda axis: out.shape[axis])
         order = *others, longest, shortest
         x, loc, scale = (t.permute(*order, 4) for t in (x, loc, scale))
@@ -399,10 +403,10 @@ def _plan_scores(
 def _plan_gradient(
     x: Tensor, loc: Tensor, scale: Tensor, dout: Tensor, total: Tensor, *, of_scale: bool = False,
 ) -> Iterator[Launch]:
-    """That of x or scale, summed over the axes along which `total` has size 1.
+    """Write the gradient of x or scale to `total`, summed over the axes along which `total` has size 1.
 
-    The kernel sums over one of them: over n or m if they are among them, so that what is left to sum has the size of
-    x or loc at most; else over the coordinates, which leaves the pairs.
+    The kernel sums over one of these axes, and PyTorch over the others. The kernel takes n or m if it can, so that at
+    most the size of x or loc is left. Else it takes the coordinates, which leaves the pairs.
     """
     if x.numel() == 0:
         total.zero_()
@@ -439,7 +443,10 @@ def _plan_gradient(
 
 
 def _axis_to_reduce(sizes: Sequence[int], summed: Sequence[int]) -> int:
-    """One of the axes to sum over; or if there are none, one of size 1, which b or c is: see `_chunks`."""
+    """The axis over which the kernel sums: one of those to sum over, or if there are none one of size 1.
+
+    b or c has size 1 then, as `_chunks` sees to.
+    """
     for axes in (2, 3), (4,), (0, 1):
         found = [axis for axis in axes if axis in summed]
         if found:
@@ -448,27 +455,27 @@ def _axis_to_reduce(sizes: Sequence[int], summed: Sequence[int]) -> int:
 
 
 def _of_pairs(x: Tensor, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each with all axes, up to (B, C, M, N, D)."""
+    """Every operand with the axes of all pairs: (B, M, N, D) or (B, C, M, N, D)."""
     shape = *scale.shape[:-1], x.shape[-1]
     return x.unsqueeze(-2).expand(shape), loc.unsqueeze(-3).expand(shape), scale.expand(shape)
 
 
 def _normaliser(scale: Tensor, D: int) -> Tensor:
-    """W in float64, computed once along axes along which scale is constant."""
+    """W in float64, computed once along each axis along which scale is constant."""
     own = scale[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in scale.stride()[:-1])]
     logs = own.to(torch.float64, copy=True).log_().sum(-1).mul_(D // max(1, own.shape[-1]))
     return logs.add_(D * HALF_LOG_2PI).neg_().expand(scale.shape[:-1])
 
 
 def _by_rows(*tensors: Any) -> tuple[Any, ...]:
-    """With single rows, the larger of the axes b and c in their place, to fill the tiles."""
+    """Tensors whose rows fill the tiles: in place of single rows, the larger of the axes b and c."""
     sizes = tensors[0].shape
     rows = 2 if sizes[2] > 1 else max((0, 1), key=lambda axis: sizes[axis])
     return tuple(None if t is None else t.transpose(2, rows) for t in tensors)
 
 
 def _chunks(sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """Slices of b, c and m, where b or c is one entry."""
+    """Slices of b, c and m that fit `CHUNK`. Each has one entry of b or of c."""
     B, C, M, N, D = sizes
     row = max(N, D)
     steps = max(1, CHUNK // (M * row)), 1, max(1, CHUNK // row)
@@ -479,7 +486,7 @@ def _chunks(sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
 
 
 def _cut(tensor: Any, chunk: tuple[slice, ...]) -> Any:
-    """What a chunk needs of a tensor: all of it along axes along which it is constant."""
+    """The part of a tensor that a chunk needs: along an axis of size 1, all of it."""
     if tensor is None:
         return None
     return tensor[tuple(slice(None) if size == 1 else piece for size, piece in zip(tensor.shape, chunk))]
@@ -488,7 +495,7 @@ def _cut(tensor: Any, chunk: tuple[slice, ...]) -> Any:
 def _operands(
     x: Tensor, loc: Tensor, scale: Tensor, constant: Tensor, log_weights: Tensor | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of a score, as a kernel takes them: arguments and constants."""
+    """The operands of a score as a kernel takes them: its arguments and its constants."""
     tensors = *pointer(x), *pointer(loc), *pointer(scale), *pointer(constant), *pointer(log_weights, 4)
     axes: dict[str, Any] = {"X": _axes(x), "LOC": _axes(loc), "SCALE": _axes(scale)}
     for name, operand in ("CONSTANT", constant), ("WEIGHTS", log_weights):
@@ -498,19 +505,19 @@ def _operands(
 
 
 def _axes(operand: Tensor) -> int:
-    """The last three axes along which an operand varies, as bits."""
+    """Which of the last three axes an operand varies along, as bits: 4, 2 and 1."""
     return sum(varies(operand, axis) << (4 - axis) for axis in (2, 3, 4))
 
 
 def shipped() -> Iterator[tuple[str, Launch]]:
-    """As `pairs.shipped`."""
+    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
     return distinct(_representatives)
 
 
 def _representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
-    """Every tile, with operands that vary along as many of its axes as they can, which takes the most registers.
+    """Launches of every tile with what takes the most registers: operands that vary along as many axes as they can.
 
-    Operands of 16 bits are converted where they are loaded: their launches are those of float32.
+    Operands of 16 bits are converted when they are loaded, so their launches are those of float32.
     """
     if dtype.itemsize < 4:
         return

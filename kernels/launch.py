@@ -1,4 +1,8 @@
-"""What every family of kernels takes to launch them: configurations, arguments, workspaces and the launch itself."""
+"""The host's side of all kernels: launches, configurations, arguments and workspaces.
+
+A family of kernels has plans: functions that yield the launches of a call one by one. `run` runs them. A plan allocates
+workspaces as it goes, and adds up partial results after the launch that wrote them.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,19 +18,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 MAX_GRID = 2**31 - 1
-# Programs that keep a device busy: a few for each of the 108 to 304 multiprocessors. A sum over rows is split until
-# there are as many; the partial sums then take at most 1024 tiles, some tens of megabytes.
+# So many programs keep a device busy: a few for each of its 108 to 304 multiprocessors. A sum is split into parts until
+# there are as many programs. The partial sums then take at most 1024 tiles, some tens of megabytes.
 BUSY = 1024
 
 
 @dataclass(frozen=True)
 class Config:
+    """The sizes of tiles, and the threads and registers of a program. Values of 0 are not passed on."""
+
     num_warps: int
     num_stages: int
     BLOCK_M: int
-    BLOCK_K: int  # slice of D
-    BLOCK_N: int = 0  # not row-wise
-    BLOCK_D: int = 0  # backward, not row-wise: slice of D of the gradient
+    BLOCK_K: int  # the slice of D over which a score sums at a time
+    BLOCK_N: int = 0  # row-wise kernels have no columns
+    BLOCK_D: int = 0  # the slice of D of a result or gradient
     maxnreg: int = 0
 
     def options(self) -> dict[str, int]:
@@ -35,13 +41,15 @@ class Config:
 
 @dataclass(frozen=True)
 class Launch:
+    """A kernel and all that it is called with. `first_pid` comes first, as a large grid takes several calls."""
+
     kernel: Any
     grid: int
     args: tuple[Any, ...]
     constants: dict[str, Any]
 
     def __call__(self) -> None:
-        """Run the kernel, unless an argument is a fake tensor: then its workspace is all that is asked for."""
+        """Run the kernel. With a fake tensor among the arguments do nothing: only the workspaces count then."""
         if any(isinstance(argument, FakeTensor) for argument in self.args):
             return
         for first_pid in range(0, self.grid, MAX_GRID):
@@ -49,9 +57,9 @@ class Launch:
 
 
 def run(tensor: Tensor, launches: Iterable[Launch]) -> None:
-    """Run launches on the device of `tensor`, each as soon as the plan gives it.
+    """Run launches on the device of `tensor`, each as soon as its plan yields it.
 
-    A plan allocates workspaces as it goes. It does so on fake tensors too, whose device need not exist.
+    The device of a fake tensor need not exist, so it is not selected.
     """
     with nullcontext() if isinstance(tensor, FakeTensor) else torch.cuda.device_of(tensor):
         for launch in launches:
@@ -59,9 +67,10 @@ def run(tensor: Tensor, launches: Iterable[Launch]) -> None:
 
 
 def distinct(representatives: Callable[[str, torch.dtype, str], Iterator[Launch]]) -> Iterator[tuple[str, Launch]]:
-    """The launches of every architecture, dtype and precision, each once.
+    """The launches of every architecture, dtype and precision, each once, to compile and inspect without a device.
 
-    Those of float16 are left out: but for conversions their code is that of bfloat16.
+    `representatives` yields launches on meta tensors. float16 is left out: except for conversions its code is that of
+    bfloat16.
     """
     seen = set()
     dtypes = torch.float64, torch.float32, torch.bfloat16
@@ -91,38 +100,43 @@ def arithmetic_of(*tensors: Tensor) -> tl.dtype:
 
 
 def torch_dtype(arithmetic: tl.dtype) -> torch.dtype:
+    """The dtype of a workspace for results of the arithmetic."""
     return torch.float64 if arithmetic is tl.float64 else torch.float32
 
 
 def contraction_of(architecture: str, precision: str, x: Tensor, loc: Tensor, *others: Tensor) -> dict[str, Any]:
+    """The constants of a product of x and loc, in arithmetic that suits all operands."""
     if arithmetic_of(x, loc, *others) is tl.float64:
         return {"DTYPE": tl.float64, "UPCAST": True, "PRECISION": "ieee"}
-    # 16-bit operands are multiplied as they are, exactly, save in the interpreter, which multiplies bf16 wrongly
+    # Products of 16-bit operands are exact. The interpreter multiplies bf16 wrongly: for it they are converted first.
     upcast = x.dtype != loc.dtype or x.dtype == torch.float32 or triton.knobs.runtime.interpret
-    if architecture == "gfx942":  # has fp32 matrix units, and Triton no tf32x3 there
+    if architecture == "gfx942":  # it has fp32 matrix units, and Triton has no tf32x3 for it
         return {"DTYPE": tl.float32, "UPCAST": upcast, "PRECISION": "ieee"}
     return {"DTYPE": tl.float32, "UPCAST": upcast, "PRECISION": "tf32" if precision == "medium" else "tf32x3"}
 
 
 def varies(operand: Tensor, axis: int) -> bool:
-    """Whether an operand may differ along an axis: one of size 1 or stride 0 holds one value there."""
+    """Whether an operand varies along an axis. With size 1 or stride 0 it is constant there."""
     return operand.shape[axis] > 1 and operand.stride(axis) != 0
 
 
 def pointer(tensor: Tensor | None, ndim: int = 3) -> tuple[Any, ...]:
-    """A tensor and its strides, as a kernel takes them."""
+    """A tensor and its strides, as a kernel takes them. None has strides of 0."""
     return (None, *(0,) * ndim) if tensor is None else (tensor, *tensor.stride())
 
 
 def zero(*gradients: Tensor | None) -> None:
-    """Fill those that are not None with 0: what a launch of no programs would leave unwritten."""
+    """Fill the gradients that are not None with 0, where there is nothing to sum."""
     for gradient in gradients:
         if gradient is not None:
             gradient.zero_()
 
 
 def split(size: int, block: int, programs: int) -> tuple[int, int]:
-    """(parts, elements of a part) of a sum over `size` elements, where each part takes `programs` programs."""
+    """How to split a sum over `size` elements: the number of parts, and the elements of each.
+
+    Each part takes `programs` programs. A part is a multiple of `block`.
+    """
     tiles = triton.cdiv(size, block)
     part = triton.cdiv(tiles, triton.cdiv(BUSY, programs)) * block
     return triton.cdiv(size, part), part
@@ -130,7 +144,10 @@ def split(size: int, block: int, programs: int) -> tuple[int, int]:
 
 @contextmanager
 def partial_sums(total: Tensor | None, ndim: int, parts: int, dtype: tl.dtype) -> Iterator[tuple[Any, ...]]:
-    """Where to write `total` in parts: itself if there is one, else a workspace that is added up at the end."""
+    """The arguments with which a kernel writes the parts of `total`: a tensor and its strides, that of parts first.
+
+    One part is written to `total` itself. Several go to a workspace, which is added up at the end.
+    """
     if total is None or parts == 1:
         tensor, *strides = pointer(total, ndim)
         yield tensor, 0, *strides
@@ -142,7 +159,7 @@ def partial_sums(total: Tensor | None, ndim: int, parts: int, dtype: tl.dtype) -
 
 @contextmanager
 def partial_statistics(statistics: Tensor, parts: int) -> Iterator[tuple[Any, ...]]:
-    """Where to write statistics of parts of the components: as `partial_sums` does for sums."""
+    """As `partial_sums`, for the statistics of a logsumexp: the maximum, and the logarithm of the sum."""
     if parts == 1:
         tensor, *strides = pointer(statistics)
         yield tensor, 0, *strides

@@ -5,10 +5,12 @@
     dp = <dout[b,l], v[b,l-d]>,    delta[b,l] = sum_d p dp,    ds = scale p (dp - delta)
     dq[b,l,:] = sum_d ds k[b,l-d,:],    dk[b,j,:] = sum_d ds q[b,j+d,:],    dv[b,j,:] = sum_d p dout[b,j+d,:]
 
-The offsets are d = restart i + j and d = restart i + local - 1 + 2^k, for all i and 0 <= j < local, as far as the part
-after restart i is less than restart. A program takes a block of rows and one offset after the other: the rows at an
-offset are contiguous too, and there is no product of matrices in it. Backward goes by queries first, which leaves the
-maximum, the sum and delta of each row, and then by keys, so it needs no atomics.
+The offsets are d = restart i + j and d = restart i + local - 1 + 2^k, for all i and k and 0 <= j < local. What is added
+to restart i stays below restart.
+
+A program takes a block of rows, and goes through the offsets. The rows at one offset are contiguous too, and no matrix
+product is needed. Backward first goes by queries, and stores the maximum, the sum and delta of each row. Then it goes
+by keys. Neither needs atomics.
 
 Arithmetic is float64 if an operand is, else float32. Results are rounded once, when they are stored.
 """
@@ -23,13 +25,13 @@ from torch import Tensor
 
 from .launch import Launch, distinct, pointer, run, zero
 
-LARGEST = 2048  # features of a row, which is held in registers
+LARGEST = 2048  # the most features of a row, which registers hold
 
 
 # fmt: off
 @triton.jit
 def _offset(number, local, restart, base):
-    """The offset of that number: there are `base` of them from one restart to the next."""
+    """The offset with a given number. Each period of `restart` rows has `base` offsets."""
     number = tl.full((), 0, tl.int64) + number
     i = number % base
     doubled = tl.full((), 1, tl.int64) << tl.maximum(i - local, 0)
@@ -41,7 +43,7 @@ def _load_rows(
     ptr, stride_l, stride_e, rows, L, E,
     DTYPE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):
-    """(rows, BLOCK_E), 0 where there is none."""
+    """Rows as a tile of BLOCK_E columns, with 0 for a row or a feature that does not exist."""
     offs_e = tl.arange(0, BLOCK_E).to(tl.int64)
     mask = ((rows >= 0) & (rows < L))[:, None] & (offs_e < E)[None, :]
     return tl.load(ptr + rows[:, None] * stride_l + offs_e[None, :] * stride_e, mask=mask, other=0.0).to(DTYPE)
@@ -108,7 +110,7 @@ def _backward_queries_kernel(
     scale_ptr, L, E, V, local, restart, base,
     DTYPE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """dq, and the statistics of each row: maximum, sum, delta."""
+    """Write dq, and the statistics of each row: maximum, sum and delta."""
     pid = first_pid + tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(L, BLOCK_L)
     pid_b = pid // blocks
@@ -201,8 +203,8 @@ def forward(
 ) -> None:
     """Write the attention to `out`.
 
-    q and k are (B, L, E), v and out (B, L, V), of any strides and sizes, up to `LARGEST` features. `scale` is a tensor
-    of one element, in the dtype of the arithmetic. Without `restart` the offsets double all the way.
+    q and k are (B, L, E), v and out (B, L, V). They may have any strides and any sizes, up to `LARGEST` features.
+    `scale` is a tensor of one element, in the dtype of the arithmetic. Without `restart` the offsets double to the end.
     """
     run(q, _plan_forward(q, k, v, out, scale, local, restart))
 
@@ -211,16 +213,16 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, scale: Tensor, *, local: int, restart: int | None,
 ) -> None:
-    """Write the gradients that are not None to `dq`, `dk` and `dv`."""
+    """Write the gradients that are not None to `dq`, `dk` and `dv`, given the operands of `forward`."""
     run(q, _plan_backward(q, k, v, dout, dq, dk, dv, scale, local, restart))
 # fmt: on
 
 
 def shipped() -> Iterator[tuple[str, Launch]]:
-    """As `pairs.shipped`."""
+    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
 
     def representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
-        if dtype == torch.bfloat16:  # but for the conversion of what is loaded its code is that of float32
+        if dtype == torch.bfloat16:  # its code is that of float32, except for conversions
             return
         q = torch.empty(16, 16384, LARGEST if dtype == torch.float64 else 64, dtype=dtype, device="meta")
         scale = q.new_empty(1)
@@ -267,7 +269,7 @@ def _settings(
     base = min(local, period) + max(0, period - local).bit_length()
     BLOCK_E, BLOCK_V = (triton.next_power_of_2(max(1, size)) for size in (E, V))
     widest = max(BLOCK_E, BLOCK_V)
-    # Three tiles of queries and three of keys, with 16 floats a thread, or 8 doubles, of each
+    # Backward holds three tiles of queries and three of keys, with 16 floats or 8 doubles of each per thread.
     float64 = scale.dtype == torch.float64
     BLOCK_L = max(1, (1024 if float64 else 2048) // widest)
     constants = {

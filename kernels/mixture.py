@@ -1,4 +1,4 @@
-"""Log density of a mixture: score every pair of rows as `pairs` does and sum over n, without keeping the pairs.
+"""The log density of a mixture: score every pair of rows as `pairs` does and sum over n, without keeping the pairs.
 
     e[b,c,m,n] = log_weights + W(s) + s phi(<x[b,c,m], loc[b,c,n]>),    s = scale[b,c,m,n]
     out[b,c,m] = logsumexp_n e = max + log_sum,    max = max_n e,    log_sum = log sum_n exp(e - max)
@@ -7,12 +7,12 @@
     dx[b,c,m,:] = sum_n G s phi' loc,    dloc[b,c,n,:] = sum_m G s phi' x
     dlog_weights = G,    dscale = G (W'(s) + phi), each summed over m or n where the operand is constant
 
-Backward takes max and log_sum, because their sum alone would leave r off by the rounding of out. r is as exact only
-where e has the same bits as in forward: all launches compute it in the same tiles, of the same orientation, whichever
-axis they sum over.
+Forward writes max and log_sum, and backward takes both: from their sum alone, r would carry the rounding of out. r is
+as exact only if e has the same bits in backward as in forward. So all launches compute e in the same tiles, of the same
+orientation, whichever axis they sum over.
 
-A component with log weight -inf is left out, whatever else it holds, and no gradient passes where r is 0, not even 0
-times an infinity. Without components the result is -inf, and all gradients are 0.
+A component with log weight -inf is left out, whatever else it holds. No gradient passes where r is 0, not even 0 times
+an infinity. Without components the result is -inf, and all gradients are 0.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def _scores(
     SCALE_M: tl.constexpr, SCALE_N: tl.constexpr, WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of e, -inf beyond its edges, with scale, phi and phi'."""
+    """A tile of e, which is -inf beyond the edges, with its scale, phi and phi'."""
     scale = load_tile(scale_ptr, stride_sm, stride_sn, offs_m, offs_n, M, N, 1.0, SCALE_M, SCALE_N)
     constant = normaliser(scale.to(tl.float64), D).to(DTYPE)
     weights = load_tile(weights_ptr, stride_wm, stride_wn, offs_m, offs_n, M, N, 0.0, WEIGHTS_M, WEIGHTS_N).to(DTYPE)
@@ -79,7 +79,7 @@ def _gradients(
     SCALE_M: tl.constexpr, SCALE_N: tl.constexpr, WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """G s phi', G and G phi of a tile, 0 where r is."""
+    """G s phi', G and G phi of a tile. All are 0 where r is 0."""
     score, scale, value, slope = _scores(
         x_ptr, stride_xm, stride_xk, loc_ptr, stride_ln, stride_lk,
         scale_ptr, stride_sm, stride_sn, weights_ptr, stride_wm, stride_wn, offs_m, offs_n, M, N, D, tolerance,
@@ -90,7 +90,7 @@ def _gradients(
 
 @triton.jit
 def _dscale(G, G_phi, scale, D, normaliser_grad: tl.constexpr):
-    """G (W' + phi), or its sum over an axis along which scale is constant."""
+    """G (W' + phi), or its sum over an axis along which scale is constant, from G and G phi or their sums."""
     return G_phi + tl.where(G == 0, 0.0, G * normaliser_grad(scale.to(tl.float64), D).to(G.dtype))
 
 
@@ -152,7 +152,7 @@ def _backward_rows_kernel(
     WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr, SUM_DSCALE: tl.constexpr, SUM_DWEIGHTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Sums over n, and for dx over `sum_c` entries of c; or dscale and dlog_weights of every pair."""
+    """Write sums over n, of dx also over `sum_c` entries of c; or write dscale and dlog_weights of every pair."""
     pid = first_pid + tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -189,7 +189,7 @@ def _backward_rows_kernel(
             offs_m, offs_n, M, N, D, tolerance,
             phi, normaliser, DTYPE, UPCAST, PRECISION, SCALE_M, SCALE_N, WEIGHTS_M, WEIGHTS_N, BLOCK_K)
         if dx_ptr is not None:
-            # (BLOCK_N, BLOCK_D)
+            # loc has shape (BLOCK_N, BLOCK_D).
             loc_ptrs = loc_ptr + c * stride_lc + offs_n[:, None] * stride_ln + offs_d[None, :] * stride_lk
             loc = tl.load(loc_ptrs, mask=(offs_n < N)[:, None] & mask_d, other=0.0).to(DTYPE)
             dx = tl.dot(G_dot, finite(loc), dx, input_precision=PRECISION, out_dtype=DTYPE)
@@ -235,7 +235,7 @@ def _backward_columns_kernel(
     SCALE_M: tl.constexpr, SCALE_N: tl.constexpr, WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Sums over m."""
+    """Write sums over m of dloc, dscale and dlog_weights."""
     pid = first_pid + tl.program_id(0).to(tl.int64)
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid_d = pid % tiles_d
@@ -268,7 +268,7 @@ def _backward_columns_kernel(
             sum_G += tl.sum(G, 0, keep_dims=True)
             sum_G_phi += tl.sum(G_phi, 0, keep_dims=True)
         if dloc_ptr is not None:
-            # (BLOCK_D, BLOCK_M)
+            # x has shape (BLOCK_D, BLOCK_M).
             x_ptrs = x_ptr + offs_m[None, :] * stride_xm + offs_d[:, None] * stride_xk
             x = tl.load(x_ptrs, mask=(offs_m < M)[None, :] & mask_d, other=0.0).to(DTYPE)
             dloc = tl.dot(finite(x), G_dot, dloc, input_precision=PRECISION, out_dtype=DTYPE)
@@ -289,21 +289,22 @@ def _backward_columns_kernel(
 
 
 def choose_config(architecture: str, contraction: dict[str, Any], pairwise_w: bool) -> Config:
-    """The largest tiles with which no kernel spills a register. `pairwise_w`: W is not constant along an axis.
+    """The largest tiles with which no kernel spills a register. `pairwise_w` says that W varies along both axes.
 
-    The same for all kernels, that their scores have the same bits. Static, so that no result depends on a timing.
+    All kernels share them, so that their scores have the same bits. The choice is static, so that no result depends on
+    a timing.
     """
-    # CDNA has 512 registers a thread for 4 warps, 256 for 8. ptxas, unless told that it may take 255, spills a few
-    # values of W to fit into 128.
+    # CDNA has 512 registers per thread for 4 warps and 256 for 8. ptxas spills a few values of W to fit into 128
+    # registers unless it may take 255.
     threads = {"num_warps": 4} if architecture == "gfx942" else {"num_warps": 8, "maxnreg": 255}
     float64 = contraction["DTYPE"] is tl.float64
-    if pairwise_w:  # W takes about ten float64 values an element: two elements a thread
+    if pairwise_w:  # W takes about ten float64 values per element: two elements per thread
         BLOCK_K, BLOCK_D = (16, 32) if float64 else (32, 64)
         return Config(**threads, num_stages=2, BLOCK_M=16, BLOCK_N=32, BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D)
-    if float64:  # sm_100 has no fast float64 product: its plain one spills with larger operands
+    if float64:  # sm_100 has no fast float64 product: the plain one spills with larger operands
         BLOCK_K, BLOCK_D = (16, 32) if architecture == "sm_100" else (32, 64)
         return Config(**threads, num_stages=2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D)
-    if contraction["PRECISION"] == "tf32x3":  # two registers an operand: with 64 columns it spills
+    if contraction["PRECISION"] == "tf32x3":  # two registers per operand: 64 columns would spill
         return Config(**threads, num_stages=2, BLOCK_M=64, BLOCK_N=32, BLOCK_K=16, BLOCK_D=128)
     return Config(**threads, num_stages=2, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, BLOCK_D=128)
 
@@ -315,9 +316,9 @@ def forward(
 ) -> None:
     """Write max and log_sum over n, whose sum is the result, to `statistics[..., 0]` and `[..., 1]`.
 
-    x is (B, C, M, D), loc (B, C, N, D), scale and log_weights are (B, C, M, N), statistics are (B, C, M, 2) in the
-    dtype of the arithmetic: float64 if an operand is, else float32. Any strides, any size may be 0. `precision` is
-    the value of `torch.get_float32_matmul_precision()`, `tolerance` is handed to phi.
+    x is (B, C, M, D), loc (B, C, N, D), scale and log_weights are (B, C, M, N). statistics are (B, C, M, 2) in the
+    dtype of the arithmetic: float64 if an operand is, else float32. They may have any strides, and any size may be 0.
+    `precision` is the value of `torch.get_float32_matmul_precision()`. phi takes `tolerance`.
     """
     run(x, _plan_forward(architecture_of(x), map, x, loc, scale, log_weights, statistics, precision, tolerance))
 
@@ -327,11 +328,11 @@ def backward(
     dlog_weights: Tensor | None, dx: Tensor | None, dloc: Tensor | None, dscale: Tensor | None, *,
     precision: str, tolerance: float,
 ) -> None:
-    """Write the gradients that are not None, given those of `forward` and dout (B, C, M).
+    """Write the gradients that are not None, given dout (B, C, M) and the operands of `forward`.
 
-    dx is (B, C, M, D) or (B, 1, M, D), which sums over C; dloc is (B, C, N, D). dscale and dlog_weights are
-    (B, C, 1, N) or (B, C, M, 1), which sums over the axis of size 1, along which their operands must be constant, or
-    (B, C, M, N). Nothing of that last size is allocated here.
+    dx is (B, C, M, D), or (B, 1, M, D) for the sum over C. dloc is (B, C, N, D). dscale and dlog_weights are
+    (B, C, 1, N), (B, C, M, 1) or (B, C, M, N). An axis of size 1 is summed, and their operands must be constant along
+    it. Nothing of the size of all pairs is allocated here.
     """
     run(x, _plan_backward(
         architecture_of(x), map, x, loc, scale, log_weights, statistics, dout,
@@ -425,18 +426,21 @@ def _plan_backward(
         yield from rows(dx, None, None)
     if any(grad is not None for grad in (dloc, *over_m)):
         yield from columns(dloc, *over_m)
-    if any(grad is not None for grad in others):  # by themselves: W' of every pair fills the registers
+    if any(grad is not None for grad in others):  # in their own launch: W' of every pair fills the registers
         yield from rows(None, *others)
 # fmt: on
 
 
 def shipped(map: Map) -> Iterator[tuple[str, Launch]]:
-    """As `pairs.shipped`."""
+    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
     return distinct(partial(_representatives, map=map))
 
 
 def _representatives(architecture: str, dtype: torch.dtype, precision: str, map: Map) -> Iterator[Launch]:
-    """W of every pair only at the highest precision: the tiles are the same at any, the registers fewer."""
+    """Launches with every gradient, and W of one row or of every pair.
+
+    W of every pair is compiled at the highest precision alone. Others have the same tiles and take fewer registers.
+    """
     B, C, M, D = 16, 16, 1600, 128
     x = torch.empty(B, C, M, D, dtype=dtype, device="meta")
     full = x.new_empty(B, C, M, M)

@@ -7,9 +7,9 @@
     dx[b,m,:] = sum_n G loc[b,n,:],    dloc[b,n,:] = sum_m G x[b,m,:]
     dscale = dout (W'(s) + phi(dot)), summed over the axes along which scale is constant
 
-A `Map` brings phi and W. The backward pass recomputes the dot products in tiles. It is launched once for dx and once,
-with the roles of x and loc exchanged, for dloc; each launch sums over the other axis alone, so it needs no atomics. A
-single row or column needs no matrix product: the row-wise kernels do with one pass over the memory.
+A `Map` has phi and W. Backward recomputes the dot products in tiles. It is launched once for dx, and once for dloc with
+the roles of x and loc exchanged. Each launch sums over the other axis alone, so it needs no atomics. A single row or
+column needs no matrix product: the row-wise kernels read the memory once.
 
 Arithmetic is float64 if x, loc or scale is, else float32. Results are rounded once, when they are stored.
 """
@@ -101,7 +101,7 @@ def _backward_kernel(
         mask = mask_m[:, None] & mask_n[None, :]
         dot = dots(x_ptr, stride_xm, stride_xk, loc_ptr, stride_ln, stride_lk, offs_m, offs_n, M, N, D,
                    DTYPE, UPCAST, PRECISION, BLOCK_K)
-        dot = tl.where(mask, dot, 0.0)  # a tail must add nothing even where 0 inf made it NaN
+        dot = tl.where(mask, dot, 0.0)  # beyond the edges 0 times an infinity may have given NaN
         scale = load_tile(scale_ptr, stride_sm, stride_sn, offs_m, offs_n, M, N, 1.0, SCALE_M, SCALE_N)
         dout_ptrs = dout_ptr + offs_m[:, None] * stride_gm + offs_n[None, :] * stride_gn
         dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(DTYPE)
@@ -115,7 +115,7 @@ def _backward_kernel(
                     tl.store(dscale_ptr + offs_m[:, None] * stride_tm + offs_n[None, :] * stride_tn, term, mask=mask)
         if dx_ptr is not None:
             grad = dout * scale.to(DTYPE) * slope
-            # (BLOCK_N, BLOCK_D)
+            # loc has shape (BLOCK_N, BLOCK_D).
             loc_ptrs = loc_ptr + offs_n[:, None] * stride_ln + offs_d[None, :] * stride_lk
             loc = tl.load(loc_ptrs, mask=mask_n[:, None] & mask_d[None, :], other=0.0).to(DTYPE)
             dx = tl.dot(grad, loc, dx, input_precision=PRECISION, out_dtype=DTYPE)
@@ -213,7 +213,7 @@ def _backward_rows_kernel(
         loc_rows = rows if LOC_M else tl.zeros((1, 1), tl.int64)
         dot = _row_dots(x_ptr, stride_xm, stride_xk, loc_ptr, stride_lm, stride_lk, rows, loc_rows, M, D,
                         DTYPE, BLOCK_K)
-        dot = tl.where(mask_m, dot, 0.0)  # a tail must add nothing even where 0 inf made it NaN
+        dot = tl.where(mask_m, dot, 0.0)  # beyond the edges 0 times an infinity may have given NaN
         scale = tl.load(scale_ptr + pid_b * stride_sb + offs_m * stride_sm, mask=mask_m, other=1.0)
         dout = tl.load(dout_ptr + pid_b * stride_gb + offs_m * stride_gm, mask=mask_m, other=0.0).to(DTYPE)
         value, slope = phi(dot, tolerance)
@@ -244,30 +244,31 @@ def _backward_rows_kernel(
 
 
 def choose_config(kernel: Any, architecture: str, contraction: dict[str, Any], D: int, pairwise_w: bool) -> Config:
-    """The largest tiles that spill no register. `pairwise_w`: W or W' is not constant along an axis of the tile.
+    """The largest tiles that spill no register. `pairwise_w` says that W or W' varies along both axes of the tile.
 
-    Static, so that no result depends on a timing.
+    The choice is static, so that no result depends on a timing.
     """
     float64 = contraction["DTYPE"] is tl.float64
     if kernel in (_forward_rows_kernel, _backward_rows_kernel):
         BLOCK_K = 32 if D <= 32 else 128 if D <= 128 else 512
-        # 64 bytes of each operand a thread; twice that spills in backward. Fewer than 4 rows spill W in float64
+        # Each thread has 64 bytes of each operand: twice that spills in backward. In float64, W spills with fewer than
+        # 4 rows.
         BLOCK_M = max((1024 if float64 else 2048) // BLOCK_K, 4)
-        # ptxas, unless told that it may take 255 registers, spills a few values of W to fit into 64 or 128
+        # ptxas spills a few values of W to fit into 64 or 128 registers unless it may take 255.
         hesitant = architecture != "gfx942" and (float64 or (kernel is _backward_rows_kernel and BLOCK_K == 128))
         maxnreg = 255 if hesitant else 0
         return Config(num_warps=4, num_stages=2, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, maxnreg=maxnreg)
     if kernel is _forward_kernel:
-        if pairwise_w:  # W takes about ten float64 values an element: four elements a thread
+        if pairwise_w:  # W takes about ten float64 values per element: four elements per thread
             return Config(num_warps=4, num_stages=3, BLOCK_M=32, BLOCK_N=16, BLOCK_K=32)
         return Config(num_warps=4, num_stages=3, BLOCK_M=64, BLOCK_N=32 if float64 else 64, BLOCK_K=32)
-    if float64 and architecture == "sm_100":  # no fast float64 product: its plain one spills with larger operands
+    if float64 and architecture == "sm_100":  # it has no fast float64 product: the plain one spills with more
         return Config(num_warps=8, num_stages=2, BLOCK_M=32, BLOCK_N=16, BLOCK_K=16, BLOCK_D=32)
     if pairwise_w:
         return Config(num_warps=8, num_stages=2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, BLOCK_D=32)
     if float64:
         return Config(num_warps=8, num_stages=2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, BLOCK_D=64)
-    if contraction["PRECISION"] == "tf32x3":  # two registers an operand: with 64 columns it spills
+    if contraction["PRECISION"] == "tf32x3":  # two registers per operand: 64 columns would spill
         return Config(num_warps=8, num_stages=2, BLOCK_M=64, BLOCK_N=32, BLOCK_K=16, BLOCK_D=128)
     return Config(num_warps=8, num_stages=2, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, BLOCK_D=128)
 
@@ -278,8 +279,8 @@ def forward(
 ) -> None:
     """Write W(scale) + scale phi(x loc^T) to `out`.
 
-    x is (B, M, D), loc (B, N, D), scale and out are (B, M, N), of any strides; any size may be 0. `precision` is the
-    value of `torch.get_float32_matmul_precision()`, `tolerance` is handed to phi.
+    x is (B, M, D), loc (B, N, D), scale and out are (B, M, N). They may have any strides, and any size may be 0.
+    `precision` is the value of `torch.get_float32_matmul_precision()`. phi takes `tolerance`.
     """
     run(x, _plan_forward(architecture_of(x), map, x, loc, scale, out, precision, tolerance))
 
@@ -290,22 +291,19 @@ def backward(
 ) -> None:
     """Write the gradients that are not None to `dx`, `dloc` and `dscale`.
 
-    Shapes are those of `forward`; dscale may be (B, 1, N) or (B, M, 1), which sums over the axis of size 1.
+    Shapes are those of `forward`. dscale may be (B, 1, N) or (B, M, 1): it is then the sum over the axis of size 1.
     """
     run(x, _plan_backward(architecture_of(x), map, x, loc, scale, dout, dx, dloc, dscale, precision, tolerance))
 # fmt: on
 
 
 def shipped(map: Map) -> Iterator[tuple[str, Launch]]:
-    """One launch, on meta tensors, of every kernel that `forward` and `backward` can ask for on each architecture.
-
-    For compiling and inspecting all of them without a device.
-    """
+    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
     return distinct(partial(_representatives, map=map))
 
 
 def _representatives(architecture: str, dtype: torch.dtype, precision: str, map: Map) -> Iterator[Launch]:
-    """All branches of `choose_config`, with every gradient and W where they cost the most registers."""
+    """Launches for all branches of `choose_config`, with every gradient, and W where it takes the most registers."""
 
     def launches(x_shape: tuple[int, ...], loc_shape: tuple[int, ...], full_scale: bool) -> Iterator[Launch]:
         x, loc = (torch.empty(shape, dtype=dtype, device="meta") for shape in (x_shape, loc_shape))
@@ -333,7 +331,7 @@ def _plan_forward(
     if M == 1 < N:
         yield from _plan_forward(architecture, map, loc, x, scale.mT, out.mT, precision, tolerance)
         return
-    if M == 1:  # a batch of single pairs is one batch entry with a loc for each row
+    if M == 1:  # many single pairs become one batch entry with a loc for each row
         x, loc, scale, out = (t.transpose(0, 1) for t in (x, loc, scale, out))
         B, M = M, B
     constants = {"phi": map.phi, "normaliser": map.normaliser}
@@ -375,8 +373,8 @@ def _plan_backward(
     elif M == 1:
         yield from plan(_plan_backward_rows, *swapped, dloc, dx, dscale_mT)
     else:
-        # dscale is summed with the gradient that sums over the same axis; by itself if it is not summed, as W' then
-        # fills the registers
+        # dscale goes with the gradient that sums over the same axis. If it is not summed it has its own launch, as W'
+        # of every pair fills the registers.
         over_m, over_n = (dscale is not None and dscale.shape[axis] == 1 for axis in (1, 2))
         if dx is not None or over_n:
             yield from plan(_plan_backward_pairs, x, loc, scale, dout, dx, dscale if over_n else None)
@@ -416,7 +414,7 @@ def _plan_backward_rows(
     architecture: str, map: Map, x: Tensor, loc: Tensor, scale: Tensor, dout: Tensor,
     dx: Tensor | None, dloc: Tensor | None, dscale: Tensor | None, precision: str, tolerance: float,
 ) -> Iterator[Launch]:
-    if dout.shape[1] == 1:  # a batch of single pairs is one batch entry with a loc for each row
+    if dout.shape[1] == 1:  # many single pairs become one batch entry with a loc for each row
         x, loc, scale, dout = (t.transpose(0, 1) for t in (x, loc, scale, dout))
         dx, dloc, dscale = (None if t is None else t.transpose(0, 1) for t in (dx, dloc, dscale))
     scale, dout, dscale = scale[..., 0], dout[..., 0], None if dscale is None else dscale[..., 0]

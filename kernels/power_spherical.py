@@ -4,10 +4,10 @@
     W(s) = lgamma(a + b) - lgamma(a) - b log(4 pi),    b = (D - 1) / 2,    a = b + s
     phi'(dot) = 1 / t,    W'(s) = psi(a + b) - psi(a)
 
-Rounding can leave t below 0 at the antipode. For t < -tolerance x is not on the sphere: NaN. Up to the floor, the
-rounding unit of the arithmetic, phi is that of the floor and phi' is 0.
+Rounding can leave t below 0 at the antipode. If t < -tolerance, x is not on the sphere, and phi is NaN. Below the
+floor, which is the rounding unit of the arithmetic, phi is that of the floor and phi' is 0.
 
-The differences of lgamma and psi come from Stirling's series in float64, with the large terms cancelled by hand:
+Stirling's series gives the differences of lgamma and psi in float64, with the large terms cancelled by hand:
 
     n >= 0 with A = a + n >= 20,    B = A + b,    y = b / A,    q = log1p(y) / y - 1
     lgamma(a + b) - lgamma(a) = b (log B + q) - log1p(y) / 2 + delta(B) - delta(A) - sum_{k<n} log(1 + b / (a + k))
@@ -24,7 +24,7 @@ from .tiles import Map
 def phi(dot, tolerance):
     FLOOR: tl.constexpr = 2.0**-53 if dot.dtype == tl.float64 else 2.0**-24
     t = 1 + dot
-    clamped = tl.where(t < FLOOR, FLOOR, t)  # keeps NaN, which maximum would drop
+    clamped = tl.where(t < FLOOR, FLOOR, t)  # this keeps NaN, which tl.maximum would drop
     u = 0.5 * clamped
     value = tl.log(u)
     if dot.dtype == tl.float64:
@@ -38,7 +38,7 @@ def phi(dot, tolerance):
 @triton.jit
 def _shift(scale, D):
     b = 0.5 * (tl.cast(D, tl.float64) - 1)
-    # a >= b unless a scale is negative, where a may be anything above 0
+    # a >= b unless a scale is negative: then a may be any number above 0.
     negative = tl.max((scale < 0).to(tl.int32))
     n = tl.where(negative > 0, 20, tl.maximum(20 - (D - 1) // 2, 0))
     return b, b + scale, n

@@ -1,4 +1,4 @@
-"""Device functions that several families share: products of rows, tiles of operands, and running logsumexps."""
+"""Device functions that several families share: products of rows, tiles of operands and the logsumexp of a mixture."""
 
 from typing import Any, NamedTuple
 
@@ -7,6 +7,8 @@ import triton.language as tl
 
 
 class Map(NamedTuple):
+    """The score of a pair as a function of its dot product: W(scale) + scale phi(dot). See `pairs`."""
+
     phi: Any  # (dot, tolerance) -> phi(dot), phi'(dot)
     normaliser: Any  # (scale in float64, D) -> W(scale)
     normaliser_grad: Any  # (scale in float64, D) -> W'(scale)
@@ -20,11 +22,12 @@ def dots(
     offs_m, offs_n, M, N, D,
     DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
+    """A tile of the dot products of rows of x and of loc, summed over slices of D."""
     dot = tl.zeros((offs_m.shape[0], offs_n.shape[0]), DTYPE)
     for start_k in range(0, D, BLOCK_K):
         offs_k = start_k + tl.arange(0, BLOCK_K).to(tl.int64)
         mask_k = offs_k < D
-        # (BLOCK_M, BLOCK_K), (BLOCK_K, BLOCK_N)
+        # x has shape (BLOCK_M, BLOCK_K), loc (BLOCK_K, BLOCK_N).
         x_mask = (offs_m < M)[:, None] & mask_k[None, :]
         loc_mask = mask_k[:, None] & (offs_n < N)[None, :]
         x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_k[None, :] * stride_xk, mask=x_mask, other=0.0)
@@ -42,7 +45,7 @@ def load_tile(
     offs_m, offs_n, M, N, other,
     ALONG_M: tl.constexpr, ALONG_N: tl.constexpr,
 ):
-    """A tile with size 1 along each axis along which the operand is constant, so that W is computed once along it."""
+    """A tile, of size 1 along each axis along which the operand is constant: W is computed once along it."""
     rows = offs_m[:, None] if ALONG_M else tl.zeros((1, 1), tl.int64)
     columns = offs_n[None, :] if ALONG_N else tl.zeros((1, 1), tl.int64)
     return tl.load(ptr + rows * stride_m + columns * stride_n, mask=(rows < M) & (columns < N), other=other)
@@ -50,12 +53,13 @@ def load_tile(
 
 @triton.jit
 def finite(value):
+    """The value, or 0 if it is NaN or infinite."""
     return tl.where(tl.abs(value) < float("inf"), value, 0.0)
 
 
 @triton.jit
 def add_scores(score, maximum, total):
-    """The maximum of each row and the sum of exp(e - maximum), with a tile of e taken in."""
+    """The maximum of each row and the sum of exp(e - maximum), after one more tile of e."""
     larger = tl.maximum(maximum, tl.max(score, 1))
     shift = finite(larger)
     return larger, total * tl.exp(maximum - shift) + tl.sum(tl.exp(score - shift[:, None]), 1)
@@ -66,7 +70,7 @@ def upstream(
     score, statistics_ptr, stride_zm, stride_zi, dout_ptr, stride_gm, offs_m, M,
     DTYPE: tl.constexpr,
 ):
-    """G of a tile of e, 0 where r is, and where that is."""
+    """G of a tile of e, and where r is 0. G is 0 there too."""
     mask_m = offs_m < M
     maximum = tl.load(statistics_ptr + offs_m * stride_zm, mask=mask_m, other=0.0)
     log_sum = tl.load(statistics_ptr + offs_m * stride_zm + stride_zi, mask=mask_m, other=0.0)

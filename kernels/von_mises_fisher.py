@@ -4,8 +4,8 @@
     W(k) = (D / 2 - 1) log k - D / 2 log(2 pi) - log I_{D/2-1}(k) + k
     phi'(dot) = 1,    W'(k) = 1 - I_{D/2}(k) / I_{D/2-1}(k)
 
-W and W' come from Debye's uniform expansion in float64 at an order N = D / 2 - 1 + n of at least 63, and the recurrence
-of the Bessel functions from there: with R = hypot(N, k), v = (N / R)^2,
+Debye's uniform expansion gives W and W' in float64 at an order N = D / 2 - 1 + n of at least 63. The recurrence of the
+Bessel functions leads from there to D / 2 - 1: with R = hypot(N, k), v = (N / R)^2,
 
     W = (D - 1) / 2 log(R / (2 pi)) + N log1p(N / R) - N^2 / (k + R) - sum_j P_j(v) / R^j - log p
     W' = g / p,    where p_N = 1, g_N = 1 - A_N, and downwards
@@ -31,7 +31,7 @@ def _order(D):
 
 @triton.jit
 def _hypot(k, N):
-    """sqrt(k^2 + N^2), whose square may overflow."""
+    """sqrt(k^2 + N^2), where the squares may overflow."""
     larger = tl.maximum(k, N)
     ratio = tl.minimum(k, N) / larger
     return larger * tl.sqrt(1 + ratio * ratio)
@@ -55,7 +55,7 @@ def _debye(v, r):
 
 @triton.jit
 def _debye_slope(v, r):
-    """Its derivative by log(N / R): sum_j Q_j(v) r^j, Q_j = j P_j + 2 v P_j'."""
+    """sum_j Q_j(v) r^j, Q_j = j P_j + 2 v P_j', the derivative of `_debye` by log(N / R)."""
     p1 = 1 / 8 + v * (-5 / 8)
     p2 = 1 / 8 + v * (-3 / 2 + v * (15 / 8))
     p3 = 25 / 128 + v * (-531 / 128 + v * (1547 / 128 + v * (-1105 / 128)))
@@ -88,7 +88,7 @@ def normaliser(scale, D):
     R = _hypot(scale, N)
     sine = N / R
     rounded = 1 + sine
-    log1p = tl.where(rounded == 1, sine, tl.log(rounded) * (sine / (rounded - 1)))  # Kahan
+    log1p = tl.where(rounded == 1, sine, tl.log(rounded) * (sine / (rounded - 1)))  # undoes the rounding (Kahan)
     p, _ = _recurrence(scale, n, N, R)
     LOG_2PI: tl.constexpr = 1.8378770664093453
     w = 0.5 * (tl.cast(D, tl.float64) - 1) * (tl.log(R) - LOG_2PI) + N * log1p - N * sine / (1 + scale / R)
