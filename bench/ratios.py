@@ -16,7 +16,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 
 from effops.dispatch.choice import choose
-from effops.dispatch.custom_op import BINDINGS
+from effops.dispatch.custom_op import CUSTOM_OPS
 from effops.measure import Pass, memory, times, without_collector
 from effops.numerics.precision import without_autocast
 from effops.ops.densities.power_spherical import op
@@ -84,11 +84,10 @@ def report_overhead(*args: torch.Tensor) -> None:
             "automatic": lambda: op(*args),
         },
     )
-    binding = BINDINGS[f"{op.name}_{chosen.name}"]
-    plain = *call.tensors, call.dtype
+    custom = CUSTOM_OPS[f"{op.name}_{chosen.name}"]
 
     def body() -> torch.Tensor:
-        return binding.forward(*plain)
+        return custom.forward(call)
 
     def without_autocast_body() -> torch.Tensor:
         with without_autocast(call.device):
@@ -101,12 +100,12 @@ def report_overhead(*args: torch.Tensor) -> None:
             "validation, then body": lambda: (op.prepare(*args), body()),
             "choice, then body": lambda: (choose(op, call, None), body()),
             "body without autocast": without_autocast_body,
-            "with binding": lambda: binding(*plain),
+            "with operator": lambda: custom(call),
             "with dispatch": lambda: op(*args),
         },
     )
     leaves = tuple(arg.clone().requires_grad_() for arg in args)
-    differentiated, needs = (*leaves, call.dtype), (True,) * len(args)
+    differentiated, wanted = op.prepare(*leaves), (True,) * len(args)
 
     class Least(torch.autograd.Function):
         """The least that a function with a backward pass of its own can do in Python."""
@@ -114,29 +113,29 @@ def report_overhead(*args: torch.Tensor) -> None:
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
             ctx.save_for_backward(*arguments[:-1])
-            return binding.forward(*arguments)
+            return custom.forward(custom.split(arguments))
 
         @staticmethod
         def backward(ctx: Any, dout: torch.Tensor) -> Any:
-            return *binding.backward(dout, *ctx.saved_tensors, call.dtype, needs), None
+            return *custom.compute_gradients(dout, (*ctx.saved_tensors, call.dtype), wanted), None
 
     report_differences(
         "the same recorded for backward",
         {
             "body": body,
-            "in a bare Function": lambda: Least.apply(*differentiated),
-            "with binding": lambda: binding(*differentiated),
+            "in a bare Function": lambda: Least.apply(*differentiated.arguments),
+            "with operator": lambda: custom(differentiated),
             "with dispatch": lambda: op(*leaves),
         },
     )
-    out, least = op(*leaves), Least.apply(*differentiated)
+    out, least = op(*leaves), Least.apply(*differentiated.arguments)
     dout = torch.ones_like(out)
     report_differences(
         "the backward pass alone",
         {
-            "body": lambda: binding.backward(dout, *plain, needs),
+            "body": lambda: custom.backward(dout, call, wanted),
             "in a bare Function": lambda: torch.autograd.grad(least, leaves, dout, retain_graph=True),
-            "with binding": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+            "with operator": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
         },
     )
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from effops.blocks.operand import PairOperand
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.tiling import Block, cut, depths, fit, part, pieces, sizes, tiles, whole
+from effops.numerics.values import observed
 
 PAIR_BYTES = 128 * 1024  # of the pairs of a block: 64 x 512 in float32, for callers that reduce it
 PIECE_BYTES = 3 * 2**20  # of what is computed at once: more than a cache of level 2, as less is not worth its calls
@@ -121,10 +122,7 @@ class AdditiveScores:
                 ratios = self._ratios(factors, inside, depth)
                 out[inside].add_(self._weigh(ratios, shared or self._weights(pairs, depth)))
 
-    def rehearse(self, block: Block, out: Tensor) -> None:
-        """The buffers made at the start are all but a few of the size of the rows or columns of a block."""
-
-    def pull_back(self, block: Block, weight: Tensor) -> None:
+    def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
         """Add to the gradients what the derivatives `weight` by the scores of a block contribute."""
         if self.terms is None:
             return
@@ -170,7 +168,7 @@ class AdditiveScores:
         if not self.reused:
             return False, query, key
         extremes = [extreme for operand in (query, key) for extreme in operand.aminmax()]
-        as_product = all(abs(float(extreme)) <= self.limit for extreme in extremes)
+        as_product = all(abs(observed(extreme, ordinary=0.0)) <= self.limit for extreme in extremes)
         if as_product:
             query.mul_(2).exp_()
             key.mul_(2).exp_()
@@ -191,7 +189,8 @@ class AdditiveScores:
         values = self.weight.part(pairs, depth).to(self.arithmetic)
         if values.numel() == values.shape[-1]:
             values = values.reshape(-1).contiguous()  # with strides the terms are added one after the other
-        return _Weights(values, values.sum(-1), bool(torch.linalg.vector_norm(values, 1) <= self.largest))
+        is_summable = observed(torch.linalg.vector_norm(values, 1), ordinary=0.0) <= self.largest
+        return _Weights(values, values.sum(-1), is_summable)
 
     def _weigh(self, ratios: Tensor, weights: _Weights) -> Tensor:
         """sum_d weight (1 - 2 r) of a piece, which is overwritten."""

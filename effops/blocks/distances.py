@@ -47,6 +47,7 @@ from effops.blocks.operand import PairOperand
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, depths, fit, merge, pieces, sizes, tiles, whole
 from effops.numerics.precision import contraction_error, unit_roundoff
+from effops.numerics.values import observed
 
 TOLERANCE = 2.0**-22  # relative, of a squared distance: what the direct form in float32 leaves
 PRODUCT_BYTES = 3 * 2**19  # of pairs in a block of the product form: many, as a block costs two dozen calls
@@ -117,14 +118,7 @@ class Distances:
         if out is not None and (self.product is None or not self.product.evaluate(block, out)):
             self.direct.evaluate(block, out)
 
-    def rehearse(self, block: Block, out: Tensor) -> None:
-        """Allocate what `evaluate` does where the product form, if it is taken, leaves nothing to the direct one."""
-        if self.product is None:
-            self.direct.evaluate(block, out)
-        else:
-            self.product.multiply(block)
-
-    def pull_back(self, block: Block, weight: Tensor) -> None:
+    def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
         """Add to the gradients what the derivatives `weight` by the scores of a block contribute."""
         if self.product is not None:
             self.product.pull_back(block, weight)
@@ -242,10 +236,10 @@ class _Product:
         rate = _roundoff(self.dimension) / TOLERANCE
         certain = constant.abs() >= squares.mul_(2 * rate)
         near: tuple[Tensor, ...] = ()
-        if not certain.all():
+        if not observed(certain.all(), ordinary=True):
             least = torch.where(certain, math.inf, constant.sub(squares, alpha=0.5))
             doubtful = (matrices <= least.unsqueeze(2 if self.by_rows else 1)).logical_not_()
-            if int(doubtful.count_nonzero()) * DENSE > doubtful.numel():
+            if observed(doubtful.count_nonzero(), ordinary=0) * DENSE > doubtful.numel():
                 return False
             near = doubtful.view(out.shape).nonzero(as_tuple=True)
         out.copy_(matrices.view(out.shape))
@@ -275,7 +269,7 @@ class _Product:
         for depth in depths(self.dimension, self.depth):
             self.load(block, depth)
             doubtful = self.direct.scale.total is not None and not self.squares_are_certain()
-            if doubtful or self.rows.strays.any():
+            if doubtful or observed(self.rows.strays.any(), ordinary=False):
                 self.direct.pull_back(block, depth, weight)
                 continue
             self.rows.accumulate(matrices, self.columns.features)
@@ -288,7 +282,8 @@ class _Product:
         """Whether ((x - loc) / s)^2 + 1 is right to `TOLERANCE`, in the mean over coordinates that share a scale."""
         plain, scaled = self.plain, self.scaled
         squares = plain.most.amax(-1, keepdim=True) * scaled.most_weight + scaled.most_distance
-        return bool((_roundoff(plain.features.shape[1]) * squares <= TOLERANCE * scaled.repeats).all())
+        certain = _roundoff(plain.features.shape[1]) * squares <= TOLERANCE * scaled.repeats
+        return bool(observed(certain.all(), ordinary=True))
 
 
 class _Factor(ABC):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, fit, merge, part, row_blocks, tiles, whole
+from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, enclosing, fit, merge, part, row_blocks, tiles, whole
 from effops.numerics.precision import arithmetic_dtype
 
 SLAB = 65536  # values of the scale whose normaliser is kept for the blocks that share it
@@ -198,10 +198,7 @@ class ScaledDots:
         if out is not None:
             self.products.evaluate(block, out, self.scale)
 
-    def rehearse(self, block: Block, out: Tensor) -> None:
-        """The buffers made at the start are all."""
-
-    def pull_back(self, block: Block, weight: Tensor) -> None:
+    def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
         self.products.pull_back(block, weight, self.scale)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
@@ -252,30 +249,36 @@ class DotScores:
             self.dot = self.products.buffer()
         wants_phi = self.differentiated and (scored or self.wants_scale)
         self.phi = scale.new_empty(math.prod(self.extents.pairs), dtype=arithmetic) if wants_phi else None
-        self.slope: Tensor  # factor * phi' of the block evaluated last
-        self.constants: _Constants  # of the block that `walk` gave last
+        self.constants: _Constants | None = None  # of `region`
+        self.region: Slices = ()
         self.dscale = scale.new_zeros(self.scale.shape, dtype=arithmetic) if self.wants_scale else None
 
     def walk(self) -> Iterator[Block]:
+        """Every block once; those with the same constants follow one another."""
         plan, extents = self.plan, self.extents
         all_batch, all_rows, all_columns = (whole(plan.sizes(axes)) for axes in (plan.batch, plan.rows, plan.columns))
-        nothing = _Constants(None, None, self.scale)
         for slab in tiles(all_batch, self.slab):
             for columns in tiles(all_columns, extents.columns):
-                self.constants = shared = nothing  # those before are freed
-                if not self.scale_by_rows:
-                    shared = self._constants_of((*slab, *all_rows, *columns))
                 for batch in tiles(slab, extents.batch):
-                    inside = tuple(slice(i.start - j.start, i.stop - j.start) for i, j in zip(batch, slab))
                     for rows in tiles(all_rows, extents.rows):
-                        self.constants = nothing
-                        block = Block(batch, rows, columns)
-                        self.constants = self._constants_of(block.pairs) if self.scale_by_rows else shared.part(inside)
-                        yield block
+                        yield Block(batch, rows, columns)
 
-    def _constants_of(self, block: Slices) -> _Constants:
-        """Functions of a block's scale, computed in float64 a piece at a time and rounded once; and the scale."""
-        scale = part(self.scale, block)
+    def _constants_of(self, block: Block) -> _Constants:
+        """Functions of a block's scale; those of the blocks that share them are computed once."""
+        if self.scale_by_rows:
+            slab, region = block.batch, block.pairs
+        else:
+            slab = enclosing(block.batch, self.slab, self.plan.sizes(self.plan.batch))
+            region = (*slab, *whole(self.plan.sizes(self.plan.rows)), *block.columns)
+        if self.constants is None or region != self.region:
+            self.constants = None  # those before are freed
+            self.region, self.constants = region, self._computed_constants(region)
+        inside = tuple(slice(i.start - j.start, i.stop - j.start) for i, j in zip(block.batch, slab))
+        return self.constants.part(inside)
+
+    def _computed_constants(self, region: Slices) -> _Constants:
+        """Computed in float64 a piece at a time, and rounded once; and the scale."""
+        scale = part(self.scale, region)
         factor = scale.to(self.arithmetic, memory_format=torch.contiguous_format).contiguous()
         return _Constants(
             _in_pieces(self.map.normaliser, scale, factor) if self.scored else None,
@@ -283,32 +286,31 @@ class DotScores:
             factor,
         )
 
-    def evaluate(self, block: Block, out: Tensor | None) -> None:
-        normaliser, _, factor = self.constants
+    def evaluate(self, block: Block, out: Tensor | None) -> _Evaluated | None:
+        constants = self._constants_of(block)
+        normaliser, _, factor = constants
         shape = tuple(piece.stop - piece.start for piece in block.pairs)
+        evaluated = None
         if self.differentiated:
             dot = self._dots_apart(block, shape)
             if self.repeated:
                 dot = dot.expand(shape).clone(memory_format=torch.contiguous_format)
             phi = None if self.phi is None else self.phi[: dot.numel()].view(shape)
             self.map.derivative_(dot, factor, phi)
-            self.slope = dot
+            evaluated = _Evaluated(dot, phi, constants.normaliser_derivative)
         elif out is not None:
             phi = self._dots_apart(block, shape) if self.repeated else self.products.evaluate(block, out)
             self.map.value_(phi)
         if out is not None and phi is not None and normaliser is not None:
             torch.addcmul(normaliser, factor, phi.expand(shape), out=out)
+        return evaluated
 
-    def rehearse(self, block: Block, out: Tensor) -> None:
-        """`walk` and the buffers made at the start are all: phi works in place."""
-
-    def pull_back(self, block: Block, weight: Tensor) -> None:
-        if not self.differentiated:
+    def pull_back(self, block: Block, weight: Tensor, evaluated: _Evaluated | None = None) -> None:
+        if evaluated is None:
             return
-        slope, normaliser_derivative = self.slope, self.constants.normaliser_derivative
-        if self.dscale is not None and self.phi is not None and normaliser_derivative is not None:
+        slope, phi, normaliser_derivative = evaluated
+        if self.dscale is not None and phi is not None and normaliser_derivative is not None:
             total = part(self.dscale, block.pairs)
-            phi = self.phi[: slope.numel()].view(slope.shape)
             total += phi.add_(normaliser_derivative).mul_(weight).sum_to_size(total.shape)
         if self.products.dx is not None or self.products.dloc is not None:
             self.products.pull_back(block, slope.mul_(weight).sum_to_size(self.products.distinct(slope.shape)))
@@ -322,6 +324,14 @@ class DotScores:
         """The distinct dot products of a block, in the buffer for them."""
         distinct = self.products.distinct(shape)
         return self.products.evaluate(block, self.dot[: math.prod(distinct)].view(distinct))
+
+
+class _Evaluated(NamedTuple):
+    """What pulls a gradient of a block's scores back: scale * phi', phi, and the derivative of the normaliser."""
+
+    slope: Tensor
+    phi: Tensor | None
+    normaliser_derivative: Tensor | None
 
 
 class _Constants(NamedTuple):
@@ -357,16 +367,13 @@ def fit_one_block(plan: Plan, x: Tensor, dtype: torch.dtype) -> bool:
     return 0 < products * arithmetic_dtype(dtype).itemsize <= BLOCK_BYTES
 
 
-def at_once(
-    dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, rehearsed: bool = False
-) -> Tensor:
-    """The scores of a call that fits one block; allocated, but not computed, if `rehearsed`."""
+def at_once(dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scores of a call that fits one block."""
     arithmetic = arithmetic_dtype(dtype)
     factor = scale.to(arithmetic, memory_format=torch.contiguous_format).contiguous()
     constants = _in_pieces(dot_map.normaliser, scale, factor)
     dot = (loc.to(arithmetic) * x.to(arithmetic)).sum(-1)
-    if not rehearsed:  # fake tensors have no values to look at
-        dot_map.value_(dot)
+    dot_map.value_(dot)
     out = plan.empty(x, dtype)
     if dtype == arithmetic:
         return torch.addcmul(constants, factor, dot, out=out)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks.plan import Shape, Slices
-from effops.blocks.tiling import BLOCK_BYTES, fit, part, tiles, whole
+from effops.blocks.tiling import BLOCK_BYTES, few, fit, is_rehearsal, part, tiles, whole
 
 EDGE = 64  # rows of a block of a diagonal
 DENSE = 1 / 8  # of the offsets of a block, from which on a matrix product of all is faster
@@ -184,14 +184,19 @@ class Blocks:
         places = torch.arange(self.edge, device=self.device)
         self.distances = places.unsqueeze(-1) - places + self.edge - 1
 
-    def batches(self) -> Iterator[Slices]:
+    def batches(self) -> Iterable[Slices]:
         return tiles(whole(self.batch), self.extents)
 
     def row_blocks(self) -> list[slice]:
-        """Blocks of whole edges, and the few rows that are left."""
+        """Blocks of whole edges, and the few rows that are left.
+
+        In a rehearsal the last two, which have the most offsets.
+        """
         aligned = self.length // self.edge * self.edge
         blocks = [slice(start, min(start + self.rows, aligned)) for start in range(0, aligned, self.rows)]
-        return blocks if aligned == self.length else [*blocks, slice(aligned, self.length)]
+        if aligned < self.length:
+            blocks.append(slice(aligned, self.length))
+        return blocks[-2:] if is_rehearsal() else blocks
 
     def take(self, tensor: Tensor, batch: Slices) -> Tensor:
         """A view of a block of the batch, with all its axes."""
@@ -223,14 +228,7 @@ class Blocks:
 
 def forward(blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> Tensor:
     """Fill `out` with the attention of every row."""
-    for batch, rows in itertools.product(blocks.batches(), blocks.row_blocks()):
-        _attend(blocks, batch, rows, query, key, value, scale, out)
-    return out
-
-
-def rehearse(blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> Tensor:
-    """Allocate what `forward` does, for the blocks that have the most offsets. For fake tensors."""
-    for batch, rows in itertools.product(itertools.islice(blocks.batches(), 1), blocks.row_blocks()[-2:]):
+    for batch, rows in few(itertools.product(blocks.batches(), blocks.row_blocks())):
         _attend(blocks, batch, rows, query, key, value, scale, out)
     return out
 

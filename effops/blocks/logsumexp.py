@@ -5,15 +5,15 @@ Backward computes each block again, so that only the inputs and two statistics o
 
 from __future__ import annotations
 
-import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from effops.blocks.pairs import Scores, inside, pair_buffer
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Block, part
+from effops.blocks.tiling import Block, few, part
 
 
 class Reduction:
@@ -44,22 +44,11 @@ def forward(scores: Scores, log_weights: Tensor, reduction: Reduction, statistic
     total.zero_()
     weights = scores.plan.view(log_weights, scores.plan.order, expand=False)
     buffer = pair_buffer(scores, statistics)
-    for block in scores.walk():
+    for block in few(scores.walk()):
         value = inside(buffer, block)
         _weigh(scores, block, weights, value)
         absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
     total.log_()
-    return statistics
-
-
-def rehearse(scores: Scores, reduction: Reduction, statistics: Tensor) -> Tensor:
-    """As `rehearse`, of `forward`."""
-    maximum, total = (reduction.ordered(statistics[..., i]) for i in range(2))
-    buffer = pair_buffer(scores, statistics)
-    for block in itertools.islice(scores.walk(), 2):
-        value = inside(buffer, block)
-        scores.rehearse(block, value)
-        absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
     return statistics
 
 
@@ -74,7 +63,7 @@ def backward(
     buffer = pair_buffer(scores, statistics)
     for block in scores.walk():
         share = inside(buffer, block)
-        _weigh(scores, block, weights, share)
+        evaluated = _weigh(scores, block, weights, share)
         share -= finite(part(maximum, block.pairs))
         remainder = part(log_total, block.pairs)
         share -= remainder.masked_fill(remainder == -math.inf, math.inf)  # of nothing every share is 0
@@ -82,7 +71,7 @@ def backward(
         if total is not None:
             sums = part(total, block.pairs)
             sums += share.sum_to_size(sums.shape)
-        scores.pull_back(block, share)
+        scores.pull_back(block, share, evaluated)
     return None if total is None else plan.gradient(total, log_weights, plan.order), *scores.gradients()
 
 
@@ -106,7 +95,8 @@ def finite(maximum: Tensor) -> Tensor:
     return torch.where(maximum.isfinite(), maximum, 0)
 
 
-def _weigh(scores: Scores, block: Block, weights: Tensor, out: Tensor) -> None:
-    """Write the scores of a block plus their log weights."""
-    scores.evaluate(block, out)
+def _weigh(scores: Scores, block: Block, weights: Tensor, out: Tensor) -> Any:
+    """Write the scores of a block plus their log weights. Returns what `Scores.pull_back` takes of the block."""
+    evaluated = scores.evaluate(block, out)
     out += part(weights, block.pairs)
+    return evaluated

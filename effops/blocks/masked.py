@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,23 +43,20 @@ class Masked:
             last = self._queries(blocks[0]).stop if self.causal and blocks else math.inf
             yield [block for block in blocks if block.pairs[-1].start < last]
 
-    def evaluate(self, block: Block, out: Tensor | None) -> None:
-        self.scores.evaluate(block, out)
+    def evaluate(self, block: Block, out: Tensor | None) -> Any:
+        evaluated = self.scores.evaluate(block, out)
         if out is not None:
             self._mask_(block, out)
+        return evaluated
 
-    def rehearse(self, block: Block, out: Tensor) -> None:
-        self.scores.rehearse(block, out)
-        self._mask_(block, out)
-
-    def pull_back(self, block: Block, weight: Tensor) -> None:
+    def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
         weight = weight.to(self.arithmetic).contiguous()
         for excluded in self._excluded(block, weight.device):
             weight = weight.masked_fill(excluded, 0)
         if self.dmask is not None:
             total = part(self.dmask, block.pairs)
             total += weight.sum_to_size(total.shape)
-        self.scores.pull_back(block, weight)
+        self.scores.pull_back(block, weight, evaluated)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         dmask = None

@@ -6,16 +6,15 @@ Backward computes each block again, so that only the inputs are saved.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Block, Extents
+from effops.blocks.tiling import Block, Extents, few
 
 
 class Scores(Protocol):
@@ -28,14 +27,11 @@ class Scores(Protocol):
     def walk(self) -> Iterator[Block]:
         """Every block, in an order in which they share what is computed for several."""
 
-    def evaluate(self, block: Block, out: Tensor | None) -> None:
-        """Write the scores of the block that `walk` gave last to `out`; keep what `pull_back` needs of it."""
+    def evaluate(self, block: Block, out: Tensor | None) -> Any:
+        """Write the scores of a block to `out`, unless that is None. Returns what `pull_back` takes of the block."""
 
-    def rehearse(self, block: Block, out: Tensor) -> None:
-        """Allocate what `evaluate` does, on fake tensors, which have no values to look at."""
-
-    def pull_back(self, block: Block, weight: Tensor) -> None:
-        """Add what gradients `weight` of the scores of the block evaluated last contribute to those of the operands."""
+    def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
+        """Add what gradients `weight` of the scores of a block contribute to those of the operands."""
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """The gradients of the operands, in their shapes and dtypes, None where they are not wanted."""
@@ -45,7 +41,7 @@ def forward(scores: Scores, out: Tensor) -> Tensor:
     """Fill `out` with all scores; it is laid out in the plan's order of axes."""
     ordered = scores.plan.view(out, scores.plan.order)
     buffer = None if out.dtype == scores.arithmetic else pair_buffer(scores, out)
-    for block in scores.walk():
+    for block in few(scores.walk()):
         target = ordered[block.pairs]
         if buffer is None:
             scores.evaluate(block, target)
@@ -56,22 +52,12 @@ def forward(scores: Scores, out: Tensor) -> Tensor:
     return out
 
 
-def rehearse(scores: Scores, out: Tensor) -> Tensor:
-    """Allocate what `forward` does, for two blocks: the second finds what the first leaves. For fake tensors."""
-    ordered = scores.plan.view(out, scores.plan.order)
-    buffer = None if out.dtype == scores.arithmetic else pair_buffer(scores, out)
-    for block in itertools.islice(scores.walk(), 2):
-        scores.rehearse(block, ordered[block.pairs] if buffer is None else inside(buffer, block))
-    return out
-
-
 def backward(scores: Scores, dout: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of the operands, for a gradient of all scores."""
     upstream = scores.plan.view(dout, scores.plan.order)
     if dout.numel():
         for block in scores.walk():
-            scores.evaluate(block, None)
-            scores.pull_back(block, upstream[block.pairs])
+            scores.pull_back(block, upstream[block.pairs], scores.evaluate(block, None))
     return scores.gradients()
 
 

@@ -14,7 +14,6 @@ Of a row without any key to attend to, weights, result and gradients are 0.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,80 +27,77 @@ from effops.blocks.logsumexp import absorb, finite
 from effops.blocks.masked import Masked
 from effops.blocks.pairs import inside, pair_buffer
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import BLOCK_BYTES, DEPTH, Block, Extents, merge
+from effops.blocks.tiling import BLOCK_BYTES, DEPTH, Block, Extents, few, merge
+from effops.numerics.values import observed
 
 Gradients = tuple[Tensor | None, ...]
 
 HELD = 8  # numbers kept for a row, with temporaries, while its blocks go by
 
 
-class Softmax:
-    """The softmax of scores, of some rows at a time."""
+class Rows:
+    """The softmax of some rows, whose scores come in blocks: `gather` goes through them, then come the weights."""
 
-    def __init__(self, scores: Masked, like: Tensor, *, rehearsed: bool = False) -> None:
-        self.scores, self.rehearsed = scores, rehearsed
-        self.evaluate = scores.rehearse if rehearsed else scores.evaluate
-        self.tiles = itertools.islice(scores.rows(), 2 if rehearsed else None)
-        self.buffer = pair_buffer(scores, like)
-        self.shift: Tensor
-        self.total: Tensor
-        self.last: Tensor | None
+    def __init__(self, scores: Masked, buffer: Tensor, blocks: list[Block]) -> None:
+        self.scores, self.buffer, self.blocks = scores, buffer, blocks
+        self.total = self.zeros()
+        self.maximum = torch.full_like(self.total, -math.inf)
 
-    def gather(self, blocks: list[Block]) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """Go through some rows, and find the maximum and the sum of each.
+    def zeros(self) -> Tensor:
+        """A number for each row."""
+        return self.buffer.new_zeros([piece.stop - piece.start for piece in self.blocks[0].pairs[:-1]]).unsqueeze(-1)
+
+    def gather(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
+        """Find the maximum and the sum of each row.
 
         Gives of each block the terms exp(score - maximum), and what makes sums of earlier terms relative to the same
         maximum.
         """
-        self.total = self.row_zeros(blocks)
-        maximum = torch.full_like(self.total, -math.inf)
-        for block in blocks:
-            self.last = inside(self.buffer, block)
-            self.evaluate(block, self.last)
-            yield block, self.last, absorb(self.last, maximum, self.total, -1)
+        for block in self.blocks:
+            terms = self._scores_of(block)
+            yield block, terms, absorb(terms, self.maximum, self.total, -1)
         self.total.masked_fill_(self.total == 0, 1)
-        self.shift = finite(maximum)
-        if len(blocks) > 1:
-            self.last = None
-
-    def row_zeros(self, blocks: list[Block]) -> Tensor:
-        """A number for each row."""
-        return self.buffer.new_zeros([piece.stop - piece.start for piece in blocks[0].pairs[:-1]]).unsqueeze(-1)
+        self.maximum = finite(self.maximum)
 
     def weights(self, block: Block) -> Tensor:
-        """Those of a block of the rows gathered last, each block once."""
-        if self.last is not None:
-            return self.last.div_(self.total)
-        value = inside(self.buffer, block)
-        self.evaluate(block, value)
-        return value.sub_(self.shift).exp_().div_(self.total)
+        """Those of a block, after `gather`; each block once. The terms of a single block are still in the buffer."""
+        if len(self.blocks) == 1:
+            return inside(self.buffer, block).div_(self.total)
+        return self._scores_of(block).sub_(self.maximum).exp_().div_(self.total)
 
-    def write(self, block: Block, out: Tensor) -> None:
-        """Write the weights of whole rows, in one pass over their scores."""
-        value = inside(self.buffer, block)
-        self.evaluate(block, value)
-        nowhere = None if self.scores.mask is None else value.amax(-1, keepdim=True) == -math.inf
-        if nowhere is not None and not self.rehearsed and out.device.type == "cpu" and not nowhere.any():
-            nowhere = None
-        if out.dtype == value.dtype:
-            torch.softmax(value, -1, out=out)
-        else:
-            out.copy_(torch.softmax(value, -1, out=value))
-        if nowhere is not None:
-            out.masked_fill_(nowhere, 0)
+    def _scores_of(self, block: Block) -> Tensor:
+        scores = inside(self.buffer, block)
+        self.scores.evaluate(block, scores)
+        return scores
 
 
-def forward_weights(scores: Masked, out: Tensor, *, rehearsed: bool = False) -> Tensor:
+def _write_weights(scores: Masked, buffer: Tensor, block: Block, out: Tensor) -> None:
+    """Write the weights of whole rows, in one pass over their scores."""
+    value = inside(buffer, block)
+    scores.evaluate(block, value)
+    no_key = None if scores.mask is None else value.amax(-1, keepdim=True) == -math.inf
+    if no_key is not None and out.device.type == "cpu" and not observed(no_key.any(), ordinary=False):
+        no_key = None
+    if out.dtype == value.dtype:
+        torch.softmax(value, -1, out=out)
+    else:
+        out.copy_(torch.softmax(value, -1, out=value))
+    if no_key is not None:
+        out.masked_fill_(no_key, 0)
+
+
+def forward_weights(scores: Masked, out: Tensor) -> Tensor:
     """Fill `out`, laid out in the plan's order of axes, with the softmax."""
-    softmax = Softmax(scores, out, rehearsed=rehearsed)
+    buffer = pair_buffer(scores, out)
     ordered = scores.plan.view(out, scores.plan.order)
-    for blocks in softmax.tiles if out.numel() else ():
+    for blocks in few(scores.rows()) if out.numel() else ():
         if len(blocks) == 1:
-            softmax.write(blocks[0], ordered[blocks[0].pairs])
+            _write_weights(scores, buffer, blocks[0], ordered[blocks[0].pairs])
         else:
-            deque(softmax.gather(blocks), maxlen=0)
+            rows = Rows(scores, buffer, blocks)
+            deque(rows.gather(), maxlen=0)
             for block in blocks:
-                ordered[block.pairs].copy_(softmax.weights(block))
+                ordered[block.pairs].copy_(rows.weights(block))
         reached = blocks[-1].pairs[-1].stop
         ordered[blocks[-1].pairs[:-1]][..., reached:].zero_()
     return out
@@ -118,35 +114,34 @@ def backward_weights(scores: Masked, dout: Tensor) -> Gradients:
     return _backward(scores, dout, dweights, lambda block, weights: None)
 
 
-def forward_sums(
-    scores: Masked, value: Tensor, dropout: Dropout | None, out: Tensor, *, rehearsed: bool = False
-) -> Tensor:
+def forward_sums(scores: Masked, value: Tensor, dropout: Dropout | None, out: Tensor) -> Tensor:
     """Fill `out`, laid out in the plan's order of axes, with the sums of `value (*batch, 1, keys, V)`."""
     plan, extents = scores.plan, scores.extents
-    softmax = Softmax(scores, out, rehearsed=rehearsed)
+    buffer = pair_buffer(scores, out)
     values = MatrixOperand(
         plan.view(value, plan.batch + plan.columns, trailing=1, expand=False), len(plan.batch), scores.arithmetic
     )
     depth = _depth(extents, value, scores.arithmetic)
     values.make_buffer((*extents.batch, *extents.columns, depth))
     depths = [slice(i, i + depth) for i in range(0, value.shape[-1], depth)]
-    room = softmax.buffer.new_empty(math.prod((*extents.batch, *extents.rows)) * value.shape[-1])
+    room = buffer.new_empty(math.prod((*extents.batch, *extents.rows)) * value.shape[-1])
     ordered = plan.view(out.unsqueeze(-2), plan.order, trailing=1, expand=False)
     if plan.numel(plan.order) == 0:
         return out.zero_()
-    for blocks in softmax.tiles:
+    for blocks in few(scores.rows()):
         target = ordered[blocks[0].pairs[:-1]].squeeze(-2)
         sums = room[: target.numel()].view(target.shape).zero_()
-        rows = merge(sums, len(plan.batch), len(plan.rows))
-        for block, terms, factor in softmax.gather(blocks):
+        matrices = merge(sums, len(plan.batch), len(plan.rows))
+        rows = Rows(scores, buffer, blocks)
+        for block, terms, factor in rows.gather():
             if dropout is not None:
                 terms = terms * dropout.factor(block, terms)
             sums.mul_(factor)
             weights = merge(terms, len(plan.batch), len(plan.rows))
             for coordinates in depths:
                 part_of_value = values.block((*block.batch, *block.columns, coordinates))
-                rows[..., coordinates].baddbmm_(weights, part_of_value)
-        target.copy_(sums.div_(softmax.total))
+                matrices[..., coordinates].baddbmm_(weights, part_of_value)
+        target.copy_(sums.div_(rows.total))
     return out
 
 
@@ -181,15 +176,16 @@ def _backward(
     scores: Masked, dout: Tensor, dweights: Callable[[Block], Tensor], pull_back: Callable[[Block, Tensor], None]
 ) -> Gradients:
     """`dweights` makes the gradient of the weights of a block; `pull_back` takes the weights."""
-    softmax = Softmax(scores, dout)
-    for blocks in softmax.tiles if scores.plan.numel(scores.plan.order) else ():
-        mean = softmax.row_zeros(blocks)
-        for block, terms, factor in softmax.gather(blocks):
+    buffer = pair_buffer(scores, dout)
+    for blocks in scores.rows() if scores.plan.numel(scores.plan.order) else ():
+        rows = Rows(scores, buffer, blocks)
+        mean = rows.zeros()
+        for block, terms, factor in rows.gather():
             found = dweights(block)
             mean.mul_(factor).add_((found * terms).sum(-1, keepdim=True))
-        mean /= softmax.total
+        mean /= rows.total
         for block in blocks:
-            weights = softmax.weights(block)
+            weights = rows.weights(block)
             pull_back(block, weights)
             if len(blocks) > 1:
                 found = dweights(block)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from effops.blocks.plan import Plan, Shape, Slices
 
 BLOCK_BYTES = 512 * 1024  # half of the L2 cache that a core of common server CPUs has, or all of it
+T = TypeVar("T")
 DEPTH = 256  # terms of a dot product summed at once: a longer sum of like signs loses digits
 
 
@@ -93,27 +93,25 @@ def whole(sizes: Shape) -> Slices:
     return tuple(slice(0, size) for size in sizes)
 
 
-_FEW_TILES = ContextVar("few_tiles", default=False)
+def is_rehearsal() -> bool:
+    """Whether tensors are fake, so that a call computes nothing and only shows what it allocates."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-@contextmanager
-def few_tiles() -> Iterator[None]:
-    """Let loops over tiles end with the second, which finds what the first leaves: to see what they allocate."""
-    token = _FEW_TILES.set(True)
-    try:
-        yield
-    finally:
-        _FEW_TILES.reset(token)
+def few(items: Iterable[T]) -> Iterable[T]:
+    """All of them, but in a rehearsal the first two: the second finds what the first leaves."""
+    return itertools.islice(items, 2) if is_rehearsal() else items
 
 
-def tiles(within: Slices, extents: Shape) -> Iterator[Slices]:
+def tiles(within: Slices, extents: Shape) -> Iterable[Slices]:
+    """Slices of all tiles, or of a few."""
     all_tiles = itertools.product(
         *(
             [slice(i, min(i + extent, axis.stop)) for i in range(axis.start, axis.stop, extent)]
             for axis, extent in zip(within, extents)
         )
     )
-    return itertools.islice(all_tiles, 2) if _FEW_TILES.get() else all_tiles
+    return few(all_tiles)
 
 
 def row_blocks(plan: Plan, extents: Extents) -> Iterator[list[Block]]:
@@ -122,6 +120,12 @@ def row_blocks(plan: Plan, extents: Extents) -> Iterator[list[Block]]:
     for batch in tiles(all_batch, extents.batch):
         for rows in tiles(all_rows, extents.rows):
             yield [Block(batch, rows, columns) for columns in tiles(all_columns, extents.columns)]
+
+
+def enclosing(tile: Slices, extents: Shape, sizes: Shape) -> Slices:
+    """The tile of larger extents in which a tile lies."""
+    starts = (piece.start // extent * extent for piece, extent in zip(tile, extents))
+    return tuple(slice(start, min(start + extent, size)) for start, extent, size in zip(starts, extents, sizes))
 
 
 def part(operand: Tensor, block: Slices) -> Tensor:

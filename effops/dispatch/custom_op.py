@@ -1,12 +1,15 @@
-"""A forward/backward pair -> an operation that PyTorch understands: autograd, `torch.func`, tracing, fake tensors.
+"""Operators of PyTorch, each made of a forward and a backward function of a typed call.
 
-A call on plain tensors runs the pair at once. Where it is traced or transformed it becomes two operators, one for each
-direction, of which PyTorch knows the results' layout (fake), how to batch them (vmap), and the derivatives.
+PyTorch understands them: autograd, `torch.func`, tracing, fake tensors. A call on plain tensors runs the functions at
+once. Where it is traced or transformed it becomes two operators, one for each direction, of which PyTorch knows the
+results' layout (fake), how to batch them (vmap), and the derivatives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,34 +20,40 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from effops.dispatch.op import Cost, Op, OperatorCall, Requirement, anywhere
+from effops.dispatch.requirements import kernels_error, on_cuda, requires_triton
 from effops.numerics.precision import without_autocast
+from effops.prediction.allocations import predict_bytes
+from effops.prediction.inside import register_body
 
 Gradients = Sequence[Tensor | None]
 
 _PLAIN_TYPES = frozenset((Tensor, Parameter))
 _is_meta = attrgetter("is_meta")
 
-BINDINGS: dict[str, Binding] = {}  # tracers pass a name on where they could not pass an object
+CUSTOM_OPS: dict[str, CustomOp] = {}  # tracers pass a name on where they could not pass an object
 
 
-class Binding:
-    """An operation on tensors, computed by a pair of functions.
+class CustomOp:
+    """An operation on tensors, computed by a pair of functions of a call.
 
-    Arguments of the operation are the tensors and then its settings: numbers, dtypes, whatever an operator's schema
-    takes, with annotations in `forward`. Only the tensors are saved for backward, and the result if it is wanted there.
+    The operator takes the tensors of a call and then its settings: numbers, dtypes, whatever a schema takes. Only the
+    tensors are saved for backward, and the result if it is wanted there.
 
     Args:
         name: of the operator, `torch.ops.effops.<name>`; that of its backward ends in `_backward`
-        forward: `forward(*tensors, *settings)` -> the result
-        backward: `backward(dout, *tensors, *settings, wanted)` -> a gradient a tensor, None where `wanted` is
-            False; the result comes after the tensors if it is saved
+        parameters: names and types of the operator's arguments, the tensors first
+        split: makes a call of these arguments, the inverse of `call.arguments`
+        forward: `forward(call)` -> the result
+        backward: `backward(dout, call, wanted)` -> a gradient for each tensor, None where `wanted` is False; takes the
+            result too, after these, if it is saved
         composite: the same function as `forward`, of differentiable PyTorch operations: for derivatives of `backward`
             and for forward-mode differentiation
         empty: an uninitialised result, laid out as `forward` does
-        empty_gradients: uninitialised gradients of all tensors, laid out as `backward` does; takes what `forward` does
+        empty_gradients: uninitialised gradients of all tensors, laid out as `backward` does
         core_dims: for each tensor, how many of its last dimensions are no batch axes: those before broadcast
         saves_result: whether `backward` takes the result
-        native: whether `forward` is made of PyTorch operations that have a backward of their own: it is used where it
+        native: whether `forward` is made of PyTorch operations that have a backward of their own. It is used where it
             saves what `backward` would compute again, on fake tensors as on those that they stand for
     """
 
@@ -52,45 +61,43 @@ class Binding:
         self,
         name: str,
         *,
-        forward: Callable[..., Tensor],
+        parameters: Mapping[str, Any],
+        split: Callable[[Sequence[Any]], Any],
+        forward: Callable[[Any], Tensor],
         backward: Callable[..., Gradients],
-        composite: Callable[..., Tensor],
-        empty: Callable[..., Tensor],
-        empty_gradients: Callable[..., Sequence[Tensor]],
+        composite: Callable[[Any], Tensor],
+        empty: Callable[[Any], Tensor],
+        empty_gradients: Callable[[Any], Sequence[Tensor]],
         core_dims: Sequence[int],
         saves_result: bool = False,
         native: bool = False,
     ) -> None:
-        BINDINGS[name] = self
-        self.native = native
-        self.name = name
-        self.forward, self.backward, self.composite = forward, backward, composite
+        CUSTOM_OPS[name] = self
+        self.name, self.native, self.saves_result = name, native, saves_result
+        self.split, self.forward, self.backward, self.composite = split, forward, backward, composite
         self.core_dims = tuple(core_dims)
         self.count = len(self.core_dims)
-        self.saves_result = saves_result
         self.saved = self.count + saves_result
-        schema = torch.library.infer_schema(forward, mutates_args=())
+        schema = _schema(parameters)
         inputs = schema[1 : schema.index(")")].split(", ")
         inputs[self.count : self.count] = ["Tensor result"] * saves_result
 
         def run(*arguments: Any) -> Tensor:
             with without_autocast(arguments[0].device):
-                return forward(*arguments)
+                return forward(split(arguments))
 
         def run_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
+            *saved, wanted = arguments
             with without_autocast(dout.device):
-                return [gradient for gradient in backward(dout, *arguments) if gradient is not None]
+                return [one for one in self.compute_gradients(dout, saved, wanted) if one is not None]
 
         def fake_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
-            *settings, wanted = arguments[self.saved :]
-            return [
-                gradient
-                for gradient, is_wanted in zip(empty_gradients(*arguments[: self.count], *settings), wanted)
-                if is_wanted
-            ]
+            *saved, wanted = arguments
+            gradients = empty_gradients(self.call_of(saved))
+            return [gradient for gradient, is_wanted in zip(gradients, wanted) if is_wanted]
 
         self.operator = torch.library.custom_op(f"effops::{name}", run, mutates_args=(), schema=schema)
-        self.operator.register_fake(empty)
+        self.operator.register_fake(lambda *arguments: empty(split(arguments)))
         self.operator.register_vmap(self._batched)
         self.operator.register_autograd(self.pull_back, setup_context=self.save)
         self.backward_operator = torch.library.custom_op(
@@ -102,38 +109,48 @@ class Binding:
         self.backward_operator.register_fake(fake_backward)
         self.backward_operator.register_vmap(self._batched_backward)
         self.backward_operator.register_autograd(self.pull_back_gradients, setup_context=self.save_for_gradients)
+        register_body(name, run)
+        register_body(f"{name}_backward", run_backward)
 
-    def __call__(self, *arguments: Any) -> Tensor:
-        tensors = arguments[: self.count]
+    def __call__(self, call: Any) -> Tensor:
+        tensors = call.tensors
         result: Tensor
         if self.runs_at_once(tensors):
             if not requires_grad(tensors):
-                return self.forward(*arguments)
+                return self.forward(call)
             function = _Native if self.native else _Differentiable
             # Past `Function.apply`: a third of what it does is to look for transforms, as `is_plain` did.
-            result = super(torch.autograd.Function, function).apply(*arguments, self.name)  # type: ignore[misc]
+            result = super(torch.autograd.Function, function).apply(*call.arguments, self.name)  # type: ignore[misc]
         elif _needs_composite():
-            result = self.composite(*arguments)
+            result = self.composite(call)
         elif is_compiling() and self.native:
-            result = self.forward(*arguments)
+            result = self.forward(call)
         elif torch._C._are_functorch_transforms_active():
-            result = _Transformable.apply(*arguments, self.name)
+            result = _Transformable.apply(*call.arguments, self.name)
         else:
-            result = self.operator(*arguments)
+            result = self.operator(*call.arguments)
         return result
 
     def runs_at_once(self, tensors: Sequence[Tensor]) -> bool:
         return is_plain(tensors) or (self.native and _is_fake(tensors))
 
+    def call_of(self, saved: Sequence[Any]) -> Any:
+        """The call, of what is saved for backward: the tensors, the result if it is, and the settings."""
+        return self.split((*saved[: self.count], *saved[self.saved :]))
+
+    def compute_gradients(self, dout: Tensor, saved: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
+        """What `backward` computes, of what is saved for it."""
+        return self.backward(dout, self.call_of(saved), wanted, *saved[self.count : self.saved])
+
     def gradients(self, dout: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
-        """Gradients of the tensors among `arguments`, which can be differentiated again: arguments of `backward`."""
+        """Gradients of the tensors among `arguments`, what is saved for backward. They can be differentiated again."""
         tensors = (dout, *arguments[: self.saved])
         # `is_grads_batched` gives a batched gradient of a kind for which operators have no rule.
         if _needs_composite() or torch._C._functorch.is_legacy_batchedtensor(dout):
             found = iter(self.composite_gradients(dout, arguments, wanted))
         elif self.runs_at_once(tensors) and not requires_grad(tensors):
             with without_autocast(dout.device):
-                return self.backward(dout, *arguments, wanted)
+                return self.compute_gradients(dout, arguments, wanted)
         elif torch._C._are_functorch_transforms_active():
             found = iter(_TransformableGradients.apply(dout, *arguments, list(wanted), self.name))
         else:
@@ -144,7 +161,7 @@ class Binding:
         """What `backward` computes, of differentiable PyTorch operations; only the gradients that `wanted` asks for."""
         tensors, settings = arguments[: self.count], arguments[self.saved :]
         with without_autocast(dout.device):
-            _, pull_back = _vjp(lambda *tensors: self.composite(*tensors, *settings), tensors)
+            _, pull_back = _vjp(lambda *tensors: self.composite(self.split((*tensors, *settings))), tensors)
             return tuple(gradient for gradient, is_wanted in zip(pull_back(dout), wanted) if is_wanted)
 
     def save(self, ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
@@ -232,14 +249,14 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *inputs, ctx.name = arguments
-        binding = BINDINGS[ctx.name]
-        result = binding.forward(*inputs)
-        binding.save(ctx, inputs, result)
+        custom = CUSTOM_OPS[ctx.name]
+        result = custom.forward(custom.split(inputs))
+        custom.save(ctx, inputs, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return *BINDINGS[ctx.name].pull_back(ctx, dout), None
+        return *CUSTOM_OPS[ctx.name].pull_back(ctx, dout), None
 
 
 class _Native(torch.autograd.Function):
@@ -251,24 +268,24 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *inputs, ctx.name = arguments
-        binding = BINDINGS[ctx.name]
-        tensors = inputs[: binding.count]
+        custom = CUSTOM_OPS[ctx.name]
+        tensors = inputs[: custom.count]
         with torch.enable_grad():
             leaves = [
                 tensor.detach().requires_grad_(is_wanted) for tensor, is_wanted in zip(tensors, ctx.needs_input_grad)
             ]
-            result = binding.forward(*leaves, *inputs[binding.count :])
+            result = custom.forward(custom.split((*leaves, *inputs[custom.count :])))
         ctx.graph = result, [leaf for leaf in leaves if leaf.requires_grad]
-        binding.save(ctx, inputs, result)
+        custom.save(ctx, inputs, result)
         return result.detach()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        binding = BINDINGS[ctx.name]
+        custom = CUSTOM_OPS[ctx.name]
         graph, ctx.graph = ctx.graph, None
-        again = graph is None or requires_grad((dout, *ctx.saved_tensors)) or not binding.runs_at_once((dout,))
+        again = graph is None or requires_grad((dout, *ctx.saved_tensors)) or not custom.runs_at_once((dout,))
         if again or torch._C._functorch.is_legacy_batchedtensor(dout):
-            return *binding.pull_back(ctx, dout), None
+            return *custom.pull_back(ctx, dout), None
         result, leaves = graph
         with without_autocast(dout.device):
             found = iter(torch.autograd.grad(result, leaves, dout, allow_unused=True, materialize_grads=True))
@@ -281,25 +298,25 @@ class _Transformable(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
         *inputs, name = arguments
-        result: Tensor = BINDINGS[name].operator(*inputs)
+        result: Tensor = CUSTOM_OPS[name].operator(*inputs)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         *arguments, ctx.name = inputs
-        BINDINGS[ctx.name].save(ctx, arguments, output)
+        CUSTOM_OPS[ctx.name].save(ctx, arguments, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return *BINDINGS[ctx.name].pull_back(ctx, dout), None
+        return *CUSTOM_OPS[ctx.name].pull_back(ctx, dout), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
         # One call for the batch, whose gradients of a shared operand are summed inside.
         *inputs, name = arguments
-        binding = BINDINGS[name]
-        tensors = binding.batch_axes_first(inputs[: binding.count], in_dims)
-        return _Transformable.apply(*tensors, *inputs[binding.count :], name), 0
+        custom = CUSTOM_OPS[name]
+        tensors = custom.batch_axes_first(inputs[: custom.count], in_dims)
+        return _Transformable.apply(*tensors, *inputs[custom.count :], name), 0
 
 
 class _TransformableGradients(torch.autograd.Function):
@@ -310,16 +327,16 @@ class _TransformableGradients(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         *inputs, name = arguments
-        return tuple(BINDINGS[name].backward_operator(*inputs))
+        return tuple(CUSTOM_OPS[name].backward_operator(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
         *arguments, ctx.name = inputs
-        BINDINGS[ctx.name].save_for_gradients(ctx, arguments, output)
+        CUSTOM_OPS[ctx.name].save_for_gradients(ctx, arguments, output)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return *BINDINGS[ctx.name].pull_back_gradients(ctx, upstream), None
+        return *CUSTOM_OPS[ctx.name].pull_back_gradients(ctx, upstream), None
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:
@@ -360,3 +377,88 @@ def _needs_composite() -> bool:
     if forward_ad._current_level >= 0:
         return True
     return is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _schema(parameters: Mapping[str, Any]) -> str:
+    """Of an operator that takes these arguments, by name and type, and returns a tensor."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+    def prototype(*arguments: Any) -> Any: ...
+
+    listed = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in parameters.items()]
+    prototype.__signature__ = inspect.Signature(listed, return_annotation=Tensor)  # type: ignore[attr-defined]
+    return torch.library.infer_schema(prototype, mutates_args=())
+
+
+def add_custom_op(
+    op: Op,
+    custom: CustomOp,
+    variant: str,
+    *,
+    run: Callable[[Any], Tensor] | None = None,
+    cost: Callable[[Any], Cost | None] | None = None,
+    requires: Sequence[Requirement] = (),
+    automatic: Callable[[Any], bool] = anywhere,
+) -> None:
+    """Register an operator as a variant of an op.
+
+    `run` computes the result of a call and `cost` predicts what it needs, where neither is that of the operator alone.
+    """
+
+    def finished(call: Any) -> Tensor:
+        return op.finish(call, custom(call))
+
+    is_sum = op.logsumexp is not None
+    register = op.variant(
+        variant,
+        cost=cost or functools.partial(allocated, op, custom),
+        requires=requires,
+        automatic=automatic,
+        statistics=custom if is_sum else None,
+    )
+    register(run or (finished if is_sum else custom))
+
+
+def add_kernels(
+    op: Op,
+    custom: CustomOp,
+    variant: str = "triton",
+    *,
+    cost: Callable[[Any], Cost] | None = None,
+    requires: Sequence[Requirement] = (),
+    **options: Any,
+) -> None:
+    """Register an operator made of Triton kernels, as `add_custom_op` does; the choice on CUDA.
+
+    A launch on fake tensors allocates its workspace and does not run. Where the kernels cannot be imported, or take no
+    operands laid out like these, nothing is predicted.
+    """
+    predict = cost or functools.partial(allocated, op, custom)
+
+    def cost_if_launched(call: Any) -> Cost | None:
+        return None if kernels_error() or any(requirement(call) for requirement in requires) else predict(call)
+
+    requirements = [requires_triton, *requires]
+    add_custom_op(op, custom, variant, cost=cost_if_launched, requires=requirements, automatic=on_cuda, **options)
+
+
+def allocated(op: Op, custom: CustomOp, call: OperatorCall) -> Cost:
+    """What a call of an operator allocates, and the operator of a logsumexp keeps for backward."""
+    held: list[Tensor] = []
+    keeps = custom.saves_result and requires_grad(call.tensors)
+
+    def forward(fake_call: Any) -> Tensor:
+        result = custom.forward(fake_call)
+        held.extend([result] * keeps)
+        return op.finish(fake_call, result)
+
+    return predicted(custom.split, call, torch.no_grad()(forward))
+
+
+def predicted(split: Callable[[Sequence[Any]], Any], call: OperatorCall, function: Callable[[Any], Tensor]) -> Cost:
+    """What a function of a call allocates, found by running it on fake tensors."""
+
+    def of_tensors(*tensors: Tensor) -> Tensor:
+        return function(split((*tensors, *call.arguments[len(tensors) :])))
+
+    return Cost(*predict_bytes(of_tensors, *call.tensors), call.operations)

@@ -17,16 +17,16 @@ from effops.text import aligned, format_bytes
 class VariantReport:
     """What `explain` says of one variant.
 
-    `reason` is empty where the variant is supported. `unknown` names an operator that may allocate more inside than is
-    predicted, and is empty if there is none.
+    `reason` is empty where it is supported. Bytes and operations are None where they cannot be told. `unknown` names an
+    operator that may allocate more inside than is predicted, and is empty if there is none.
     """
 
     supported: bool
     reason: str
-    output_bytes: int
-    saved_bytes: int
-    temporary_bytes: int
-    flops: int
+    output_bytes: int | None = None
+    saved_bytes: int | None = None
+    temporary_bytes: int | None = None
+    flops: int | None = None
     unknown: str = ""
 
 
@@ -44,10 +44,10 @@ class Explanation:
             (
                 name,
                 "chosen" if name == self.chosen else "",
-                format_bytes(report.output_bytes),
-                format_bytes(report.saved_bytes),
-                format_bytes(report.temporary_bytes) + (" or more" if report.unknown else ""),
-                f"{report.flops:.3g}",
+                _known(format_bytes, report.output_bytes),
+                _known(format_bytes, report.saved_bytes),
+                _known(format_bytes, report.temporary_bytes) + (" or more" if report.unknown else ""),
+                _known("{:.3g}".format, report.flops),
                 report.reason,
             )
             for name, report in self.variants.items()
@@ -74,6 +74,10 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
     def reports() -> Iterator[tuple[str, VariantReport]]:
         for name, candidate in op.variants.items():
             reason = candidate.obstacle(call)
-            yield name, VariantReport(not reason, reason, *candidate.cost(call))
+            yield name, VariantReport(not reason, reason, *(candidate.cost(call) or ()))
 
     return Explanation(op.name, chosen.name, MappingProxyType(dict(reports())))
+
+
+def _known(text: Callable[[float], str], number: float | None) -> str:
+    return "-" if number is None else text(number)

@@ -19,8 +19,9 @@ def add_forms(
     composed: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
     settings: Callable[[Any], tuple[Any, ...]],
     compiled_cost: Callable[[Any], Cost],
+    operations: Callable[[Any], int] = lambda call: call.operations,
 ) -> None:
-    """The variants made of PyTorch operations: each form, and the last one, which is the best, scripted, and compiled.
+    """Add each form as a variant, and the last one, which is the best, scripted and compiled.
 
     `composed(form)` is the op by a form: a function of the tensors of a call, and then of its `settings`.
     """
@@ -30,14 +31,14 @@ def add_forms(
             return function(*call.tensors, *settings(call))
 
         def predicted(call: Any) -> Cost:
-            return predict(call, lambda *tensors: finished(call, function(*tensors, *settings(call))))
+            def of_tensors(*tensors: Tensor) -> Tensor:
+                return op.finish(call, function(*tensors, *settings(call)))
 
-        def finished(call: Any, values: Tensor) -> Tensor:
-            return values if op.logsumexp is None else op.finish(call, values)
+            return Cost(*predict_bytes(of_tensors, *call.tensors), operations(call))
 
         statistics = None if op.logsumexp is None else computed
         register = op.variant(name, cost=cost or predicted, requires=requires, statistics=statistics)
-        register(lambda call: finished(call, computed(call)))
+        register(lambda call: op.finish(call, computed(call)))
 
     for name, form in forms.items():
         add(name, composed(form))
@@ -47,11 +48,5 @@ def add_forms(
 
 
 def best_form(forms: Mapping[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:
-    """Of PyTorch operations, the form with the least memory."""
+    """The form with the least memory."""
     return list(forms.values())[-1]
-
-
-def predict(call: Any, function: Callable[..., Tensor]) -> Cost:
-    """The cost of a call that a function of its tensors computes, or rehearses."""
-    operations = call.plan.numel(call.plan.order) * (2 * call.dimension + 4)
-    return Cost(*predict_bytes(function, *call.tensors), operations)

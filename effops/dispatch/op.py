@@ -21,6 +21,21 @@ class Call(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
+class OperatorCall(Call, Protocol):
+    """A call that an operator of PyTorch can compute."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the operator takes: the tensors, then the settings."""
+
+    @property
+    def operations(self) -> int:
+        """How many floating-point operations the call takes, about."""
+
+
 class Cost(NamedTuple):
     """What a variant is predicted to need for the forward pass of one call, beyond the inputs.
 
@@ -47,14 +62,15 @@ def anywhere(call: Call) -> bool:
 class Variant:
     """One implementation of an op.
 
-    `run` computes the result of a call. Each of `requires` takes a call and returns why the variant cannot run it, or
-    an empty string. `automatic` tells whether the automatic choice may take the variant for a call. `statistics`
-    computes what `Op.finish` makes the result of; None if the op is no logsumexp.
+    `run` computes the result of a call. `cost` predicts what it needs, or returns None where that cannot be told. Each
+    of `requires` returns why the variant cannot run a call, or an empty string. `automatic` tells whether the automatic
+    choice may take the variant for a call. `statistics` computes what `Op.finish` makes the result of; None if the op
+    is no logsumexp.
     """
 
     name: str
     run: Callable[[Any], Tensor]
-    cost: Callable[[Any], Cost]
+    cost: Callable[[Any], Cost | None]
     requires: Sequence[Requirement] = ()
     automatic: Callable[[Any], bool] = anywhere
     statistics: Callable[[Any], Tensor] | None = None
@@ -96,7 +112,7 @@ class Op:
         self,
         name: str,
         *,
-        cost: Callable[[Any], Cost],
+        cost: Callable[[Any], Cost | None],
         requires: Sequence[Requirement] = (),
         automatic: Callable[[Any], bool] = anywhere,
         statistics: Callable[[Any], Tensor] | None = None,
@@ -122,9 +138,9 @@ class Op:
         assert self.function is not None
         return self.function(*args, **options)
 
-    def finish(self, call: Call, statistics: Tensor) -> Tensor:
-        """The result of an op that is a logsumexp, from what its variants compute."""
-        return statistics.sum(-1).to(call.dtype)
+    def finish(self, call: Call, computed: Tensor) -> Tensor:
+        """The result, from what forms and operators compute: the statistics of a logsumexp, else the result itself."""
+        return computed if self.logsumexp is None else computed.sum(-1).to(call.dtype)
 
 
 _ops: dict[str, Op] = {}

@@ -51,8 +51,13 @@ def requires_triton(call: Call) -> str:
         return f"needs CUDA tensors, got {call.device.type}"
     if is_compiling():  # an import cannot be traced; the operator raises what it raises
         return ""
-    error = _import_error("effops.kernels.pairs")
+    error = kernels_error()
     return f"needs effops.kernels, which cannot be imported: {error}" if error else ""
+
+
+def kernels_error() -> str:
+    """Why the Triton kernels cannot be imported; empty if they can."""
+    return _import_error("effops.kernels.pairs")
 
 
 @functools.cache

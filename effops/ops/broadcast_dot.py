@@ -5,7 +5,7 @@ It is a score of the form that `effops.blocks.dots` computes, with phi(dot) = do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +16,9 @@ from effops.blocks.dots import contract
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import call
-from effops.dispatch.custom_op import Binding, Gradients
-from effops.dispatch.forms import add_forms, predict
+from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels
+from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Cost, Op
-from effops.dispatch.requirements import on_cuda, requires_triton
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
 from effops.ops.densities import triton
 
@@ -27,13 +26,23 @@ NAME = "broadcast_dot"
 CORE_DIMS = {"a": 1, "b": 1}
 
 
-class Call(NamedTuple):
+class DotProductCall(NamedTuple):
     """A validated call: its tensors, the plan of their pairs, and the dtype of the result."""
 
     a: Tensor
     b: Tensor
     plan: Plan
     dtype: torch.dtype
+
+    @classmethod
+    def split(cls, arguments: Sequence[Any]) -> DotProductCall:
+        """The inverse of `arguments`."""
+        a, b, dtype = arguments
+        return cls(a, b, broadcast_plan(a.shape[:-1], b.shape[:-1]), dtype)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.a, self.b, self.dtype
 
     @property
     def device(self) -> torch.device:
@@ -55,8 +64,17 @@ class Call(NamedTuple):
     def dimension(self) -> int:
         return _dimension(self.a, self.b)
 
+    @property
+    def operations(self) -> int:
+        return self.plan.numel(self.plan.order) * (2 * self.dimension + 4)
 
-def prepare(a: Tensor, b: Tensor) -> Call:
+    @property
+    def one(self) -> Tensor:
+        """The scale of the scores."""
+        return self.a.new_ones((), dtype=self.arithmetic)
+
+
+def prepare(a: Tensor, b: Tensor) -> DotProductCall:
     """Validate shapes, dtypes and devices (never values)."""
     check_operand(NAME, "a", a, dims=1)
     check_operand(NAME, "b", b, dims=1)
@@ -72,7 +90,7 @@ def prepare(a: Tensor, b: Tensor) -> Call:
     dtype = wider(a.dtype, b.dtype)
     if dtype.itemsize < 4 and autocast_enabled(a.device):
         dtype = torch.float32
-    return Call(a, b, plan, dtype)
+    return DotProductCall(a, b, plan, dtype)
 
 
 def _expanded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,41 +131,28 @@ class Identity:
         return torch.zeros_like(scale)
 
 
-def _plan(a: Tensor, b: Tensor) -> Plan:
-    return broadcast_plan(a.shape[:-1], b.shape[:-1])
+def _scores(call: DotProductCall, **options: Any) -> dots.DotScores:
+    return dots.DotScores(Identity(), call.plan, call.b, call.one, call.a, call.arithmetic, **options)
 
 
-def _scores(a: Tensor, b: Tensor, dtype: torch.dtype, **options: Any) -> dots.DotScores:
-    return dots.DotScores(Identity(), _plan(a, b), b, _one(a, dtype), a, arithmetic_dtype(dtype), **options)
+def _chunked(call: DotProductCall) -> Tensor:
+    if dots.fit_one_block(call.plan, call.a, call.dtype):
+        return dots.at_once(Identity(), call.plan, call.b, call.one, call.a, call.dtype)
+    return pairs.forward(_scores(call), call.plan.empty(call.a, call.dtype))
 
 
-def _one(a: Tensor, dtype: torch.dtype) -> Tensor:
-    return a.new_ones((), dtype=arithmetic_dtype(dtype))
+def _chunked_backward(dout: Tensor, call: DotProductCall, wanted: Sequence[bool]) -> Gradients:
+    return pairs.backward(_scores(call, scored=False, wanted=wanted), dout)
 
 
-def _chunked(a: Tensor, b: Tensor, dtype: torch.dtype, *, rehearsed: bool = False) -> Tensor:
-    plan = _plan(a, b)
-    if dots.fit_one_block(plan, a, dtype):
-        return dots.at_once(Identity(), plan, b, _one(a, dtype), a, dtype, rehearsed=rehearsed)
-    return (pairs.rehearse if rehearsed else pairs.forward)(_scores(a, b, dtype), plan.empty(a, dtype))
+def _triton(call: DotProductCall) -> Tensor:
+    kernels = triton.dot_kernels(NAME, 0.0)
+    return triton.forward(kernels, call.plan, call.b, call.one, call.a, call.dtype)
 
 
-def _chunked_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, wanted: Sequence[bool]) -> Gradients:
-    return pairs.backward(_scores(a, b, dtype, scored=False, wanted=wanted), dout)
-
-
-def _triton(a: Tensor, b: Tensor, dtype: torch.dtype, *, rehearsed: bool = False) -> Tensor:
-    if rehearsed:
-        return triton.rehearse(_plan(a, b), b, _one(a, dtype), a, dtype)
-    from effops.kernels.broadcast_dot import MAP
-
-    return triton.forward(triton.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dtype)
-
-
-def _triton_backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, wanted: Sequence[bool]) -> Gradients:
-    from effops.kernels.broadcast_dot import MAP
-
-    return triton.backward(triton.Dots(MAP, 0.0), _plan(a, b), b, _one(a, dtype), a, dout, dtype, wanted)
+def _triton_backward(dout: Tensor, call: DotProductCall, wanted: Sequence[bool]) -> Gradients:
+    kernels = triton.dot_kernels(NAME, 0.0)
+    return triton.backward(kernels, call.plan, call.b, call.one, call.a, dout, call.dtype, wanted)
 
 
 def _composed(form: Any) -> Any:
@@ -158,21 +163,21 @@ def _composed(form: Any) -> Any:
     return dot
 
 
-def _empty(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    return _plan(a, b).empty(a, dtype)
+def _empty(call: DotProductCall) -> Tensor:
+    return call.plan.empty(call.a, call.dtype)
 
 
-def _empty_gradients(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    plan = _plan(a, b)
+def _empty_gradients(call: DotProductCall) -> tuple[Tensor, Tensor]:
+    plan = call.plan
 
     def empty(operand: Tensor, axes: Shape) -> Tensor:
-        own = operand[..., :1] if a.shape[-1] != b.shape[-1] else operand
+        own = operand[..., :1] if call.a.shape[-1] != call.b.shape[-1] else operand
         return plan.empty_gradient(own, axes, trailing=1).expand(operand.shape)
 
-    return empty(a, plan.batch + plan.rows), empty(b, plan.batch + plan.columns)
+    return empty(call.a, plan.batch + plan.rows), empty(call.b, plan.batch + plan.columns)
 
 
-def _compiled_cost(call: Call) -> Cost:
+def _compiled_cost(call: DotProductCall) -> Cost:
     """What TorchInductor allocates, as measured: copies in the dtype of the arithmetic, and the product in it."""
     plan, size = call.plan, arithmetic_dtype(call.dtype).itemsize
     pairs = plan.numel(plan.order)
@@ -195,21 +200,23 @@ op = Op(
 add_forms(op, {"naive": naive, "einsum": einsum}, _composed, lambda call: (call.dtype,), _compiled_cost)
 
 
-def _add(variant: str, compute: Any, compute_backward: Any, **options: Any) -> None:
-    """The variant made of a pair of functions of operands with the same last dimension, which is not 0."""
+def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward: Any) -> None:
+    """Add a pair of functions of calls with operands of the same last dimension, which is not 0."""
 
-    def forward(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        result: Tensor = compute(*_expanded(a, b), dtype) if _dimension(a, b) else _empty(a, b, dtype).zero_()
+    def forward(call: DotProductCall) -> Tensor:
+        if not call.dimension:
+            return _empty(call).zero_()
+        a, b = _expanded(call.a, call.b)
+        result: Tensor = compute(call._replace(a=a, b=b))
         return result
 
-    def backward(dout: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, wanted: Sequence[bool]) -> Gradients:
+    def backward(dout: Tensor, call: DotProductCall, wanted: Sequence[bool]) -> Gradients:
+        a, b = call.tensors
         if a.shape[-1] == b.shape[-1] == 0:
-            return [
-                gradient if is_wanted else None for gradient, is_wanted in zip(_empty_gradients(a, b, dtype), wanted)
-            ]
+            return [gradient if is_wanted else None for gradient, is_wanted in zip(_empty_gradients(call), wanted)]
         wants_a, wants_b = wanted
-        operands = (a, b) if a.shape[-1] == b.shape[-1] else (summed(a, dtype), summed(b, dtype))
-        db, _, da = compute_backward(dout, *operands, dtype, (wants_b, False, wants_a))
+        same = call if a.shape[-1] == b.shape[-1] else call._replace(a=summed(a, call.dtype), b=summed(b, call.dtype))
+        db, _, da = compute_backward(dout, same, (wants_b, False, wants_a))
         return [
             None if gradient is None else gradient.to(operand.dtype).expand(operand.shape)
             for operand, gradient in ((a, da), (b, db))
@@ -219,32 +226,24 @@ def _add(variant: str, compute: Any, compute_backward: Any, **options: Any) -> N
         """What a single coordinate is multiplied with: the sum of all, which have the same gradient."""
         if operand.shape[-1] == 1:
             return operand
-        return forward(operand, operand.new_ones(1), arithmetic_dtype(dtype)).unsqueeze(-1)
+        return forward(DotProductCall.split((operand, operand.new_ones(1), arithmetic_dtype(dtype)))).unsqueeze(-1)
 
-    binding = Binding(
+    custom = CustomOp(
         f"{NAME}_{variant}",
+        parameters={"a": Tensor, "b": Tensor, "dtype": torch.dtype},
+        split=DotProductCall.split,
         forward=forward,
         backward=backward,
-        composite=_composed(einsum),
+        composite=lambda call: _composed(einsum)(*call.arguments),
         empty=_empty,
         empty_gradients=_empty_gradients,
         core_dims=tuple(CORE_DIMS.values()),
     )
-
-    def cost(call: Call) -> Cost:
-        def rehearse(a: Tensor, b: Tensor) -> Tensor:
-            if call.dimension == 0:
-                return _empty(a, b, call.dtype)
-            result: Tensor = compute(*_expanded(a, b), call.dtype, rehearsed=True)
-            return result
-
-        return predict(call, torch.no_grad()(rehearse))
-
-    op.variant(variant, cost=cost, **options)(lambda call: binding(call.a, call.b, call.dtype))
+    add(op, custom, variant)
 
 
-_add("chunked", _chunked, _chunked_backward)
-_add("triton", _triton, _triton_backward, requires=[requires_triton], automatic=on_cuda)
+_add(add_custom_op, "chunked", _chunked, _chunked_backward)
+_add(add_kernels, "triton", _triton, _triton_backward)
 
 
 @op.public

@@ -56,7 +56,7 @@ def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor) -> Bytes:
 
     The tensors may be on any device, or meta tensors.
     """
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = []
         for tensor in tensors:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from effops.blocks.tiling import few_tiles
-from effops.dispatch.custom_op import BINDINGS
 from effops.prediction.allocations import Allocations
 from effops.prediction.convolutions import convolution_backward_bytes, convolution_bytes, is_measured_cpu
 from effops.pytorch import tree_leaves
@@ -81,6 +79,7 @@ class Workspace(NamedTuple):
 
 Rule = Callable[[Sequence[Any], Any], Workspace]
 RULES: dict[Any, Rule] = {}
+BODIES: dict[str, Callable[..., Any]] = {}  # what our operators run, by their names
 CPU_ONLY = {
     aten.convolution.default,
     aten.convolution_backward.default,
@@ -94,7 +93,7 @@ def workspace(func: Any, args: Sequence[Any], result: Any, cuda: bool = False) -
     if cuda and func in CPU_ONLY:
         return Workspace(known=False)
     if func.namespace == "effops":
-        return Workspace(_rehearsed_bytes(func, args))
+        return Workspace(_body_bytes(func, args))
     rule = RULES.get(func)
     if rule is not None:
         found = rule(args, result)
@@ -339,27 +338,28 @@ def _leading_dimension(size: int) -> int:
     return rounded + 16 if rounded % 256 == 0 else rounded
 
 
-def _rehearsed_bytes(func: Any, args: Sequence[Any]) -> int:
-    """Temporaries of one of our operators: two blocks along each axis, run on fake tensors."""
-    name = func._schema.name.split("::")[1]
-    binding = BINDINGS[name.removesuffix("_backward")]
-    function = binding.backward if name.endswith("_backward") else binding.forward
-    with few_tiles(), _Rehearsal() as allocations:
+def register_body(name: str, function: Callable[..., Any]) -> None:
+    """Tell what an operator of ours runs, so that what it allocates is found by running that on fake tensors."""
+    BODIES[name] = function
+
+
+def _body_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Temporaries of one of our operators."""
+    function = BODIES[func._schema.name.split("::")[1]]
+    with _Inside() as allocations:
         for tensor in (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             allocations.count(tensor, nbytes=0)
         result = function(*args)
         kept = allocations.live_bytes
         del result
-    hidden_bytes: int = allocations.peak_bytes - kept
-    return hidden_bytes
+    temporary_bytes: int = allocations.peak_bytes - kept
+    return temporary_bytes
 
 
-class _Rehearsal(Allocations):
-    """Sees what operators are composed of; a value that blocks look at is 1, for fake tensors have none."""
+class _Inside(Allocations):
+    """Counts what operators allocate inside of another one, where PyTorch does not take them apart by itself."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (aten.item.default, aten._local_scalar_dense.default):
-            return 1.0 if args[0].is_floating_point() else 1
         if func.namespace == "aten":
             with self:
                 result = func.decompose(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from torch import Tensor
 from effops.blocks.tiling import fit, part, tiles, whole
 from effops.numerics.precision import arithmetic_dtype, unit_roundoff, wider
 from effops.ops.attention.additive import additive_attention, additive_attention_scores
-from effops.ops.attention.call import Call
+from effops.ops.attention.call import AttentionCall
 from effops.reference.attention import ExactScores, attention_reference
 from effops.reference.bounds import Bounds
 from effops.reference.reference import Shape, normal_sample
@@ -90,11 +90,11 @@ def _with_axes(tensor: Tensor, count: int) -> Tensor:
     return tensor[(None,) * (count - tensor.ndim)]
 
 
-def _scores(call: Call) -> tuple[Tensor, Tensor]:
+def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return exact_scores(*_broadcast(call))
 
 
-def _gradient_bounds(call: Call, dscores: Tensor, error: Tensor) -> tuple[Bounds, ...]:
+def _gradient_bounds(call: AttentionCall, dscores: Tensor, error: Tensor) -> tuple[Bounds, ...]:
     u = unit_roundoff(call.arithmetic)
     bounds = []
     for (value, radius), tensor in zip(exact_gradients(*_broadcast(call), dscores, error), call.scored):
@@ -103,7 +103,7 @@ def _gradient_bounds(call: Call, dscores: Tensor, error: Tensor) -> tuple[Bounds
     return tuple(bounds)
 
 
-def _broadcast(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _broadcast(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     query, key, weight = call.scored
     return query.unsqueeze(-2), key.unsqueeze(-3), weight
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, matmul_precision, unit_roundoff
-from effops.ops.attention.call import Call, in_order
+from effops.ops.attention.call import AttentionCall, join_arguments
 from effops.reference.bounds import Bounds
 from effops.reference.reference import Reference, Shape, normal_sample
 
@@ -27,8 +27,8 @@ class ExactScores:
             how much those may be off
     """
 
-    of: Callable[[Call], tuple[Tensor, Tensor]]
-    gradient_bounds: Callable[[Call, Tensor, Tensor], tuple[Bounds, ...]]
+    of: Callable[[AttentionCall], tuple[Tensor, Tensor]]
+    gradient_bounds: Callable[[AttentionCall, Tensor, Tensor], tuple[Bounds, ...]]
 
 
 def attention_reference(
@@ -69,7 +69,7 @@ class _Exact(NamedTuple):
     relative: Tensor
 
 
-def _exact(of_scores: ExactScores, call: Call) -> _Exact:
+def _exact(of_scores: ExactScores, call: AttentionCall) -> _Exact:
     scores, error = of_scores.of(call)
     u = unit_roundoff(call.arithmetic)
     excluded = torch.zeros(call.plan.shape, dtype=torch.bool, device=call.device)
@@ -90,10 +90,10 @@ def _exact(of_scores: ExactScores, call: Call) -> _Exact:
     return _Exact(scores, error, excluded, weights, relative)
 
 
-def bounds(scores: ExactScores, call: Call, *, rounded: bool) -> Bounds:
+def bounds(scores: ExactScores, call: AttentionCall, *, rounded: bool) -> Bounds:
     """Where a correct result lies. If `rounded`, weights may be so to the dtype of a sum, as PyTorch does."""
     exact, u = _exact(scores, call), unit_roundoff(call.arithmetic)
-    if call.reduced == "scores":
+    if call.output == "scores":
         return Bounds(exact.scores, exact.error, exact.error, dtype=call.dtype)
     if call.value is None:
         radius = exact.weights * exact.relative
@@ -104,18 +104,18 @@ def bounds(scores: ExactScores, call: Call, *, rounded: bool) -> Bounds:
     return Bounds(exact.weights @ value, radius, radius, dtype=call.dtype)
 
 
-def _rounding(call: Call, rounded: bool) -> float:
+def _rounding(call: AttentionCall, rounded: bool) -> float:
     """Of what is kept for every pair, beyond that of the arithmetic."""
     return unit_roundoff(call.dtype) if rounded and call.dtype != call.arithmetic else 0.0
 
 
-def gradient_bounds(scores: ExactScores, call: Call, dout: Tensor, *, rounded: bool) -> tuple[Bounds, ...]:
+def gradient_bounds(scores: ExactScores, call: AttentionCall, dout: Tensor, *, rounded: bool) -> tuple[Bounds, ...]:
     """Where correct gradients lie, of the tensors that a caller gives; `rounded` as for `bounds`."""
     exact, u, g = _exact(scores, call), unit_roundoff(call.arithmetic), dout.double()
     weights, relative, keys = exact.weights, exact.relative, exact.weights.shape[-1]
     coarse = _rounding(call, rounded)
     of_value: tuple[Bounds, ...] = ()
-    if call.reduced == "scores":
+    if call.output == "scores":
         dscores, error = g.masked_fill(exact.excluded, 0), torch.zeros_like(g)
     else:
         dweights, off, mean_error = g, torch.zeros_like(g), torch.zeros(())
@@ -136,7 +136,7 @@ def gradient_bounds(scores: ExactScores, call: Call, dout: Tensor, *, rounded: b
         )
     query, key, *others = scores.gradient_bounds(call, dscores, error)
     of_mask = (summed_bounds(dscores, error, dscores.abs(), 1, call.mask, u),) if call.masked else ()
-    return in_order((query, key, *others), of_value, *of_mask)
+    return join_arguments((query, key, *others), of_value, *of_mask)
 
 
 def summed_bounds(value: Tensor, error: Tensor, size: Tensor, terms: int, operand: Tensor, u: float) -> Bounds:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from effops.numerics.precision import arithmetic_dtype, contraction_error, unit_roundoff
-from effops.ops.broadcast_dot import Call, broadcast_dot
+from effops.ops.broadcast_dot import DotProductCall, broadcast_dot
 from effops.reference.bounds import Bounds, exact_dot
 from effops.reference.reference import Reference, normal_sample
 
@@ -18,7 +18,7 @@ def _workload(*, M: int, T: int, D: int, **options: Any) -> tuple[Tensor, ...]:
     return normal_sample((M, 1, T, D), (M, T, D), **options)
 
 
-def _bounds(call: Call) -> Bounds:
+def _bounds(call: DotProductCall) -> Bounds:
     """Where a correct dot product lies: off by what `contraction_error` allows, in proportion to the lengths."""
     arithmetic = arithmetic_dtype(call.dtype)
     error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())
@@ -27,7 +27,7 @@ def _bounds(call: Call) -> Bounds:
     return Bounds(exact_dot(a, b), radius, radius, dtype=call.dtype)
 
 
-def _gradient_bounds(call: Call, dout: Tensor) -> tuple[Bounds, Bounds]:
+def _gradient_bounds(call: DotProductCall, dout: Tensor) -> tuple[Bounds, Bounds]:
     """Where correct gradients of a and b lie: a sum of n terms is off by (4 + n) u of the sum of their sizes."""
     g, tensors = dout.double(), (call.a.double(), call.b.double())
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from effops.numerics.directions import random_directions
 from effops.numerics.precision import arithmetic_dtype, contraction_error, unit_roundoff
-from effops.ops.densities.density import Call
+from effops.ops.densities.call import DensityCall
 from effops.ops.densities.directional import Directional
 from effops.reference.bounds import Bounds, exact_dot
 from effops.reference.reference import Reference, Shape
@@ -52,7 +52,7 @@ class DirectionalBounds:
     slope: Callable[[Tensor], Tensor]
     normaliser_errors: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
-    def of_result(self, call: Call) -> Bounds:
+    def of_result(self, call: DensityCall) -> Bounds:
         """Where a correct log density lies, if its dot product is off by what `contraction_error` allows.
 
         To either end the rounding of the other steps is added: 2 u (|W| + 2 |s phi| + |out|), and that of W.
@@ -77,7 +77,9 @@ class DirectionalBounds:
             dtype=call.dtype,
         )
 
-    def of_gradients(self, call: Call, dout: Tensor, dout_error: Tensor | float = 0.0) -> tuple[Bounds, Bounds, Bounds]:
+    def of_gradients(
+        self, call: DensityCall, dout: Tensor, dout_error: Tensor | float = 0.0
+    ) -> tuple[Bounds, Bounds, Bounds]:
         """Where correct gradients of loc, scale and x lie, if the upstream gradient may be off by `dout_error`.
 
         A weight G = dout s phi' may move as far as t can; a sum of n terms is off by n u at most.
@@ -121,14 +123,14 @@ class DirectionalBounds:
             of(values[1], sizes[1], errors[1], x.numel() // call.dimension),
         )
 
-    def _normaliser(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _normaliser(self, call: DensityCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """W and W' in float64, and by how much either may be off."""
         scale, own = call.scale.double(), self.density.map_of(call.loc, call.x, call.dtype)
         normaliser, derivative = own.normaliser(scale), own.normaliser_derivative(scale)
         return normaliser, derivative, *self.normaliser_errors(normaliser, derivative, call.dimension)
 
 
-def _dot_error(call: Call) -> Tensor:
+def _dot_error(call: DensityCall) -> Tensor:
     """By how much a dot product may be off: of unit vectors, or in proportion to longer ones."""
     arithmetic = arithmetic_dtype(call.dtype)
     error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, matmul_precision, unit_roundoff
-from effops.ops.attention.call import Call
+from effops.ops.attention.call import AttentionCall
 from effops.ops.attention.dot_product import KIND, attention, attention_scores, attention_weights
 from effops.reference.attention import ExactScores, attention_reference, summed_bounds
 from effops.reference.bounds import Bounds, exact_dot
 from effops.reference.reference import normal_sample
 
 
-def _scores(call: Call) -> tuple[Tensor, Tensor]:
+def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
     query, key = call.scored
     scale, u = KIND.scale(call), unit_roundoff(call.arithmetic)
     rounding = contraction_error(query.shape[-1], call.arithmetic, matmul_precision())
@@ -23,7 +23,7 @@ def _scores(call: Call) -> tuple[Tensor, Tensor]:
     return scale * dot, abs(scale) * u * (rounding * sizes + 2 * dot.abs())
 
 
-def _gradient_bounds(call: Call, dscores: Tensor, error: Tensor) -> tuple[Bounds, ...]:
+def _gradient_bounds(call: AttentionCall, dscores: Tensor, error: Tensor) -> tuple[Bounds, ...]:
     query, key = (tensor.double() for tensor in call.scored)
     scale, u = abs(KIND.scale(call)), unit_roundoff(call.arithmetic)
     of_query = (

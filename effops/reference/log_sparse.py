@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, unit_roundoff
-from effops.ops.attention.log_sparse import Call, log_sparse_attention
+from effops.ops.attention.log_sparse import LogSparseCall, log_sparse_attention
 from effops.reference.bounds import Bounds
 from effops.reference.reference import Reference, normal_sample
 
@@ -30,7 +30,7 @@ def _offsets(length: int, local: int, restart: int | None) -> list[int]:
 class _Pairs:
     """The pairs of the pattern, in float64: of each row a column for every offset."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LogSparseCall) -> None:
         self.length = call.query.shape[-2]
         self.offsets = _offsets(self.length, call.local, call.restart)
         rows = torch.arange(self.length, device=call.device)
@@ -84,7 +84,7 @@ class _Exact(NamedTuple):
     unit: float
 
 
-def _exact(call: Call) -> _Exact:
+def _exact(call: LogSparseCall) -> _Exact:
     """A score is off by its contraction's error, and its share by what that does in the exponent."""
     query, key, value = (tensor.double() for tensor in call.tensors)
     u, scale = unit_roundoff(call.arithmetic), call.factor
@@ -101,11 +101,11 @@ def _exact(call: Call) -> _Exact:
     return _Exact(pairs, query, key, value, scale, shares, shares_error, terms, u)
 
 
-def _contraction_error(call: Call, operand: Tensor) -> float:
+def _contraction_error(call: LogSparseCall, operand: Tensor) -> float:
     return contraction_error(operand.shape[-1], call.arithmetic, torch.get_float32_matmul_precision())
 
 
-def _bounds(call: Call) -> Bounds:
+def _bounds(call: LogSparseCall) -> Bounds:
     """Where a correct result lies."""
     exact = _exact(call)
     sizes = exact.shares_error + (4 + exact.terms) * exact.unit * exact.shares
@@ -113,7 +113,7 @@ def _bounds(call: Call) -> Bounds:
     return Bounds(exact.pairs.gather(exact.shares, exact.value), radius, radius, dtype=call.dtype)
 
 
-def _gradient_bounds(call: Call, dout: Tensor) -> tuple[Bounds, ...]:
+def _gradient_bounds(call: LogSparseCall, dout: Tensor) -> tuple[Bounds, ...]:
     """Where correct gradients of query, key and value lie: a sum of n terms is off by (4 + n) u of their sizes."""
     pairs, query, key, value, scale, shares, shares_error, terms, u = _exact(call)
     dout = dout.double()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from effops.ops.densities.mixture import Call, statistics
+from effops.ops.densities.mixture import MixtureCall, statistics
 from effops.reference.bounds import Bounds
 from effops.reference.reference import Reference, Shape
 
@@ -99,7 +99,7 @@ class _Exact(NamedTuple):
     out_above: Tensor
 
 
-def _exact(log_prob: Reference, call: Call) -> _Exact:
+def _exact(log_prob: Reference, call: MixtureCall) -> _Exact:
     """A correct result lies between those of the lowest and the highest log densities."""
     pairs = log_prob.op.prepare(call.loc, call.scale, call.x)._replace(dtype=call.arithmetic, plan=call.plan)
     bounds, weights = log_prob.bounds(pairs), call.log_weights.double()
@@ -113,13 +113,13 @@ def _exact(log_prob: Reference, call: Call) -> _Exact:
     return _Exact(pairs, values, below, above, out, out_below, out_above)
 
 
-def _bounds(log_prob: Reference, call: Call) -> Bounds:
+def _bounds(log_prob: Reference, call: MixtureCall) -> Bounds:
     """Where a correct result lies."""
     exact = _exact(log_prob, call)
     return Bounds(exact.out, exact.out_below, exact.out_above, dtype=call.dtype)
 
 
-def _gradient_bounds(log_prob: Reference, call: Call, dout: Tensor) -> tuple[Bounds, ...]:
+def _gradient_bounds(log_prob: Reference, call: MixtureCall, dout: Tensor) -> tuple[Bounds, ...]:
     """Where correct gradients lie: those of the log densities, for an upstream gradient that is off as its share is."""
     exact = _exact(log_prob, call)
     out = exact.out.unsqueeze(call.dim)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, unit_roundoff
-from effops.ops.densities.density import Call
+from effops.ops.densities.call import DensityCall
 from effops.ops.densities.normal import density, normal_log_prob, normal_mixture_log_prob
 from effops.reference.bounds import Bounds
 from effops.reference.mixture import mixture_reference
@@ -49,7 +49,7 @@ def _workload(
     return loc.to(device, dtype), scale.to(device, dtype), x.to(device, dtype)
 
 
-def _bounds(call: Call) -> Bounds:
+def _bounds(call: DensityCall) -> Bounds:
     """Where a correct log density lies: a sum of squares, all of one sign, is off in proportion to itself."""
     u, scale = unit_roundoff(call.arithmetic), call.scale.double()
     normaliser = density.normaliser(scale, call.dimension)
@@ -62,7 +62,9 @@ def _bounds(call: Call) -> Bounds:
     return Bounds(value, rounding, rounding, dtype=call.dtype)
 
 
-def _gradient_bounds(call: Call, dout: Tensor, dout_error: Tensor | float = 0.0) -> tuple[Bounds, Bounds, Bounds]:
+def _gradient_bounds(
+    call: DensityCall, dout: Tensor, dout_error: Tensor | float = 0.0
+) -> tuple[Bounds, Bounds, Bounds]:
     """Where correct gradients of loc, scale and x lie: sums of terms that are off by some u each."""
     g, u = dout.double(), unit_roundoff(call.arithmetic)
     error = g.abs() * (8 * u) + dout_error
@@ -93,7 +95,7 @@ def _gradient_bounds(call: Call, dout: Tensor, dout_error: Tensor | float = 0.0)
     return of(0), of(1), of(2)
 
 
-def _coordinates(call: Call) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _coordinates(call: DensityCall) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """loc, scale and x of one coordinate after the other, in float64."""
     loc, scale, x = (tensor.double() for tensor in call.tensors)
     for d in range(call.dimension):

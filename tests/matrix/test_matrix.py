@@ -1,15 +1,18 @@
 """Every op, variant and case of the registry: results and gradients against float64, layouts, bytes, determinism."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 import effops
+from effops.blocks import additive, distances, softmax
 from effops.dispatch.op import ops
 from effops.measure import Pass, memory
 from effops.numerics.precision import arithmetic_dtype
+from effops.ops.densities import power_spherical
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -322,6 +325,20 @@ def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, d
     else:
         assert abs(report.temporary_bytes - measured.temporary_bytes) <= max(2**16, 0.1 * measured.temporary_bytes)
     assert abs(report.saved_bytes - measured.saved_bytes) <= max(2**16, 0.1 * measured.saved_bytes)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rare_values_take_no_more_memory(op, monkeypatch):
+    """Blocks that look at values take another way where they are rare, and predictions the ordinary one."""
+
+    def rare(number, ordinary):
+        return not ordinary if isinstance(ordinary, bool) else -ordinary if math.isinf(ordinary) else math.inf
+
+    for module in (additive, distances, power_spherical, softmax):
+        monkeypatch.setattr(module, "observed", rare)
+    reference = reference_of(op)
+    call = op.prepare(*reference.workload(**reference.sizes))
+    assert op.variants["chunked"].cost(call).temporary_bytes <= 4 * 2**20
 
 
 # What the operators take for a mask that is not given, and the two with dropout for a seed.

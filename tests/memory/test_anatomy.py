@@ -142,7 +142,7 @@ def test_layers_norm_statistics_are_wide_under_autocast():
     assert saved == found.measured.instants["end of forward"]["saved activations"]
 
 
-def test_our_operators_are_rehearsed():
+def test_our_operators_are_predicted_by_their_bodies():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

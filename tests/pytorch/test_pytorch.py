@@ -4,6 +4,7 @@ import itertools
 import runpy
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import effops
-from effops.dispatch.custom_op import Binding
+from effops.dispatch.custom_op import CustomOp
 from effops.dispatch.op import ops
 from effops.measure import Pass, memory
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
@@ -92,12 +93,26 @@ def test_operators_are_what_they_say(op, variant, device, generator):
         check_operators(lambda *args: op(*args, variant=variant), args, checks)
 
 
+class Factors(NamedTuple):
+    """The call of an operator that multiplies."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    @property
+    def tensors(self):
+        return tuple(self)
+
+    arguments = tensors
+
+
 @pytest.mark.parametrize("wrong", ["shape", "dtype", "strides", "shape of a gradient", None])
 def test_a_wrong_fake_is_noticed(wrong):
-    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return (a * b).mT.contiguous().mT
+    def forward(call):
+        return (call.a * call.b).mT.contiguous().mT
 
-    def empty(a, b):
+    def empty(call):
+        a, b = call
         shape = torch.broadcast_shapes(a.shape, b.shape)
         if wrong == "shape":
             return a.new_empty(shape[1:])
@@ -106,21 +121,26 @@ def test_a_wrong_fake_is_noticed(wrong):
         dtype = torch.float64 if wrong == "dtype" else a.dtype
         return a.new_empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype).mT
 
-    binding = Binding(
+    def empty_gradients(call):
+        return torch.empty_like(call.a[1:] if wrong == "shape of a gradient" else call.a), call.b.clone()
+
+    product = CustomOp(
         f"test_{(wrong or 'nothing').replace(' ', '_')}_is_wrong",
+        parameters={"a": torch.Tensor, "b": torch.Tensor},
+        split=lambda arguments: Factors(*arguments),
         forward=forward,
-        backward=lambda dout, a, b, needs: ((dout * b).contiguous(), (dout * a).contiguous()),
+        backward=lambda dout, call, wanted: ((dout * call.b).contiguous(), (dout * call.a).contiguous()),
         composite=forward,
         empty=empty,
-        empty_gradients=lambda a, b: (torch.empty_like(a[1:] if wrong == "shape of a gradient" else a), b.clone()),
+        empty_gradients=empty_gradients,
         core_dims=(0, 0),
     )
     args = (torch.rand(4, 3), torch.rand(4, 3))
     if wrong is None:
-        check_operators(binding, args, ("test_schema", "test_faketensor"))
+        check_operators(lambda *args: product(Factors(*args)), args, ("test_schema", "test_faketensor"))
     else:
         with pytest.raises(Exception, match="opcheck"):
-            check_operators(binding, args, ("test_schema", "test_faketensor"))
+            check_operators(lambda *args: product(Factors(*args)), args, ("test_schema", "test_faketensor"))
 
 
 def same(found, expected, **tolerances):

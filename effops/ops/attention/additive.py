@@ -7,9 +7,7 @@ Source: Bahdanau, Cho, Bengio: Neural machine translation by jointly learning to
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +16,11 @@ from torch import Tensor
 from effops.blocks import softmax
 from effops.blocks.additive import AdditiveScores
 from effops.blocks.pairs import Scores
-from effops.blocks.plan import Plan, Slices
-from effops.blocks.tiling import Block, cut, part, row_blocks, sizes
 from effops.dispatch.call import call
-from effops.dispatch.requirements import on_cuda, requires_triton
-from effops.ops.attention.call import Call, Form, rounded_by_autocast
-from effops.ops.attention.variants import add_blocks, attention_op
-
-KERNEL_BYTES = 2**24  # of the scores that kernels compute at once for a reduction
-DENSE = torch.contiguous_format
+from effops.dispatch.custom_op import add_kernels
+from effops.ops.attention import triton
+from effops.ops.attention.call import AttentionCall, Form, rounded_by_autocast
+from effops.ops.attention.variants import attention_op, custom_op, in_blocks, in_blocks_backward
 
 
 def naive(query: Tensor, key: Tensor, weight: Tensor, scale: float, arithmetic: torch.dtype) -> Tensor:
@@ -40,103 +34,23 @@ class Additive:
     operands: Mapping[str, int] = {"query": 2, "key": 2, "weight": 3}
     forms: Mapping[str, Form] = {"naive": naive}
 
-    def scale(self, call: Call) -> float:
+    def scale(self, call: AttentionCall) -> float:
         return 1.0
 
-    def blocks(self, call: Call, wanted: Sequence[bool]) -> Scores:
+    def blocks(self, call: AttentionCall, wanted: Sequence[bool]) -> Scores:
         held = softmax.HELD + (0 if call.value is None else call.value.shape[-1])
         weight = call.scored[2]
         return AdditiveScores(call.plan, *call.pairs, weight, call.arithmetic, wanted=wanted, held=held)
 
 
-class _KernelScores:
-    """The scores of one call by kernels, as `Scores`: of larger blocks than a cache holds."""
-
-    def __init__(
-        self, plan: Plan, query: Tensor, key: Tensor, weight: Tensor, arithmetic: torch.dtype, wanted: Sequence[bool]
-    ) -> None:
-        from effops.kernels import additive
-
-        self.kernels = additive
-        self.plan, self.arithmetic = plan, arithmetic
-        self.operands = (query, key, weight)
-        self.extents = cut(plan, query.shape[-1], arithmetic.itemsize, pair_bytes=KERNEL_BYTES, width=4096)
-        self.axes = (plan.batch + plan.rows, plan.batch + plan.columns, plan.batch)
-        self.views = [
-            plan.view(operand, axes, trailing=1, expand=False) for operand, axes in zip(self.operands, self.axes)
-        ]
-        self.totals = [
-            view.new_zeros(view.shape, dtype=arithmetic) if is_wanted else None
-            for view, is_wanted in zip(self.views, wanted)
-        ]
-
-    def walk(self) -> Iterator[Block]:
-        return itertools.chain.from_iterable(row_blocks(self.plan, self.extents))
-
-    def evaluate(self, block: Block, out: Tensor | None) -> None:
-        if out is None:
-            return
-        target = self._target(block, out)
-        self.kernels.scores(*self._operands(block), target)
-        if target.untyped_storage() is not out.untyped_storage():
-            out.copy_(target.view(out.shape))
-
-    def rehearse(self, block: Block, out: Tensor) -> None:
-        self._target(block, out)
-        self._operands(block)
-
-    def pull_back(self, block: Block, weight: Tensor) -> None:
-        operands = self._operands(block)
-        found = [
-            None if total is None else torch.empty_like(operand, dtype=self.arithmetic, memory_format=DENSE)
-            for total, operand in zip(self.totals, operands)
-        ]
-        self.kernels.backward(*operands, weight.reshape(self._sizes(block)), *found)
-        for total, gradient, axes in zip(self.totals, found, self._slices(block)):
-            if total is not None and gradient is not None:
-                target = part(total, axes)
-                target += gradient.view(*sizes(axes), gradient.shape[-1]).sum_to_size(target.shape)
-
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if total is None else self.plan.gradient(total, operand, axes)
-            for total, operand, axes in zip(self.totals, self.operands, self.axes)
-        )
-
-    def _slices(self, block: Block) -> tuple[Slices, Slices, Slices]:
-        return block.batch + block.rows, block.batch + block.columns, block.batch
-
-    def _sizes(self, block: Block) -> tuple[int, ...]:
-        """Of a block as batch, rows and columns."""
-        return tuple(math.prod(sizes(axes)) for axes in block)
-
-    def _target(self, block: Block, out: Tensor) -> Tensor:
-        """`out` as batch, rows and columns, or room for it."""
-        shape = self._sizes(block)
-        return out.view(shape) if out.is_contiguous() else out.new_empty(shape)
-
-    def _operands(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """query (batch, rows, D), key (batch, columns, D) and weight (batch, D) of a block."""
-        batch, rows, columns = self._sizes(block)
-        dimension = self.views[0].shape[-1]
-        query, key, weight = (
-            part(view, axes).expand(*sizes(axes), dimension) for view, axes in zip(self.views, self._slices(block))
-        )
-        return (
-            query.reshape(batch, rows, dimension),
-            key.reshape(batch, columns, dimension),
-            weight.reshape(batch, dimension),
-        )
-
-
 class _InKernels(Additive):
     """The same kind, with the scores of blocks by kernels."""
 
-    def blocks(self, call: Call, wanted: Sequence[bool]) -> Scores:
-        return _KernelScores(call.plan, *call.pairs, call.scored[2], call.arithmetic, wanted)
+    def blocks(self, call: AttentionCall, wanted: Sequence[bool]) -> Scores:
+        return triton.AdditiveScores(call.plan, *call.pairs, call.scored[2], call.arithmetic, wanted)
 
 
-def _requires_one_weight(call: Call) -> str:
+def _requires_one_weight(call: AttentionCall) -> str:
     weight = call.scored[2]
     if all(size == 1 for size in weight.shape[-3:-1]):
         return ""
@@ -168,9 +82,9 @@ op = attention_op(
     arguments=_summed,
     preference=PREFERENCE,
 )
-for of_kernels, reduced in ((scores_op, "scores"), (op, "sums")):
-    requires = [requires_triton, _requires_one_weight]
-    add_blocks(of_kernels, _InKernels(), reduced, "triton", requires=requires, automatic=on_cuda)
+for with_kernels, output in ((scores_op, "scores"), (op, "sums")):
+    in_kernels = custom_op(with_kernels, _InKernels(), output, "triton", in_blocks, in_blocks_backward)
+    add_kernels(with_kernels, in_kernels, requires=[_requires_one_weight])
 
 
 @scores_op.public

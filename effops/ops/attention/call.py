@@ -18,36 +18,37 @@ from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_dense, check_devices, check_operand
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider, without_autocast
+from effops.numerics.values import observed
 
 SETTINGS = {"masked": bool, "is_causal": bool, "scale": float | None, "dropout_p": float, "dtype": torch.dtype}
 T = TypeVar("T")
 
 
-def in_order(scored: Iterable[T], value: Iterable[T], *masks: T) -> tuple[T, ...]:
+def join_arguments(scored: Iterable[T], value: Iterable[T], *masks: T) -> tuple[T, ...]:
     """What belongs to the tensors of a call, in the order of the public function: the value, if any, after the key."""
     query, key, *others = scored
     return query, key, *value, *others, *masks
 
 
-def taken_apart(reduced: str, tensors: Sequence[T]) -> tuple[tuple[T, ...], T | None, T, T | None]:
-    """What belongs to the operands of the scores, the value, the mask and the seed, of all tensors `in_order`."""
-    if reduced != "sums":
+def split_arguments(output: str, tensors: Sequence[T]) -> tuple[tuple[T, ...], T | None, T, T | None]:
+    """What belongs to the operands of the scores, the value, the mask and the seed, of all tensors `join_arguments`."""
+    if output != "sums":
         *scored, mask = tensors
         return tuple(scored), None, mask, None
     query, key, value, *others, mask, seed = tensors
     return (query, key, *others), value, mask, seed
 
 
-def tensor_dims(kind: Kind, reduced: str) -> dict[str, int]:
+def tensor_dims(kind: Kind, output: str) -> dict[str, int]:
     """The tensors of the public function, and how many of the last dimensions of each are no batch axes."""
-    return dict(in_order(kind.operands.items(), [("value", 2)] if reduced == "sums" else [], ("attn_mask", 2)))
+    return dict(join_arguments(kind.operands.items(), [("value", 2)] if output == "sums" else [], ("attn_mask", 2)))
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """A validated call.
 
     Attributes:
-        reduced: to what: "scores" of all pairs, their softmax, "weights", or "sums" of values that it weighs
+        output: the "scores" of all pairs, the "weights", their softmax, or the "sums" of values that it weighs
         scored: the operands of the scores, query and key first
         value: what the weights sum, or None
         mask: a boolean tensor of one element if there is none
@@ -57,7 +58,7 @@ class Call(NamedTuple):
         dtype: of the result
     """
 
-    reduced: str
+    output: str
     scored: tuple[Tensor, ...]
     value: Tensor | None
     mask: Tensor
@@ -69,19 +70,27 @@ class Call(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def unpacked(cls, reduced: str, arguments: Sequence[Any]) -> Call:
-        """The call with these tensors and settings."""
+    def split(cls, output: str, arguments: Sequence[Any]) -> AttentionCall:
+        """The inverse of `arguments`."""
         count = len(arguments) - len(SETTINGS)
-        return cls(reduced, *taken_apart(reduced, arguments[:count]), *arguments[count:])
+        return cls(output, *split_arguments(output, arguments[:count]), *arguments[count:])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """As the public function takes them, and the seed."""
-        return in_order(self.scored, _given(self.value), self.mask, *_given(self.seed))
+        return join_arguments(self.scored, _given(self.value), self.mask, *_given(self.seed))
 
     @property
     def settings(self) -> tuple[Any, ...]:
         return self.masked, self.is_causal, self.scale, self.dropout_p, self.dtype
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return *self.tensors, *self.settings
+
+    @property
+    def operations(self) -> int:
+        return self.plan.numel(self.plan.order) * (2 * self.dimension + 4)
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +149,7 @@ class Call(NamedTuple):
                 "attention: vmap(randomness='different') cannot be had with dropout in this variant; give "
                 "randomness='same', or variant='naive'"
             )
-        return int(self.seed)
+        return int(observed(self.seed, ordinary=0))
 
     @property
     def dimension(self) -> int:
@@ -174,24 +183,24 @@ class Kind(Protocol):
     @property
     def forms(self) -> Mapping[str, Form]: ...
 
-    def scale(self, call: Call) -> float:
+    def scale(self, call: AttentionCall) -> float:
         """The factor of the scores."""
 
-    def blocks(self, call: Call, wanted: Sequence[bool]) -> Scores:
+    def blocks(self, call: AttentionCall, wanted: Sequence[bool]) -> Scores:
         """The scores block by block, and the gradients that `wanted` asks for."""
 
 
 def prepare(
     kind: Kind,
     function: str,
-    reduced: str,
+    output: str,
     scored: Sequence[Tensor],
     value: Tensor | None,
     attn_mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
     dropout_p: float,
-) -> Call:
+) -> AttentionCall:
     """Validate shapes, dtypes and devices (never values)."""
     tensors = dict(zip(kind.operands, scored)) | ({} if value is None else {"value": value})
     for name, tensor in tensors.items():
@@ -240,7 +249,7 @@ def prepare(
     if value is not None:  # drawn where it is needed
         seed = torch.randint(2**62, ()) if dropout_p else query.new_zeros((), dtype=torch.int64)
     causal, factor = bool(is_causal), None if scale is None else float(scale)
-    return Call(reduced, tuple(scored), value, mask, seed, bool(masks), causal, factor, float(dropout_p), dtype)
+    return AttentionCall(output, tuple(scored), value, mask, seed, bool(masks), causal, factor, float(dropout_p), dtype)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> str:

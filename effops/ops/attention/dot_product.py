@@ -15,9 +15,10 @@ from effops.blocks.dots import Products, ScaledDots, contract
 from effops.blocks.pairs import Scores
 from effops.dispatch.arguments import check_operand
 from effops.dispatch.call import call
+from effops.dispatch.custom_op import add_custom_op
 from effops.ops.attention import sdpa, triton
-from effops.ops.attention.call import Call, Form, rounded_by_autocast
-from effops.ops.attention.variants import add_bound, attention_op
+from effops.ops.attention.call import AttentionCall, Form, rounded_by_autocast
+from effops.ops.attention.variants import attention_op, custom_op
 
 
 def naive(query: Tensor, key: Tensor, scale: float, arithmetic: torch.dtype) -> Tensor:
@@ -37,11 +38,11 @@ class ScaledDotProducts:
     operands: Mapping[str, int] = {"query": 2, "key": 2}
     forms: Mapping[str, Form] = {"naive": naive, "einsum": einsum}
 
-    def scale(self, call: Call) -> float:
+    def scale(self, call: AttentionCall) -> float:
         dimension = call.scored[0].shape[-1]
         return 1 / math.sqrt(max(1, dimension)) if call.scale is None else call.scale
 
-    def blocks(self, call: Call, wanted: Sequence[bool]) -> Scores:
+    def blocks(self, call: AttentionCall, wanted: Sequence[bool]) -> Scores:
         query, key = call.pairs
         plan, arithmetic = call.plan, call.arithmetic
         summed = 0 if call.value is None else call.value.shape[-1]
@@ -83,12 +84,12 @@ PREFERENCE = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
 scores_op, weights_op = (
     attention_op(
         KIND,
-        f"attention_{reduced}",
-        reduced,
+        f"attention_{output}",
+        output,
         arguments=_scored,
         preference=PREFERENCE,
     )
-    for reduced in ("scores", "weights")
+    for output in ("scores", "weights")
 )
 op = attention_op(
     KIND,
@@ -97,17 +98,14 @@ op = attention_op(
     arguments=_summed,
     preference=("sdpa", *PREFERENCE),
 )
-for fused, reduced in ((scores_op, "scores"), (weights_op, "weights"), (op, "sums")):
-    triton.add(fused, KIND, reduced)
-add_bound(
+for with_kernels, output in ((scores_op, "scores"), (weights_op, "weights"), (op, "sums")):
+    triton.add(with_kernels, KIND, output)
+add_custom_op(
     op,
-    KIND,
-    "sums",
+    custom_op(
+        op, KIND, "sums", "sdpa", sdpa.forward, sdpa.backward, empty=functools.partial(sdpa.forward, KIND), native=True
+    ),
     "sdpa",
-    sdpa.forward,
-    sdpa.backward,
-    empty=functools.partial(sdpa.forward, KIND),
-    native=True,
     cost=functools.partial(sdpa.cost, KIND),
     requires=[sdpa.requires_one_dtype, functools.partial(sdpa.requires_positive_scale, KIND)],
     automatic=functools.partial(sdpa.is_fused, KIND),

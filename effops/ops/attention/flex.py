@@ -88,9 +88,11 @@ def _compiled(
     return out
 
 
-def rehearse(tensors: Sequence[Tensor]) -> Tensor:
-    """Allocates what the forward pass does on a CPU: copies of keys and values and, for each thread, blocks of pairs
-    and of rows."""
+def allocate(tensors: Sequence[Tensor]) -> Tensor:
+    """Allocate what the forward pass does on a CPU, for its kernel cannot run on fake tensors.
+
+    These are copies of keys and values and, for each thread, blocks of pairs and of rows.
+    """
     query, key, value = _operands(tensors)
     block = min(BLOCK, query.shape[-2])
     thread = block * (2 * block + 2 + 2 * query.shape[-1] + value.shape[-1])

@@ -7,7 +7,6 @@ S Li et al. 2019, arXiv:1907.00235.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -21,23 +20,28 @@ from effops.blocks.log_sparse import allowed
 from effops.blocks.plan import Shape
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import call
-from effops.dispatch.custom_op import Binding, Gradients, requires_grad
-from effops.dispatch.jit import compile_by_signature, script
+from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels, predicted, requires_grad
+from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Cost, Op
-from effops.dispatch.requirements import on_cuda, requires_inductor, requires_torchscript, requires_triton
+from effops.dispatch.requirements import requires_inductor
 from effops.numerics.precision import arithmetic_dtype, wider
-from effops.ops.attention import flex
+from effops.ops.attention import flex, triton
 from effops.ops.attention.call import rounded_by_autocast
-from effops.ops.densities.triton import stored_dtype
-from effops.prediction.allocations import predict_bytes
 
 NAME = "log_sparse_attention"
 FEATURES = 2048  # as many as the kernels take
 CORE_DIMS = {"query": 2, "key": 2, "value": 2}
+PARAMETERS = {
+    **dict.fromkeys(CORE_DIMS, Tensor),
+    "dtype": torch.dtype,
+    "local": int,
+    "restart": int | None,
+    "scale": float | None,
+}
 
 
-class Call(NamedTuple):
-    """A validated call: its tensors, the dtype of the result, and the settings. An operator takes these arguments."""
+class LogSparseCall(NamedTuple):
+    """A validated call: its tensors, the dtype of the result, and the settings."""
 
     query: Tensor
     key: Tensor
@@ -46,6 +50,15 @@ class Call(NamedTuple):
     local: int
     restart: int | None
     scale: float | None
+
+    @classmethod
+    def split(cls, arguments: Sequence[Any]) -> LogSparseCall:
+        """The inverse of `arguments`."""
+        return cls(*arguments)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return tuple(self)
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +85,15 @@ class Call(NamedTuple):
     def arithmetic(self) -> torch.dtype:
         return arithmetic_dtype(self.dtype)
 
+    @property
+    def pattern(self) -> log_sparse.Pattern:
+        return log_sparse.Pattern(self.local, self.restart)
+
+    @property
+    def operations(self) -> int:
+        """Of the pairs of the pattern."""
+        return _operations(self, self.pattern.pairs(self.query.shape[-2]))
+
 
 def prepare(
     query: Tensor,
@@ -80,7 +102,7 @@ def prepare(
     local: int = 1,
     restart: int | None = None,
     scale: float | None = None,
-) -> Call:
+) -> LogSparseCall:
     """Validate shapes, dtypes, devices and settings (never values of tensors)."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
@@ -110,7 +132,7 @@ def prepare(
             f"{NAME}: `scale` must be a number or None; got {type(scale).__name__}; multiply query by a tensor"
         )
     dtype = wider(wider(query.dtype, key.dtype), value.dtype)
-    return Call(query, key, value, dtype, local, restart, None if scale is None else float(scale))
+    return LogSparseCall(query, key, value, dtype, local, restart, None if scale is None else float(scale))
 
 
 def _check_pattern(local: int, restart: int | None) -> None:
@@ -154,90 +176,54 @@ def naive(
     return torch.matmul(weights, value.to(arithmetic)).to(dtype)
 
 
-def by_form(form: Callable[..., Tensor], call: Call) -> Tensor:
-    return form(*call.tensors, call.dtype, call.arithmetic, call.local, call.restart, call.scale)
+def settings(call: LogSparseCall) -> tuple[Any, ...]:
+    """What `naive` takes besides the tensors."""
+    return call.dtype, call.arithmetic, call.local, call.restart, call.scale
 
 
 def _batch(*tensors: Tensor) -> Shape:
     return tuple(torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors)))
 
 
-def empty(call: Call) -> Tensor:
+def empty(call: LogSparseCall) -> Tensor:
     return call.value.new_empty(call.shape, dtype=call.dtype)
 
 
-def _blocks(call: Call, *, kept: bool) -> log_sparse.Blocks:
-    pattern = log_sparse.Pattern(call.local, call.restart)
-    return log_sparse.Blocks(pattern, call.tensors, call.batch, call.arithmetic, kept=kept)
+def _blocks(call: LogSparseCall, *, kept: bool) -> log_sparse.Blocks:
+    return log_sparse.Blocks(call.pattern, call.tensors, call.batch, call.arithmetic, kept=kept)
 
 
-def _chunked(call: Call) -> Tensor:
+def _chunked(call: LogSparseCall) -> Tensor:
     return log_sparse.forward(_blocks(call, kept=False), *call.tensors, call.factor, empty(call))
 
 
-def _chunked_backward(dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gradients:
+def _chunked_backward(dout: Tensor, call: LogSparseCall, wanted: Sequence[bool]) -> Gradients:
     return log_sparse.backward(_blocks(call, kept=True), dout, *call.tensors, call.factor, wanted)
 
 
-def _flex(call: Call) -> Tensor:
-    pattern = log_sparse.Pattern(call.local, call.restart)
-    return flex.forward(_matrices(call), pattern, call.factor).view(call.shape)
+def _flex(call: LogSparseCall) -> Tensor:
+    return flex.forward(triton.matrices(call.tensors), call.pattern, call.factor).view(call.shape)
 
 
-def _triton(call: Call) -> Tensor:
-    from effops.kernels import log_sparse as kernels
-
-    out = empty(call._replace(dtype=stored_dtype(call.dtype, call.device)))
-    q, k, v = _matrices(call)
-    kernels.forward(q, k, v, _flat(out), _scale(call), local=call.local, restart=call.restart)
-    return out.to(call.dtype)
+def _triton(call: LogSparseCall) -> Tensor:
+    return triton.log_sparse(call.tensors, empty(call), _scale(call), call.local, call.restart)
 
 
-def _triton_backward(dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gradients:
-    from effops.kernels import log_sparse as kernels
-
-    matrices, batch = _matrices(call), call.batch
-    found = [
-        matrix.new_empty(matrix.shape, dtype=_gradient_dtype(tensor, matrix, call.dtype)) if is_wanted else None
-        for tensor, matrix, is_wanted in zip(call.tensors, matrices, wanted)
-    ]
-    (q, k, v), (dq, dk, dv) = matrices, found
-    kernels.backward(q, k, v, _flat(dout), dq, dk, dv, _scale(call), local=call.local, restart=call.restart)
-    return [
-        None if own is None else own.view(*batch, *tensor.shape[-2:]).sum_to_size(tensor.shape).to(tensor.dtype)
-        for own, tensor in zip(found, call.tensors)
-    ]
+def _triton_backward(dout: Tensor, call: LogSparseCall, wanted: Sequence[bool]) -> Gradients:
+    return triton.log_sparse_backward(dout, call.tensors, _scale(call), call.local, call.restart, wanted)
 
 
-def _matrices(call: Call) -> tuple[Tensor, ...]:
-    """The tensors with one batch axis."""
-    return tuple(_flat(tensor.expand(*call.batch, *tensor.shape[-2:])) for tensor in call.tensors)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
-
-
-def _scale(call: Call) -> Tensor:
+def _scale(call: LogSparseCall) -> Tensor:
     return torch.full((1,), call.factor, dtype=call.arithmetic, device=call.device)
 
 
-def _gradient_dtype(tensor: Tensor, matrix: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What is summed over a shared axis is not rounded before."""
-    return stored_dtype(tensor.dtype, tensor.device) if tensor.numel() == matrix.numel() else arithmetic_dtype(dtype)
-
-
-def _operations(call: Call, pairs: int) -> int:
+def _operations(call: LogSparseCall, pairs: int) -> int:
     """A multiplication and an addition a feature of keys and values, and the softmax."""
     return math.prod(call.batch) * pairs * 2 * (call.query.shape[-1] + call.value.shape[-1] + 4)
 
 
-def _all_pairs(call: Call) -> int:
+def _all_pairs(call: LogSparseCall) -> int:
     return call.query.shape[-2] ** 2
-
-
-def _own_pairs(call: Call) -> int:
-    return log_sparse.Pattern(call.local, call.restart).pairs(call.query.shape[-2])
 
 
 op = Op(
@@ -248,7 +234,7 @@ op = Op(
 )
 
 
-def _compiled_cost(call: Call) -> Cost:
+def _compiled_cost(call: LogSparseCall) -> Cost:
     """What TorchInductor allocates, as measured: copies in the dtype of the arithmetic, scores, and mask."""
     size = call.arithmetic.itemsize
     results = math.prod(call.shape)
@@ -262,94 +248,48 @@ def _compiled_cost(call: Call) -> Cost:
     return Cost(output, 0, temporary - output if rounded else temporary, operations)
 
 
-def _cost(call: Call, function: Callable[[Call], Tensor], pairs: int) -> Cost:
-    """As predicted for a function of a call."""
-    bytes_needed = predict_bytes(lambda *tensors: function(Call(*tensors, *call[len(tensors) :])), *call.tensors)
-    return Cost(*bytes_needed, _operations(call, pairs))
+add_forms(
+    op,
+    {"naive": naive},
+    lambda form: form,
+    settings,
+    _compiled_cost,
+    operations=lambda call: _operations(call, _all_pairs(call)),
+)
 
 
-def _add_form(variant: str, form: Callable[..., Tensor], **options: Any) -> None:
-    """A variant made of PyTorch operations."""
-    run = functools.partial(by_form, form)
-    op.variant(variant, **{"cost": lambda call: _cost(call, run, _all_pairs(call)), **options})(run)
-
-
-_add_form("naive", naive)
-_add_form("torchscript", script(naive), requires=[requires_torchscript])
-_add_form("compile", compile_by_signature(naive), requires=[requires_inductor], cost=_compiled_cost)
-
-
-def _add_bound(
-    variant: str,
-    compute: Callable[[Call], Tensor],
-    compute_backward: Callable[[Tensor, Call, Sequence[bool]], Gradients],
-    rehearse: Callable[[Call], Tensor],
-    **options: Any,
-) -> None:
-    """A variant of a pair of functions; `rehearse` allocates what the forward one does."""
-
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dtype: torch.dtype,
-        local: int,
-        restart: int | None,
-        scale: float | None,
-    ) -> Tensor:
-        return compute(Call(query, key, value, dtype, local, restart, scale))
-
-    def backward(dout: Tensor, *arguments: Any) -> Gradients:
-        return compute_backward(dout, Call(*arguments[:-1]), arguments[-1])
-
-    binding = Binding(
+def _custom_op(variant: str, forward: Callable[..., Tensor], backward: Callable[..., Gradients]) -> CustomOp:
+    return CustomOp(
         f"{NAME}_{variant}",
+        parameters=PARAMETERS,
+        split=LogSparseCall.split,
         forward=forward,
         backward=backward,
-        composite=lambda *arguments: by_form(naive, Call(*arguments)),
-        empty=lambda *arguments: empty(Call(*arguments)),
-        empty_gradients=lambda *arguments: [tensor.new_empty(tensor.shape) for tensor in Call(*arguments).tensors],
+        composite=lambda call: naive(*call.tensors, *settings(call)),
+        empty=empty,
+        empty_gradients=lambda call: [tensor.new_empty(tensor.shape) for tensor in call.tensors],
         core_dims=tuple(CORE_DIMS.values()),
     )
-    rehearsed = torch.no_grad()(rehearse)
-    op.variant(variant, cost=lambda call: _cost(call, rehearsed, _own_pairs(call)), **options)(
-        lambda call: binding(*call)
-    )
 
 
-def _rehearse_chunked(call: Call) -> Tensor:
-    return log_sparse.rehearse(_blocks(call, kept=False), *call.tensors, call.factor, empty(call))
-
-
-def _rehearse_triton(call: Call) -> Tensor:
-    matrices = _matrices(call), _scale(call)
-    out = empty(call)
-    del matrices
-    return out
-
-
-def _few_features(call: Call) -> str:
+def _few_features(call: LogSparseCall) -> str:
     widest = max(call.query.shape[-1], call.value.shape[-1])
     reason = f"needs at most {FEATURES} features, which a row keeps in registers; got {widest}"
     return reason if widest > FEATURES else ""
 
 
-_add_bound("chunked", _chunked, _chunked_backward, _rehearse_chunked)
+def _flex_cost(call: LogSparseCall) -> Cost:
+    def allocated(fake_call: LogSparseCall) -> Tensor:
+        return flex.allocate(triton.matrices(fake_call.tensors)).view(fake_call.shape)
+
+    return predicted(LogSparseCall.split, call, torch.no_grad()(allocated))
 
 
-def _rehearse_flex(call: Call) -> Tensor:
-    return flex.rehearse(_matrices(call)).view(call.shape)
-
-
-op.variant(
-    "flex",
-    cost=lambda call: _cost(call, torch.no_grad()(_rehearse_flex), _own_pairs(call)),
-    requires=[requires_inductor, flex.requires_flex],
-    automatic=lambda call: False,
-)(_flex)
-_add_bound(
-    "triton", _triton, _triton_backward, _rehearse_triton, requires=[requires_triton, _few_features], automatic=on_cuda
+add_custom_op(op, _custom_op("chunked", _chunked, _chunked_backward), "chunked")
+op.variant("flex", cost=_flex_cost, requires=[requires_inductor, flex.requires_flex], automatic=lambda call: False)(
+    _flex
 )
+add_kernels(op, _custom_op("triton", _triton, _triton_backward), requires=[_few_features])
 
 
 @op.public

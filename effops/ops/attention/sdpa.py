@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,10 +12,10 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from effops.blocks.plan import Shape
-from effops.dispatch.custom_op import Gradients, is_plain, requires_grad
+from effops.dispatch.custom_op import Gradients, is_plain, predicted, requires_grad
 from effops.dispatch.op import Cost
-from effops.ops.attention.call import Call, Kind
-from effops.ops.attention.variants import in_blocks_backward, predicted
+from effops.ops.attention.call import AttentionCall, Kind
+from effops.ops.attention.variants import in_blocks_backward
 from effops.prediction.inside import packing_attention
 
 
@@ -24,7 +25,7 @@ class _FourAxes:
     Where groups of heads share keys and values (*batch, heads, 1, keys, D), they become heads of their own.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: AttentionCall) -> None:
         assert call.value is not None
         self.call, self.batch = call, call.shape[:-2]
         (query, key), value = call.scored, call.value
@@ -71,7 +72,7 @@ def _size(tensor: Tensor, axis: int) -> int:
     return tensor.shape[axis] if tensor.ndim >= -axis else 1
 
 
-def forward(kind: Kind, call: Call) -> Tensor:
+def forward(kind: Kind, call: AttentionCall) -> Tensor:
     operands = _FourAxes(call)
     with _seeded(call):
         result = scaled_dot_product_attention(
@@ -88,7 +89,7 @@ def forward(kind: Kind, call: Call) -> Tensor:
 
 
 @contextmanager
-def _seeded(call: Call) -> Iterator[None]:
+def _seeded(call: AttentionCall) -> Iterator[None]:
     """In this context PyTorch drops as the call's seed says, so that backward can do so again."""
     if call.dropout_p and call.seed is not None and is_plain(call.tensors):
         with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
@@ -98,11 +99,11 @@ def _seeded(call: Call) -> Iterator[None]:
         yield
 
 
-def backward(kind: Kind, dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gradients:
+def backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
     """Where PyTorch's own backward pass is not at hand: once more, or, inside of an operator, in blocks."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_(is_wanted) for tensor, is_wanted in zip(call.tensors, wanted)]
-        result = forward(kind, Call.unpacked(call.reduced, (*leaves, *call.settings)))
+        result = forward(kind, AttentionCall.split(call.output, (*leaves, *call.settings)))
     if not result.requires_grad:
         if call.dropout_p:
             raise NotImplementedError(
@@ -115,11 +116,12 @@ def backward(kind: Kind, dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gr
     return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
-def cost(kind: Kind, call: Call) -> Cost:
+def cost(kind: Kind, call: AttentionCall) -> Cost:
     """As predicted by fake tensors, which do not see what the kernels of a CPU hold for each thread: a block of pairs,
     rounded too if the operands are, two statistics of its queries and their sums. Where oneDNN multiplies, the kernel
     is named as unknown."""
-    found = predicted(kind, call, forward)
+    split = functools.partial(AttentionCall.split, call.output)
+    found = predicted(split, call, functools.partial(forward, kind))
     if call.device.type != "cpu" or not is_fused(kind, call):
         return found
     queries, keys = call.plan.shape[-2:]
@@ -133,7 +135,7 @@ def cost(kind: Kind, call: Call) -> Cost:
     )
 
 
-def requires_one_dtype(call: Call) -> str:
+def requires_one_dtype(call: AttentionCall) -> str:
     assert call.value is not None
     dtypes = {tensor.dtype for tensor in (*call.scored, call.value)}
     if dtypes == {call.dtype}:
@@ -141,13 +143,13 @@ def requires_one_dtype(call: Call) -> str:
     return f"needs query, key and value in the dtype of the result, {call.dtype}; got {', '.join(map(str, dtypes))}"
 
 
-def requires_positive_scale(kind: Kind, call: Call) -> str:
+def requires_positive_scale(kind: Kind, call: AttentionCall) -> str:
     if not call.is_causal or kind.scale(call) > 0:
         return ""
     return f"needs a positive scale if is_causal, for PyTorch's kernels give NaN with {call.scale}"
 
 
-def is_fused(kind: Kind, call: Call) -> bool:
+def is_fused(kind: Kind, call: AttentionCall) -> bool:
     """Whether `F.scaled_dot_product_attention` holds nothing of the size of queries times keys for this call."""
     if call.device.type == "cuda" and is_plain(call.tensors):
         operands = _FourAxes(call)

@@ -1,66 +1,65 @@
-"""Attention by Triton kernels: a call as the operands of `effops.kernels.attention`, with gradients of its own shapes.
+"""Attention by Triton kernels: calls as the operands of the kernels, with gradients of the operands' own shapes.
 
-The kernels take four axes (batch, heads, rows, columns), with stride 0 where an operand broadcasts. An operand whose
-batch axes do not collapse into these is copied.
+The kernels of scaled dot products take four axes (batch, heads, rows, columns), with stride 0 where an operand
+broadcasts. An operand whose batch axes do not collapse into these is copied.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from effops.blocks.plan import Shape
-from effops.dispatch.custom_op import Gradients
+from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.tiling import Block, cut, part, row_blocks, sizes
+from effops.dispatch.custom_op import Gradients, add_kernels
 from effops.dispatch.op import Op
-from effops.dispatch.requirements import on_cuda, requires_triton
-from effops.ops.attention.call import Call, Kind, taken_apart
-from effops.ops.attention.variants import add_bound, predicted
+from effops.ops.attention.call import AttentionCall, Kind, split_arguments
+from effops.ops.attention.variants import custom_op
 from effops.ops.densities.triton import stored_dtype
 
+KERNEL_BYTES = 2**24  # of the scores that kernels compute at once for a reduction
 
-def add(op: Op, kind: Kind, reduced: str) -> None:
+
+def add(op: Op, kind: Kind, output: str) -> None:
     """Add the variant triton to the op of the scores, the weights or the sums of scaled dot products."""
-    add_bound(
+    custom = custom_op(
         op,
         kind,
-        reduced,
+        output,
         "triton",
         _forward,
         _backward,
         empty=lambda call: call.mask.new_empty(call.shape, dtype=call.dtype),
         empty_gradients=lambda call: [tensor.new_empty(tensor.shape) for tensor in call.tensors],
-        cost=functools.partial(predicted, kind, function=torch.no_grad()(functools.partial(_forward, rehearsed=True))),
-        requires=[requires_triton],
-        automatic=on_cuda,
     )
+    add_kernels(op, custom)
 
 
-def _forward(kind: Kind, call: Call, *, rehearsed: bool = False) -> Tensor:
+def _forward(kind: Kind, call: AttentionCall) -> Tensor:
+    from effops.kernels import attention as kernels
+
     query, key = (_four_axes(call, tensor) for tensor in call.scored)
     mask = _mask(call)
     value = None if call.value is None else _four_axes(call, call.value)
     out = call.mask.new_empty(call.shape, dtype=stored_dtype(call.dtype, call.device))
-    if not rehearsed:
-        from effops.kernels import attention as kernels
-
-        target = out.view(*_outer(call), *call.shape[-2:])
-        if value is None:
-            run = kernels.scores if call.reduced == "scores" else kernels.weights
-            run(query, key, mask, target, **_settings(kind, call))
-        else:
-            kernels.attention(query, key, value, mask, _seed(call), target, **_settings(kind, call))
+    target = out.view(*_outer(call), *call.shape[-2:])
+    if value is None:
+        run = kernels.scores if call.output == "scores" else kernels.weights
+        run(query, key, mask, target, **_settings(kind, call))
+    else:
+        kernels.attention(query, key, value, mask, _seed(call), target, **_settings(kind, call))
     return out.to(call.dtype)
 
 
-def _backward(kind: Kind, dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gradients:
+def _backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
     from effops.kernels import attention as kernels
 
-    wants_scored, wants_value, wants_mask, _ = taken_apart(call.reduced, wanted)
+    wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
     upstream = dout.reshape(*_outer(call), *call.shape[-2:])
 
     def gradient(tensor: Tensor, is_wanted: bool) -> Tensor | None:
@@ -76,7 +75,7 @@ def _backward(kind: Kind, dout: Tensor, call: Call, wanted: Sequence[bool]) -> G
     query, key = (_four_axes(call, tensor) for tensor in call.scored)
     mask, settings = _mask(call), _settings(kind, call)
     if call.value is None:
-        run = kernels.backward_scores if call.reduced == "scores" else kernels.backward_weights
+        run = kernels.backward_scores if call.output == "scores" else kernels.backward_weights
         run(query, key, mask, upstream, dquery, dkey, dmask, **settings)
         gradients = [dquery, dkey, dmask]
     else:
@@ -89,7 +88,7 @@ def _backward(kind: Kind, dout: Tensor, call: Call, wanted: Sequence[bool]) -> G
     ]
 
 
-def _restored(call: Call, gradient: Tensor, tensor: Tensor) -> Tensor:
+def _restored(call: AttentionCall, gradient: Tensor, tensor: Tensor) -> Tensor:
     """A gradient in four axes, in the shape and dtype of its operand."""
     outer = list(call.shape[:-3])
     outer = outer if gradient.shape[0] == math.prod(outer) else [1] * len(outer)
@@ -99,21 +98,21 @@ def _restored(call: Call, gradient: Tensor, tensor: Tensor) -> Tensor:
     )
 
 
-def _outer(call: Call) -> tuple[int, int]:
+def _outer(call: AttentionCall) -> tuple[int, int]:
     """Batch and heads."""
     batch = call.shape[:-2]
     return math.prod(batch[:-1]), math.prod(batch[-1:])
 
 
-def _four_axes(call: Call, tensor: Tensor) -> Tensor:
+def _four_axes(call: AttentionCall, tensor: Tensor) -> Tensor:
     return tensor.expand(*call.shape[:-2], *tensor.shape[-2:]).reshape(*_outer(call), *tensor.shape[-2:])
 
 
-def _mask(call: Call) -> Tensor | None:
+def _mask(call: AttentionCall) -> Tensor | None:
     return call.mask.expand(call.plan.shape).reshape(*_outer(call), *call.plan.shape[-2:]) if call.masked else None
 
 
-def _mask_sizes(call: Call) -> Shape:
+def _mask_sizes(call: AttentionCall) -> Shape:
     """The shape of the gradient of a mask: 1 along an axis over which it is summed."""
     outer = call.shape[:-3]
     sizes = (1,) * (len(outer) + 3 - call.mask.ndim) + tuple(call.mask.shape)
@@ -121,16 +120,138 @@ def _mask_sizes(call: Call) -> Shape:
     return math.prod(outer) if varies else 1, *sizes[len(outer) :]
 
 
-def _seed(call: Call) -> Tensor | None:
+def _seed(call: AttentionCall) -> Tensor | None:
     if not call.dropout_p or call.seed is None:
         return None
     return torch.full((1,), call.drawn_seed, dtype=torch.int64, device=call.device)
 
 
-def _settings(kind: Kind, call: Call) -> dict[str, Any]:
+def _settings(kind: Kind, call: AttentionCall) -> dict[str, Any]:
     settings = {
         "scale": kind.scale(call),
         "causal": call.is_causal,
         "precision": torch.get_float32_matmul_precision(),
     }
     return settings if call.value is None else {**settings, "dropout_p": call.dropout_p}
+
+
+class AdditiveScores:
+    """Additive scores by kernels, as `Scores`: of larger blocks than a cache holds."""
+
+    def __init__(
+        self, plan: Plan, query: Tensor, key: Tensor, weight: Tensor, arithmetic: torch.dtype, wanted: Sequence[bool]
+    ) -> None:
+        from effops.kernels import additive
+
+        self.kernels = additive
+        self.plan, self.arithmetic = plan, arithmetic
+        self.operands = (query, key, weight)
+        self.extents = cut(plan, query.shape[-1], arithmetic.itemsize, pair_bytes=KERNEL_BYTES, width=4096)
+        self.axes = (plan.batch + plan.rows, plan.batch + plan.columns, plan.batch)
+        self.views = [
+            plan.view(operand, axes, trailing=1, expand=False) for operand, axes in zip(self.operands, self.axes)
+        ]
+        self.totals = [
+            view.new_zeros(view.shape, dtype=arithmetic) if is_wanted else None
+            for view, is_wanted in zip(self.views, wanted)
+        ]
+
+    def walk(self) -> Iterator[Block]:
+        return itertools.chain.from_iterable(row_blocks(self.plan, self.extents))
+
+    def evaluate(self, block: Block, out: Tensor | None) -> None:
+        if out is None:
+            return
+        target = self._target(block, out)
+        self.kernels.scores(*self._operands(block), target)
+        if target.untyped_storage() is not out.untyped_storage():
+            out.copy_(target.view(out.shape))
+
+    def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
+        operands = self._operands(block)
+        found = [
+            None
+            if total is None
+            else torch.empty_like(operand, dtype=self.arithmetic, memory_format=torch.contiguous_format)
+            for total, operand in zip(self.totals, operands)
+        ]
+        self.kernels.backward(*operands, weight.reshape(self._sizes(block)), *found)
+        for total, gradient, axes in zip(self.totals, found, self._slices(block)):
+            if total is not None and gradient is not None:
+                target = part(total, axes)
+                target += gradient.view(*sizes(axes), gradient.shape[-1]).sum_to_size(target.shape)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if total is None else self.plan.gradient(total, operand, axes)
+            for total, operand, axes in zip(self.totals, self.operands, self.axes)
+        )
+
+    def _slices(self, block: Block) -> tuple[Slices, Slices, Slices]:
+        return block.batch + block.rows, block.batch + block.columns, block.batch
+
+    def _sizes(self, block: Block) -> tuple[int, ...]:
+        """Of a block as batch, rows and columns."""
+        return tuple(math.prod(sizes(axes)) for axes in block)
+
+    def _target(self, block: Block, out: Tensor) -> Tensor:
+        """`out` as batch, rows and columns, or room for it."""
+        shape = self._sizes(block)
+        return out.view(shape) if out.is_contiguous() else out.new_empty(shape)
+
+    def _operands(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """query (batch, rows, D), key (batch, columns, D) and weight (batch, D) of a block."""
+        batch, rows, columns = self._sizes(block)
+        dimension = self.views[0].shape[-1]
+        query, key, weight = (
+            part(view, axes).expand(*sizes(axes), dimension) for view, axes in zip(self.views, self._slices(block))
+        )
+        return (
+            query.reshape(batch, rows, dimension),
+            key.reshape(batch, columns, dimension),
+            weight.reshape(batch, dimension),
+        )
+
+
+def log_sparse(tensors: Sequence[Tensor], out: Tensor, scale: Tensor, local: int, restart: int | None) -> Tensor:
+    """Log-sparse attention of query, key and value, laid out and rounded as `out` is."""
+    from effops.kernels import log_sparse as kernels
+
+    stored = out.to(stored_dtype(out.dtype, out.device))
+    kernels.forward(*matrices(tensors), _matrix(stored), scale, local=local, restart=restart)
+    return stored.to(out.dtype)
+
+
+def log_sparse_backward(
+    dout: Tensor, tensors: Sequence[Tensor], scale: Tensor, local: int, restart: int | None, wanted: Sequence[bool]
+) -> Gradients:
+    """The gradients of query, key and value that `wanted` asks for."""
+    from effops.kernels import log_sparse as kernels
+
+    operands = matrices(tensors)
+
+    def empty(tensor: Tensor, operand: Tensor) -> Tensor:
+        is_summed = tensor.numel() != operand.numel()  # over an axis that is shared: not rounded before
+        return operand.new_empty(
+            operand.shape, dtype=scale.dtype if is_summed else stored_dtype(tensor.dtype, tensor.device)
+        )
+
+    found = [
+        empty(tensor, operand) if is_wanted else None for tensor, operand, is_wanted in zip(tensors, operands, wanted)
+    ]
+    kernels.backward(*operands, _matrix(dout), *found, scale, local=local, restart=restart)
+    batch = dout.shape[:-2]
+    return [
+        None if own is None else own.view(*batch, *tensor.shape[-2:]).sum_to_size(tensor.shape).to(tensor.dtype)
+        for own, tensor in zip(found, tensors)
+    ]
+
+
+def matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with one batch axis, that to which theirs broadcast."""
+    batch = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors))
+    return [_matrix(tensor.expand(*batch, *tensor.shape[-2:])) for tensor in tensors]
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])

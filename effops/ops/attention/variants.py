@@ -1,14 +1,13 @@
 """Ops of attention: of the scores of a kind, of their softmax, and of attention itself.
 
-Each has the variants made of PyTorch operations and of blocks; `add_bound` adds others.
+Each has the variants made of PyTorch operations and of blocks; `custom_op` makes the operators of others.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +15,25 @@ from torch import Tensor
 
 from effops.blocks import pairs, softmax
 from effops.blocks.masked import Masked
-from effops.dispatch.custom_op import Binding, Gradients, requires_grad
-from effops.dispatch.forms import add_forms, best_form, predict
+from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, requires_grad
+from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
-from effops.ops.attention.call import SETTINGS, Call, Form, Kind, in_order, prepare, taken_apart, tensor_dims
+from effops.ops.attention.call import (
+    SETTINGS,
+    AttentionCall,
+    Form,
+    Kind,
+    join_arguments,
+    prepare,
+    split_arguments,
+    tensor_dims,
+)
 
 
 def attention_op(
     kind: Kind,
     name: str,
-    reduced: str,
+    output: str,
     *,
     arguments: Callable[..., Any],
     preference: tuple[str, ...],
@@ -36,78 +44,61 @@ def attention_op(
     scale and dropout_p.
     """
 
-    def prepare_call(*args: Any, **options: Any) -> Call:
-        return prepare(kind, name, reduced, *arguments(*args, **options))
+    def prepare_call(*args: Any, **options: Any) -> AttentionCall:
+        return prepare(kind, name, output, *arguments(*args, **options))
 
     op = Op(
         name,
         prepare=prepare_call,
         preference=preference,
-        core_dims=tensor_dims(kind, reduced),
+        core_dims=tensor_dims(kind, output),
     )
 
     def composed(form: Form) -> Callable[..., Tensor]:
-        return lambda *arguments: by_operations(kind, form, Call.unpacked(reduced, arguments))
+        return lambda *arguments: by_operations(kind, form, AttentionCall.split(output, arguments))
 
     add_forms(op, kind.forms, composed, lambda call: call.settings, functools.partial(compiled_cost, kind))
-
-    add_blocks(op, kind, reduced, "chunked")
+    add_custom_op(op, custom_op(op, kind, output, "chunked", in_blocks, in_blocks_backward), "chunked")
     return op
 
 
-def add_blocks(op: Op, kind: Kind, reduced: str, variant: str, **options: Any) -> None:
-    """Add the variant of the blocks of a kind."""
-    rehearse = torch.no_grad()(functools.partial(in_blocks, rehearsed=True))
-    cost = functools.partial(predicted, kind, function=rehearse)
-    add_bound(op, kind, reduced, variant, in_blocks, in_blocks_backward, cost=cost, **options)
-
-
-def compiled_cost(kind: Kind, call: Call) -> Cost:
+def compiled_cost(kind: Kind, call: AttentionCall) -> Cost:
     """What TorchInductor allocates, as measured: it fuses all but products, and copies their operands if it must."""
     plan, size, wide = call.plan, call.arithmetic.itemsize, call.dtype != call.arithmetic
     count = plan.numel(plan.order)
     pairs, results = size * count, math.prod(call.shape)
     output, unrounded = call.dtype.itemsize * results, size * results * wide
-    statistics = 0 if call.reduced == "scores" else 13 * count // max(1, plan.shape[-1])
+    statistics = 0 if call.output == "scores" else 13 * count // max(1, plan.shape[-1])
     copied = call.scored if "einsum" in kind.forms else ()
     copies = size * sum(tensor.numel() for tensor in copied if tensor.dtype != call.arithmetic)
     summed = call.value is not None
     value_copy = size * call.value.numel() if call.value is not None and call.value.dtype != call.arithmetic else 0
     operations = count * (2 * call.dimension + 4)
     if requires_grad(call.tensors):
-        saved = copies + value_copy + pairs * (summed or (wide and call.reduced == "weights"))
-        temporary = {"scores": pairs * wide, "weights": pairs, "sums": unrounded}[call.reduced] + statistics
+        saved = copies + value_copy + pairs * (summed or (wide and call.output == "weights"))
+        temporary = {"scores": pairs * wide, "weights": pairs, "sums": unrounded}[call.output] + statistics
         return Cost(output, saved, temporary, operations)
-    if call.reduced == "scores":
+    if call.output == "scores":
         return Cost(output, 0, max(copies + pairs - output, pairs) if wide else 0, operations)
     temporary = max(copies + pairs - output, pairs, pairs + value_copy + unrounded - output)
     return Cost(output, 0, temporary + statistics * (summed or not copies), operations)
 
 
-def predicted(kind: Kind, call: Call, function: Callable[[Kind, Call], Tensor]) -> Cost:
-    """The cost of a call that a function computes, or rehearses."""
-    return predict(call, lambda *tensors: function(kind, Call.unpacked(call.reduced, (*tensors, *call.settings))))
-
-
-def add_bound(
+def custom_op(
     op: Op,
     kind: Kind,
-    reduced: str,
+    output: str,
     variant: str,
-    compute: Callable[[Kind, Call], Tensor],
-    compute_backward: Callable[[Kind, Tensor, Call, Sequence[bool]], Gradients],
+    compute: Callable[[Kind, AttentionCall], Tensor],
+    compute_backward: Callable[[Kind, Tensor, AttentionCall, Sequence[bool]], Gradients],
     *,
-    empty: Callable[[Call], Tensor] = lambda call: call.result.empty(call.mask, call.dtype),
-    empty_gradients: Callable[[Call], Sequence[Tensor]] | None = None,
+    empty: Callable[[AttentionCall], Tensor] | None = None,
+    empty_gradients: Callable[[AttentionCall], Sequence[Tensor]] | None = None,
     native: bool = False,
-    **options: Any,
-) -> None:
-    """Add the variant of a pair of functions, of a call and of an upstream gradient, a call and the needs."""
+) -> CustomOp:
+    """The operator of a pair of functions: of a call, and of an upstream gradient, a call and what is wanted."""
 
-    unpacked = functools.partial(Call.unpacked, reduced)
-
-    def composite(*arguments: Any) -> Tensor:
-        call = unpacked(arguments)
+    def composite(call: AttentionCall) -> Tensor:
         if call.dropout_p:
             raise NotImplementedError(
                 f'{op.name}(variant="{variant}"): with dropout there are no second derivatives and no forward mode; '
@@ -115,36 +106,22 @@ def add_bound(
             )
         return by_operations(kind, best_form(kind.forms), call)
 
-    def forward(*arguments: Any) -> Tensor:
-        return compute(kind, unpacked(arguments))
-
-    def backward(dout: Tensor, *arguments: Any) -> Gradients:
-        return compute_backward(kind, dout, unpacked(arguments[:-1]), arguments[-1])
-
-    core_dims = {**tensor_dims(kind, reduced), **({"seed": 0} if reduced == "sums" else {})}
-    forward.__signature__ = _signature(core_dims)  # type: ignore[attr-defined]
-    binding = Binding(
+    core_dims = {**tensor_dims(kind, output), **({"seed": 0} if output == "sums" else {})}
+    return CustomOp(
         f"{op.name}_{variant}",
-        forward=forward,
-        backward=backward,
+        parameters={**dict.fromkeys(core_dims, Tensor), **SETTINGS},
+        split=functools.partial(AttentionCall.split, output),
+        forward=functools.partial(compute, kind),
+        backward=functools.partial(compute_backward, kind),
         composite=composite,
-        empty=lambda *arguments: empty(unpacked(arguments)),
-        empty_gradients=lambda *arguments: (empty_gradients or gradients_of_blocks)(unpacked(arguments)),
+        empty=empty or (lambda call: call.result.empty(call.mask, call.dtype)),
+        empty_gradients=empty_gradients or gradients_of_blocks,
         core_dims=tuple(core_dims.values()),
         native=native,
     )
-    op.variant(variant, **options)(lambda call: binding(*call.tensors, *call.settings))
 
 
-def _signature(tensors: Mapping[str, int]) -> inspect.Signature:
-    """Of an operator on these tensors and the settings of a call."""
-    annotations = {**dict.fromkeys(tensors, Tensor), **SETTINGS}
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in annotations.items()]
-    return inspect.Signature(parameters, return_annotation=Tensor)
-
-
-def by_operations(kind: Kind, form: Form, call: Call) -> Tensor:
+def by_operations(kind: Kind, form: Form, call: AttentionCall) -> Tensor:
     """The result of PyTorch operations, from scores by a form."""
     scores = form(*call.scored, kind.scale(call), call.arithmetic)
     if call.masked:
@@ -153,7 +130,7 @@ def by_operations(kind: Kind, form: Form, call: Call) -> Tensor:
     if call.is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = torch.where(allowed, scores, -math.inf)
-    if call.reduced == "scores":
+    if call.output == "scores":
         return scores.to(call.dtype)
     if call.masked:
         nowhere = (scores == -math.inf).all(-1, keepdim=True)
@@ -168,39 +145,39 @@ def by_operations(kind: Kind, form: Form, call: Call) -> Tensor:
     return (weights @ call.value.to(weights.dtype)).to(call.dtype)
 
 
-def in_blocks(kind: Kind, call: Call, *, rehearsed: bool = False) -> Tensor:
-    """The result block by block; allocated, but not computed, if `rehearsed`."""
+def in_blocks(kind: Kind, call: AttentionCall) -> Tensor:
+    """The result block by block."""
     scores = Masked(kind.blocks(call, (False,) * len(call.scored)), call.mask if call.masked else None, call.is_causal)
     out = call.result.empty(call.mask, call.dtype)
-    if call.reduced == "scores":
-        return (pairs.rehearse if rehearsed else pairs.forward)(scores, out)
-    if call.reduced == "weights":
-        return softmax.forward_weights(scores, out, rehearsed=rehearsed)
-    return softmax.forward_sums(scores, call.values, _dropout(call, rehearsed), out, rehearsed=rehearsed)
+    if call.output == "scores":
+        return pairs.forward(scores, out)
+    if call.output == "weights":
+        return softmax.forward_weights(scores, out)
+    return softmax.forward_sums(scores, call.values, _dropout(call), out)
 
 
-def _dropout(call: Call, rehearsed: bool = False) -> softmax.Dropout | None:
+def _dropout(call: AttentionCall) -> softmax.Dropout | None:
     if not call.dropout_p or call.seed is None:
         return None
-    return softmax.Dropout(call.plan, call.dropout_p, 0 if rehearsed else call.drawn_seed, call.device)
+    return softmax.Dropout(call.plan, call.dropout_p, call.drawn_seed, call.device)
 
 
-def in_blocks_backward(kind: Kind, dout: Tensor, call: Call, wanted: Sequence[bool]) -> Gradients:
+def in_blocks_backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
     """Gradients of the tensors of a call, each where `wanted` asks for it."""
     given = call.tensors
-    wants_scored, wants_value, wants_mask, _ = taken_apart(call.reduced, wanted)
+    wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
     call = _widened(call)
     mask = call.mask if call.masked else None
     scores = Masked(kind.blocks(call, wants_scored), mask, call.is_causal, wants_mask)
     dvalue = None
     if call.value is None:
-        found = (pairs.backward if call.reduced == "scores" else softmax.backward_weights)(scores, dout)
+        found = (pairs.backward if call.output == "scores" else softmax.backward_weights)(scores, dout)
     else:
         found, dvalue = softmax.backward_sums(scores, call.values, _dropout(call), dout, bool(wants_value))
     return _restored(call, found, dvalue, given)
 
 
-def _widened(call: Call) -> Call:
+def _widened(call: AttentionCall) -> AttentionCall:
     """With operands in the dtype of the arithmetic where they are expanded: their gradients are sums to be rounded."""
     (query, key, *others), value = call.scored, call.value
     batch = call.plan.shape[:-2]
@@ -212,13 +189,13 @@ def _widened(call: Call) -> Call:
 
 
 def _restored(
-    call: Call, of_scores: Sequence[Tensor | None], dvalue: Tensor | None, tensors: Sequence[Tensor]
+    call: AttentionCall, of_scores: Sequence[Tensor | None], dvalue: Tensor | None, tensors: Sequence[Tensor]
 ) -> Gradients:
     """Gradients of the tensors of a call, from those of what its operands were expanded to and of the mask."""
     dquery, dkey, *others, dmask = of_scores
     scored = None if dquery is None else dquery.squeeze(-2), None if dkey is None else dkey.squeeze(-3), *others
     summed = [None if dvalue is None else dvalue.squeeze(-3)] if call.value is not None else []
-    found = in_order(scored, summed, dmask, *(None for _ in summed))
+    found = join_arguments(scored, summed, dmask, *(None for _ in summed))
     return [
         None
         if gradient is None
@@ -227,7 +204,7 @@ def _restored(
     ]
 
 
-def gradients_of_blocks(call: Call) -> Sequence[Tensor]:
+def gradients_of_blocks(call: AttentionCall) -> Sequence[Tensor]:
     """Uninitialised, laid out as those of blocks and kernels."""
     plan, (query, key) = call.plan, call.pairs
     dvalue = None

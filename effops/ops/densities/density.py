@@ -1,208 +1,161 @@
-"""Log densities of every broadcast pair as ops: validated calls, the variants of a density, and the cost of each.
+"""Log densities of every broadcast pair as ops: what a family of densities brings, and the variants made of it.
 
-A density is `normaliser(scale) + scores`, with scores of its own of every pair of loc and x. What it brings is a
-`Density`; `log_prob_op` makes the op of its pairs, and `effops.ops.densities.mixture` that of their logsumexp.
+A log density is `normaliser(scale) + scores`, with scores of its own for every pair of loc and x. What a family brings
+is a `Density`. `LogProb` makes the op of its pairs, and `effops.ops.densities.mixture` that of their logsumexp.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from effops.blocks import pairs
 from effops.blocks.pairs import Scores
-from effops.blocks.plan import Plan, Shape, broadcast_plan
-from effops.dispatch.arguments import check_dense, check_devices, check_operand
-from effops.dispatch.custom_op import Binding, Gradients, requires_grad
-from effops.dispatch.forms import add_forms, best_form, predict
+from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels, requires_grad
+from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
-from effops.dispatch.requirements import on_cuda, requires_triton
-from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
+from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import triton
-
-Wanted = Sequence[bool]
-
-
-class Call(NamedTuple):
-    """A validated call: its tensors, the plan of their pairs, and the dtype of the result."""
-
-    loc: Tensor
-    scale: Tensor
-    x: Tensor
-    plan: Plan
-    dtype: torch.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.loc, self.scale, self.x
-
-    @property
-    def shape(self) -> Shape:
-        return self.plan.shape
-
-    @property
-    def dimension(self) -> int:
-        return self.x.shape[-1]
-
-    @property
-    def arithmetic(self) -> torch.dtype:
-        return arithmetic_dtype(self.dtype)
-
+from effops.ops.densities.call import Arguments, DensityCall, prepare
 
 # loc, scale in float64, its normaliser, x, dtype of the arithmetic, tolerance -> scores in that dtype; scriptable
 Form = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype, float], Tensor]
+Wanted = Sequence[bool]  # whether the gradients of loc, scale and x are
 
 
-class Density(Protocol):
-    """A family of densities.
-
-    Attributes:
-        name: of the family
-        scale_name: name of the argument `scale`
-        scale_dims: how many of the last dimensions of `scale` are no batch axes: 0 or 1
-        smallest: dimension of x
-        forms: the scores by PyTorch operations, naive and, where it differs, einsum
-        kernel: the module of `effops.kernels` with phi and the normaliser, or if `scale_dims` is 1 with the kernels
-        normaliser: what depends on a float64 scale alone, and the dimension, in float64, differentiable
-    """
+class Density(Arguments, Protocol):
+    """A family of densities."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the family."""
 
     @property
-    def scale_name(self) -> str: ...
+    def forms(self) -> Mapping[str, Form]:
+        """The scores by PyTorch operations: naive and, where it differs, einsum."""
 
     @property
-    def scale_dims(self) -> int: ...
+    def normaliser(self) -> Callable[[Tensor, int], Tensor]:
+        """What depends on a float64 scale and the dimension alone, in float64, differentiable."""
 
-    @property
-    def smallest(self) -> int: ...
-
-    @property
-    def forms(self) -> Mapping[str, Form]: ...
-
-    @property
-    def kernel(self) -> str: ...
-
-    @property
-    def normaliser(self) -> Callable[[Tensor, int], Tensor]: ...
+    def kernels(self, tolerance: float) -> triton.Kernels:
+        """The Triton kernels."""
 
     def tolerance(self, loc: Tensor, x: Tensor, dtype: torch.dtype) -> float:
         """What rounding may do to a score of inputs on the boundary of their domain."""
 
-    def blocks(
-        self,
-        plan: Plan,
-        loc: Tensor,
-        scale: Tensor,
-        x: Tensor,
-        dtype: torch.dtype,
-        *,
-        scored: bool = True,
-        wanted: Wanted = (False, False, False),
-    ) -> Scores:
-        """The scores for a result in `dtype`, block by block, and the gradients that `wanted` asks for."""
+    def blocks(self, call: Any, *, scored: bool = True, wanted: Wanted = (False, False, False)) -> Scores:
+        """The scores of a call of either op, block by block, and the gradients that `wanted` asks for."""
 
-    def at_once(
-        self, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, rehearsed: bool
-    ) -> Tensor | None:
-        """The result of a call that is too small to be cut into blocks, else None; only allocated if `rehearsed`."""
+    def at_once(self, call: DensityCall) -> Tensor | None:
+        """The result of a call that is too small to be cut into blocks, else None."""
 
     def compiled_training(self, call: Any, pairs: int, is_product: bool, *, reduced: bool) -> tuple[int, int]:
         """Bytes that TorchInductor saves for backward, and needs besides, as measured; without copies of operands."""
 
 
-def prepare(density: Density, function: str, loc: Tensor, scale: Tensor | float, x: Tensor) -> Call:
-    """Validate shapes, dtypes and devices (never values)."""
-    check_operand(function, "loc", loc, dims=1)
-    check_operand(function, "x", x, dims=1)
-    dimension = x.shape[-1]
-    if loc.shape[-1] != dimension:
-        raise ValueError(
-            f"{function}: last dimension of `x` must equal that of `loc`; got x {tuple(x.shape)}, loc "
-            f"{tuple(loc.shape)}; expand the one of size 1, or transpose"
+class LogProb:
+    """The op of the log densities of all pairs of a family."""
+
+    parameters: Mapping[str, Any] = {"loc": Tensor, "scale": Tensor, "x": Tensor, "dtype": torch.dtype}
+
+    def __init__(self, density: Density) -> None:
+        self.density = density
+        name = f"{density.name}_log_prob"
+        self.op = Op(
+            name,
+            prepare=functools.partial(prepare, density, name),
+            preference=preference(density),
+            core_dims=tensor_dims(density),
         )
-    if dimension < density.smallest:
-        raise ValueError(
-            f"{function}: the last dimension must be at least {density.smallest}; got x {tuple(x.shape)}; "
-            "put the coordinates of a point into the last dimension"
+        self.best = self.composed(best_form(density.forms))
+        add_forms(self.op, density.forms, self.composed, self.settings, functools.partial(compiled_cost, density))
+        self._add(add_custom_op, "chunked", self.forward, self.backward)
+        self._add(add_kernels, "triton", self.triton_forward, self.triton_backward, requires=[self._requires_layout])
+
+    def _add(
+        self,
+        add: Callable[..., None],
+        variant: str,
+        forward: Callable[..., Tensor],
+        backward: Callable[..., Gradients],
+        **options: Any,
+    ) -> None:
+        custom = CustomOp(
+            f"{self.op.name}_{variant}",
+            parameters=self.parameters,
+            split=functools.partial(DensityCall.split, self.density.scale_dims),
+            forward=forward,
+            backward=backward,
+            composite=self.composite,
+            empty=self.empty,
+            empty_gradients=functools.partial(empty_gradients, self.density.scale_dims),
+            core_dims=tuple(self.op.core_dims.values()),
         )
-    if loc.device != x.device:  # costs less than the call
-        check_devices(function, loc=loc, x=x)
-    common = wider(loc.dtype, x.dtype)
-    given, scale = scale, _prepare_scale(density, function, scale, common, x)
-    dims = density.scale_dims
-    batch_shape = scale.shape[: scale.ndim - dims]
-    try:
-        plan = broadcast_plan(x.shape[:-1], loc.shape[:-1], batch_shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{function}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {density.scale_name} "
-            f"{tuple(batch_shape)}{' + (D or 1,)' * dims}, x {tuple(x.shape[:-1])} + (D,); unsqueeze the axes that "
-            "should pair up"
-        ) from error
-    dtype = common
-    if isinstance(given, Tensor) and scale.dtype != common:
-        ndim = max(loc.ndim, x.ndim) + dims - 1  # 0-d tensors do not widen others
-        dtype = promote(common, ndim, scale.dtype, given.ndim)
-    if dtype.itemsize < 4 and autocast_enabled(x.device):
-        dtype = torch.float32
-    return Call(loc, scale, x, plan, dtype)
+        add(self.op, custom, variant, **options)
+
+    def _requires_layout(self, call: DensityCall) -> str:
+        return triton.Layout.of_pairs(call.plan).obstacle(call.scale, self.density.scale_dims)
+
+    def composed(self, form: Form) -> Callable[..., Tensor]:
+        """The op by a form, as a function of the tensors of a call and of its `settings`."""
+        density = self.density
+
+        def log_prob(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float) -> Tensor:
+            return scores(density, form, loc, scale, x, dtype, tolerance).to(dtype)
+
+        return log_prob
+
+    def settings(self, call: DensityCall) -> tuple[Any, ...]:
+        return call.dtype, self.density.tolerance(call.loc, call.x, call.dtype)
+
+    def composite(self, call: DensityCall) -> Tensor:
+        """The result of differentiable PyTorch operations, by the form with the least memory."""
+        return self.best(*call.tensors, *self.settings(call))
+
+    def empty(self, call: DensityCall) -> Tensor:
+        """An uninitialised result."""
+        return call.plan.empty(call.x, call.dtype)
+
+    def forward(self, call: DensityCall) -> Tensor:
+        at_once = self.density.at_once(call)
+        return pairs.forward(self.density.blocks(call), self.empty(call)) if at_once is None else at_once
+
+    def backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
+        return pairs.backward(self.density.blocks(call, scored=False, wanted=wanted), dout)
+
+    def triton_forward(self, call: DensityCall) -> Tensor:
+        return triton.forward(self._kernels(call), call.plan, *call.tensors, call.dtype)
+
+    def triton_backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
+        return triton.backward(self._kernels(call), call.plan, *call.tensors, dout, call.dtype, wanted)
+
+    def _kernels(self, call: DensityCall) -> triton.Kernels:
+        return self.density.kernels(self.density.tolerance(call.loc, call.x, call.dtype))
 
 
-def _prepare_scale(density: Density, function: str, scale: Tensor | float, common: torch.dtype, x: Tensor) -> Tensor:
-    name, dims = density.scale_name, density.scale_dims
-    if not isinstance(scale, Tensor):
-        if not isinstance(scale, Real):
-            got = type(scale).__name__
-            raise TypeError(f"{function}: `{name}` must be a tensor or a number; got {got}; use torch.as_tensor")
-        return torch.full((1,) * dims, float(scale), dtype=arithmetic_dtype(common), device=x.device)
-    check_dense(function, name, scale)
-    if scale.dtype not in FLOATS:
-        if scale.dtype not in INTEGERS:
-            raise TypeError(f"{function}: `{name}` must be real; got {scale.dtype}; convert it first")
-        scale = scale.to(common)
-    if scale.device != x.device:
-        if scale.ndim or scale.is_meta:
-            check_devices(function, **{name: scale, "x": x})
-        scale = scale.to(x.device)
-    if scale.ndim < dims:
-        scale = scale.unsqueeze(-1)
-    if dims and scale.shape[-1] not in (1, x.shape[-1]):
-        raise ValueError(
-            f"{function}: last dimension of `{name}` must be that of `x`, or 1; got {name} {tuple(scale.shape)}, x "
-            f"{tuple(x.shape)}; unsqueeze it if it has one value for all coordinates"
-        )
-    return scale
-
-
-def tensor_dims(density: Density) -> dict[str, int]:
+def tensor_dims(density: Arguments) -> dict[str, int]:
     """The tensor arguments, and how many of the last dimensions of each are no batch axes."""
     return {"loc": 1, density.scale_name: density.scale_dims, "x": 1}
 
 
-def plan_of(density: Density, loc: Tensor, scale: Tensor, x: Tensor, *others: Tensor) -> Plan:
-    """The plan of a call; operands `others` have batch axes alone."""
-    scale_shape = scale.shape[: scale.ndim - density.scale_dims]
-    return broadcast_plan(x.shape[:-1], loc.shape[:-1], scale_shape, *(other.shape for other in others))
+def preference(density: Density) -> tuple[str, ...]:
+    """The names of the variants, the best first."""
+    everywhere = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
+    return tuple(name for name in everywhere if name != "einsum" or name in density.forms)
 
 
-def empty_gradients(density: Density, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """Uninitialised gradients, laid out as the chunked variant's and the kernels'."""
+def empty_gradients(scale_dims: int, call: Any) -> tuple[Tensor, ...]:
+    """Uninitialised gradients of loc, scale and x, laid out as those of blocks and kernels."""
+    plan = call.plan
     return (
-        plan.empty_gradient(loc, plan.batch + plan.columns, trailing=1),
-        plan.empty_gradient(scale, plan.order, trailing=density.scale_dims),
-        plan.empty_gradient(x, plan.batch + plan.rows, trailing=1),
+        plan.empty_gradient(call.loc, plan.batch + plan.columns, trailing=1),
+        plan.empty_gradient(call.scale, plan.order, trailing=scale_dims),
+        plan.empty_gradient(call.x, plan.batch + plan.rows, trailing=1),
     )
 
 
@@ -212,114 +165,6 @@ def scores(
     """All scores by a form, in the dtype of the arithmetic for a result in `dtype`."""
     wide = scale.double()  # once, so that the two parts of its gradient cancel before they are rounded
     return form(loc, wide, density.normaliser(wide, x.shape[-1]), x, arithmetic_dtype(dtype), tolerance)
-
-
-def preference(density: Density) -> tuple[str, ...]:
-    """The names of the variants, the best first."""
-    everywhere = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
-    missing = {"einsum", "triton"} - density.forms.keys() - ({"triton"} if density.kernel else set())
-    return tuple(name for name in everywhere if name not in missing)
-
-
-def log_prob_op(density: Density) -> Op:
-    """The op of the log densities of all pairs."""
-    name = f"{density.name}_log_prob"
-    op = Op(
-        name,
-        prepare=functools.partial(prepare, density, name),
-        preference=preference(density),
-        core_dims=tensor_dims(density),
-    )
-
-    def composed(form: Form) -> Callable[..., Tensor]:
-        def log_prob(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float) -> Tensor:
-            return scores(density, form, loc, scale, x, dtype, tolerance).to(dtype)
-
-        return log_prob
-
-    def settings(call: Call) -> tuple[Any, ...]:
-        return call.dtype, density.tolerance(call.loc, call.x, call.dtype)
-
-    add_forms(op, density.forms, composed, settings, functools.partial(compiled_cost, density))
-    plan_of_call = functools.partial(plan_of, density)
-    by_best_form = composed(best_form(density.forms))
-
-    def composite(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return by_best_form(loc, scale, x, dtype, density.tolerance(loc, x, dtype))
-
-    def empty(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return plan_of_call(loc, scale, x).empty(x, dtype)
-
-    def empty_gradients_of_call(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return empty_gradients(density, plan_of_call(loc, scale, x), loc, scale, x)
-
-    def bound(variant: str, forward: Callable[..., Tensor], backward: Callable[..., Gradients]) -> Binding:
-        return Binding(
-            f"{name}_{variant}",
-            forward=forward,
-            backward=backward,
-            composite=composite,
-            empty=empty,
-            empty_gradients=empty_gradients_of_call,
-            core_dims=tuple(op.core_dims.values()),
-        )
-
-    def forward(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-        plan = plan_of_call(loc, scale, x)
-        at_once = density.at_once(plan, loc, scale, x, dtype, rehearsed=False)
-        if at_once is not None:
-            return at_once
-        return pairs.forward(density.blocks(plan, loc, scale, x, dtype), plan.empty(x, dtype))
-
-    def backward(dout: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, wanted: Wanted) -> Gradients:
-        plan = plan_of_call(loc, scale, x)
-        return pairs.backward(density.blocks(plan, loc, scale, x, dtype, scored=False, wanted=wanted), dout)
-
-    def triton_forward(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-        plan, tolerance = plan_of_call(loc, scale, x), density.tolerance(loc, x, dtype)
-        kernels = kernels_of(density, tolerance)
-        return triton.forward(kernels, plan, loc, scale, x, dtype, scale_dims=density.scale_dims)
-
-    def triton_backward(
-        dout: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, wanted: Wanted
-    ) -> Gradients:
-        plan, tolerance = plan_of_call(loc, scale, x), density.tolerance(loc, x, dtype)
-        kernels = kernels_of(density, tolerance)
-        return triton.backward(kernels, plan, loc, scale, x, dout, dtype, wanted, scale_dims=density.scale_dims)
-
-    def triton_cost(call: Call) -> Cost:
-        def rehearse(loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
-            return triton.rehearse(call.plan, loc, scale, x, call.dtype, scale_dims=density.scale_dims)
-
-        return predict(call, torch.no_grad()(rehearse))
-
-    def rehearsal(call: Call) -> Cost:
-        def rehearse(loc: Tensor, scale: Tensor, x: Tensor) -> Tensor:
-            at_once = density.at_once(call.plan, loc, scale, x, call.dtype, rehearsed=True)
-            if at_once is not None:
-                return at_once
-            blocks = density.blocks(call.plan, loc, scale, x, call.dtype)
-            return pairs.rehearse(blocks, call.plan.empty(x, call.dtype))
-
-        return predict(call, torch.no_grad()(rehearse))
-
-    in_blocks = bound("chunked", forward, backward)
-    op.variant("chunked", cost=rehearsal)(lambda call: in_blocks(*call.tensors, call.dtype))
-    if density.kernel:
-        in_kernel = bound("triton", triton_forward, triton_backward)
-        requires = [
-            requires_triton,
-            lambda call: triton.Layout.of_pairs(call.plan).obstacle(call.scale, density.scale_dims),
-        ]
-        register = op.variant("triton", cost=triton_cost, requires=requires, automatic=on_cuda)
-        register(lambda call: in_kernel(*call.tensors, call.dtype))
-    return op
-
-
-def kernels_of(density: Density, tolerance: float) -> Any:
-    """The Triton kernels of a density, as `effops.ops.densities.triton` takes them."""
-    module = importlib.import_module(f"effops.kernels.{density.kernel}")
-    return module if density.scale_dims else triton.Dots(module.MAP, tolerance)
 
 
 def compiled_cost(density: Density, call: Any, results: int | None = None) -> Cost:

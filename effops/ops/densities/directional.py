@@ -17,8 +17,9 @@ from torch import Tensor
 
 from effops.blocks import dots
 from effops.blocks.dots import DotMap, contract
-from effops.blocks.plan import Plan
 from effops.numerics.precision import arithmetic_dtype, sphere_tolerance, unit_roundoff
+from effops.ops.densities import triton
+from effops.ops.densities.call import DensityCall
 from effops.ops.densities.density import Form, Wanted
 
 
@@ -78,27 +79,19 @@ class Directional:
         """The smallest t that rounding can tell from 0."""
         return unit_roundoff(arithmetic) if self.singular else -math.inf
 
-    def blocks(
-        self,
-        plan: Plan,
-        loc: Tensor,
-        scale: Tensor,
-        x: Tensor,
-        dtype: torch.dtype,
-        *,
-        scored: bool = True,
-        wanted: Wanted = (False, False, False),
-    ) -> dots.DotScores:
-        return dots.DotScores(
-            self.map_of(loc, x, dtype), plan, loc, scale, x, arithmetic_dtype(dtype), scored=scored, wanted=wanted
-        )
+    def kernels(self, tolerance: float) -> triton.Kernels:
+        return triton.dot_kernels(self.kernel, tolerance)
 
-    def at_once(
-        self, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, rehearsed: bool = False
-    ) -> Tensor | None:
+    def blocks(self, call: Any, *, scored: bool = True, wanted: Wanted = (False, False, False)) -> dots.DotScores:
+        loc, scale, x, dtype = call.loc, call.scale, call.x, call.dtype
+        dot_map = self.map_of(loc, x, dtype)
+        return dots.DotScores(dot_map, call.plan, loc, scale, x, arithmetic_dtype(dtype), scored=scored, wanted=wanted)
+
+    def at_once(self, call: DensityCall) -> Tensor | None:
+        loc, scale, x, plan, dtype = call
         if not dots.fit_one_block(plan, x, dtype):
             return None
-        return dots.at_once(self.map_of(loc, x, dtype), plan, loc, scale, x, dtype, rehearsed=rehearsed)
+        return dots.at_once(self.map_of(loc, x, dtype), plan, loc, scale, x, dtype)
 
     def compiled_training(self, call: Any, pairs: int, is_product: bool, *, reduced: bool) -> tuple[int, int]:
         size, scales = call.arithmetic.itemsize, call.scale.numel()

@@ -10,9 +10,8 @@ would leave shares of the components that do not add up to 1.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -20,36 +19,36 @@ import torch
 from torch import Tensor
 
 from effops.blocks import logsumexp as logsumexp_blocks
-from effops.blocks import tiling
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.tiling import fit, part, tiles, whole
 from effops.dispatch.arguments import check_devices, check_operand
-from effops.dispatch.custom_op import Binding, Gradients, is_plain, requires_grad
-from effops.dispatch.forms import add_forms, best_form, predict
+from effops.dispatch.custom_op import (
+    CustomOp,
+    Gradients,
+    add_custom_op,
+    add_kernels,
+    allocated,
+    is_plain,
+    predicted,
+    requires_grad,
+)
+from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
-from effops.dispatch.requirements import on_cuda, requires_triton
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, promote
 from effops.ops.densities import triton
-from effops.ops.densities.density import (
-    Density,
-    Form,
-    compiled_cost,
-    empty_gradients,
-    kernels_of,
-    plan_of,
-    preference,
-    prepare,
-    scores,
-    tensor_dims,
-)
+from effops.ops.densities.call import plan_of, prepare
+from effops.ops.densities.density import Density, Form, compiled_cost, empty_gradients, preference, scores, tensor_dims
 
 SLAB = 65536  # results whose statistics are held at once, unless backward needs those of all
-Statistics = Callable[..., Tensor]  # of log_weights, loc, scale, x, dim and dtype of the result
 
 
-class Call(NamedTuple):
-    """A validated call: its tensors, the plan of their pairs, the axis of the components, from the last: -1, -2, ..;
-    and the dtype of the result."""
+class MixtureCall(NamedTuple):
+    """A validated call.
+
+    Its tensors, the plan of their pairs, the axis of the components, counted from the last one: -1, -2, .., and the
+    dtype of the result.
+    """
 
     log_weights: Tensor
     loc: Tensor
@@ -59,17 +58,36 @@ class Call(NamedTuple):
     dim: int
     dtype: torch.dtype
 
+    @classmethod
+    def split(cls, scale_dims: int, arguments: Sequence[Any]) -> MixtureCall:
+        """The inverse of `arguments`; `scale_dims` of the last dimensions of scale are no batch axes."""
+        log_weights, loc, scale, x, dim, dtype = arguments
+        return cls(log_weights, loc, scale, x, plan_of(scale_dims, loc, scale, x, log_weights), dim, dtype)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return *self.tensors, self.dim, self.dtype
+
     @property
     def device(self) -> torch.device:
         return self.x.device
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.log_weights, self.loc, self.scale, self.x
 
     @property
+    def axis(self) -> int:
+        """The axis of the components in the plan."""
+        return len(self.plan.shape) + self.dim
+
+    @property
+    def reduction(self) -> Reduction:
+        return Reduction(self.plan, self.axis)
+
+    @property
     def shape(self) -> Shape:
-        return self.plan.without(len(self.plan.shape) + self.dim).shape
+        return self.plan.without(self.axis).shape
 
     @property
     def dimension(self) -> int:
@@ -78,6 +96,10 @@ class Call(NamedTuple):
     @property
     def arithmetic(self) -> torch.dtype:
         return arithmetic_dtype(self.dtype)
+
+    @property
+    def operations(self) -> int:
+        return self.plan.numel(self.plan.order) * (2 * self.dimension + 4)
 
 
 def statistics(values: Tensor, dim: int) -> Tensor:
@@ -94,13 +116,13 @@ def statistics(values: Tensor, dim: int) -> Tensor:
 
 def prepare_mixture(
     density: Density, function: str, log_weights: Tensor, loc: Tensor, scale: Tensor | float, x: Tensor, dim: int = -1
-) -> Call:
+) -> MixtureCall:
     """Validate shapes, dtypes and devices (never values)."""
     check_operand(function, "log_weights", log_weights)
     inner = prepare(density, function, loc, scale, x)
     check_devices(function, log_weights=log_weights, x=x)
     try:
-        plan = plan_of(density, *inner.tensors, log_weights)
+        plan = plan_of(density.scale_dims, *inner.tensors, log_weights)
     except RuntimeError as error:
         raise ValueError(
             f"{function}: `log_weights` must broadcast with the log densities; got log_weights "
@@ -117,193 +139,147 @@ def prepare_mixture(
     dtype = promote(inner.dtype, len(inner.shape), log_weights.dtype, log_weights.ndim)
     if dtype.itemsize < 4 and autocast_enabled(inner.device):
         dtype = torch.float32
-    return Call(log_weights, *inner.tensors, plan, int(dim) - rank if dim >= 0 else int(dim), dtype)
+    return MixtureCall(log_weights, *inner.tensors, plan, int(dim) - rank if dim >= 0 else int(dim), dtype)
 
 
-def mixture_op(density: Density) -> Op:
-    """The op of the mixtures of a density."""
-    name = f"{density.name}_mixture_log_prob"
-    op = Op(
-        name,
-        prepare=functools.partial(prepare_mixture, density, name),
-        preference=preference(density),
-        core_dims={"log_weights": 0, **tensor_dims(density)},
-        logsumexp=lambda call: len(call.plan.shape) + call.dim,
-    )
+class Mixture:
+    """The op of the mixtures of a family of densities."""
 
-    def weighted(
-        form: Form, log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float
-    ) -> Tensor:
-        values = scores(density, form, loc, scale, x, dtype, tolerance)
-        return values + log_weights.to(values.dtype)
+    parameters: Mapping[str, Any] = {
+        "log_weights": Tensor,
+        "loc": Tensor,
+        "scale": Tensor,
+        "x": Tensor,
+        "dim": int,
+        "dtype": torch.dtype,
+    }
 
-    def composed(form: Form) -> Callable[..., Tensor]:
+    def __init__(self, density: Density) -> None:
+        self.density = density
+        name = f"{density.name}_mixture_log_prob"
+        self.op = Op(
+            name,
+            prepare=functools.partial(prepare_mixture, density, name),
+            preference=preference(density),
+            core_dims={"log_weights": 0, **tensor_dims(density)},
+            logsumexp=lambda call: call.axis,
+        )
+        self.split = functools.partial(MixtureCall.split, density.scale_dims)
+        self.best = self.composed(best_form(density.forms))
+        add_forms(self.op, density.forms, self.composed, self.settings, self.compiled_cost)
+        self._add(add_custom_op, "chunked", self.forward, self.backward)
+        requires = [functools.partial(_requires_layout, density)]
+        self._add(add_kernels, "triton", self.triton_forward, self.triton_backward, requires=requires)
+
+    def _add(
+        self,
+        add: Callable[..., None],
+        variant: str,
+        forward: Callable[..., Tensor],
+        backward: Callable[..., Gradients],
+        **options: Any,
+    ) -> None:
+        custom = CustomOp(
+            f"{self.op.name}_{variant}",
+            parameters=self.parameters,
+            split=self.split,
+            forward=forward,
+            backward=backward,
+            composite=self.composite,
+            empty=self.empty,
+            empty_gradients=self.empty_gradients,
+            core_dims=tuple(self.op.core_dims.values()),
+            saves_result=True,
+        )
+        run, cost = functools.partial(self.run, custom), functools.partial(self.cost, custom)
+        add(self.op, custom, variant, run=run, cost=cost, **options)
+
+    def composed(self, form: Form) -> Callable[..., Tensor]:
+        """The statistics by a form, as a function of the tensors of a call and of its `settings`."""
+        density = self.density
+
         def log_prob(
             log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype, tolerance: float
         ) -> Tensor:
-            return statistics(weighted(form, log_weights, loc, scale, x, dtype, tolerance), dim)
+            return statistics(_weighted(scores(density, form, loc, scale, x, dtype, tolerance), log_weights), dim)
 
         return log_prob
 
-    def settings(call: Call) -> tuple[Any, ...]:
-        return call.dim, call.dtype, density.tolerance(call.loc, call.x, call.dtype)
+    def settings(self, call: MixtureCall) -> tuple[Any, ...]:
+        return call.dim, call.dtype, self.density.tolerance(call.loc, call.x, call.dtype)
 
-    def cost_of_compiled(call: Call) -> Cost:
-        return compiled_cost(density, call, math.prod(call.shape))
+    def compiled_cost(self, call: MixtureCall) -> Cost:
+        return compiled_cost(self.density, call, math.prod(call.shape))
 
-    add_forms(op, density.forms, composed, settings, cost_of_compiled)
+    def composite(self, call: MixtureCall) -> Tensor:
+        """The statistics of differentiable PyTorch operations, by the form with the least memory."""
+        return self.best(*call.tensors, *self.settings(call))
 
-    def composite(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        tolerance = density.tolerance(loc, x, dtype)
-        return statistics(weighted(best_form(density.forms), log_weights, loc, scale, x, dtype, tolerance), dim)
+    def empty(self, call: MixtureCall) -> Tensor:
+        """Uninitialised statistics."""
+        return call.reduction.empty(call.x, call.arithmetic)
 
-    def reduction_of(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int) -> Reduction:
-        plan = plan_of(density, loc, scale, x, log_weights)
-        return Reduction(plan, len(plan.shape) + dim)
+    def empty_gradients(self, call: MixtureCall) -> tuple[Tensor, ...]:
+        plan = call.plan
+        of_weights = plan.empty_gradient(call.log_weights, plan.order)
+        return of_weights, *empty_gradients(self.density.scale_dims, call)
 
-    def empty(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        return reduction_of(log_weights, loc, scale, x, dim).empty(x, arithmetic_dtype(dtype))
+    def run(self, custom: CustomOp, call: MixtureCall) -> Tensor:
+        """The result. Statistics of all results are held at once where backward takes them, or where they are few."""
+        if self._keeps_statistics(call) or not is_plain(call.tensors):
+            return self.op.finish(call, custom(call))
+        return self._by_slabs(custom, call)
 
-    def empty_gradients_of_call(
-        log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
-        plan = plan_of(density, loc, scale, x, log_weights)
-        return plan.empty_gradient(log_weights, plan.order), *empty_gradients(density, plan, loc, scale, x)
+    def cost(self, custom: CustomOp, call: MixtureCall) -> Cost:
+        if self._keeps_statistics(call):
+            return allocated(self.op, custom, call)
+        return predicted(self.split, call, torch.no_grad()(functools.partial(self._by_slabs, custom)))
 
-    def keeps_statistics(call: Call) -> bool:
-        """Whether those of all results are held at once."""
+    def _keeps_statistics(self, call: MixtureCall) -> bool:
         return requires_grad(call.tensors) or math.prod(call.shape) <= SLAB
 
-    def slabs(call: Call, tensors: Sequence[Tensor]) -> Iterator[tuple[Slices, list[Tensor]]]:
-        """Blocks of results, none larger than the first, and what each depends on."""
-        axis = len(call.plan.shape) + call.dim
-        for block in tiling.tiles(tiling.whole(call.shape), tiling.fit(call.shape, SLAB)):
-            pairs = (*block[:axis], slice(None), *block[axis:])
-            own_axes = (tensor.ndim - dims for tensor, dims in zip(tensors, op.core_dims.values()))
-            yield block, [tiling.part(tensor, pairs[len(pairs) - own :]) for tensor, own in zip(tensors, own_axes)]
-
-    def by_slabs(call: Call, tensors: Sequence[Tensor], statistics_of: Statistics, count: int | None = None) -> Tensor:
-        """The result; only the statistics of a slab are held at a time. `count` slabs, or all."""
-        out = tensors[-1].new_empty(call.shape, dtype=call.dtype)
-        for block, parts in itertools.islice(slabs(call, tensors), count):
-            out[block] = statistics_of(*parts, call.dim, call.dtype).sum(-1)
+    def _by_slabs(self, custom: CustomOp, call: MixtureCall) -> Tensor:
+        """The result, with the statistics of a slab of results at a time."""
+        out = call.x.new_empty(call.shape, dtype=call.dtype)
+        for block, some in self._slabs(call):
+            out[block] = custom.forward(some).sum(-1)
         return out
 
-    def add(
-        variant: str, forward: Statistics, backward: Callable[..., Gradients], rehearse: Statistics, **options: Any
-    ) -> None:
-        """The variant made of a pair of functions; `rehearse` allocates what `forward` does."""
-        binding = Binding(
-            f"{name}_{variant}",
-            forward=forward,
-            backward=backward,
-            composite=composite,
-            empty=empty,
-            empty_gradients=empty_gradients_of_call,
-            core_dims=tuple(op.core_dims.values()),
-            saves_result=True,
-        )
+    def _slabs(self, call: MixtureCall) -> Iterator[tuple[Slices, MixtureCall]]:
+        """Blocks of results, none larger than the first, and the call of each."""
+        core_dims = self.op.core_dims.values()
+        for block in tiles(whole(call.shape), fit(call.shape, SLAB)):
+            pairs = (*block[: call.axis], slice(None), *block[call.axis :])
+            own_axes = (tensor.ndim - dims for tensor, dims in zip(call.tensors, core_dims))
+            parts = (part(tensor, pairs[len(pairs) - own :]) for tensor, own in zip(call.tensors, own_axes))
+            yield block, self.split((*parts, call.dim, call.dtype))
 
-        def run(call: Call) -> Tensor:
-            if keeps_statistics(call) or not is_plain(call.tensors):
-                return op.finish(call, statistics_of_call(call))
-            return by_slabs(call, call.tensors, forward)
+    def forward(self, call: MixtureCall) -> Tensor:
+        blocks = self.density.blocks(call)
+        return logsumexp_blocks.forward(blocks, call.log_weights, call.reduction, self.empty(call))
 
-        def statistics_of_call(call: Call) -> Tensor:
-            return binding(*call.tensors, call.dim, call.dtype)
+    def backward(self, dout: Tensor, call: MixtureCall, wanted: Sequence[bool], result: Tensor) -> Gradients:
+        blocks = self.density.blocks(call, wanted=wanted[1:])
+        return logsumexp_blocks.backward(blocks, call.log_weights, call.reduction, result, dout[..., 1], wanted[0])
 
-        def cost(call: Call) -> Cost:
-            kept, saved = keeps_statistics(call), requires_grad(call.tensors)
-            held: list[Tensor] = []
+    def triton_forward(self, call: MixtureCall) -> Tensor:
+        return triton.forward_logsumexp(self._kernels(call), call.reduction, *call.tensors, call.dtype)
 
-            def rehearsal(*tensors: Tensor) -> Tensor:
-                if not kept:
-                    return by_slabs(call, tensors, rehearse, 1)
-                found = rehearse(*tensors, call.dim, call.dtype)
-                held.extend([found] * saved)
-                return op.finish(call, found)
-
-            return predict(call, torch.no_grad()(rehearsal))
-
-        op.variant(variant, cost=cost, statistics=statistics_of_call, **options)(run)
-
-    def forward(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        reduction = reduction_of(log_weights, loc, scale, x, dim)
-        blocks = density.blocks(reduction.plan, loc, scale, x, dtype)
-        return logsumexp_blocks.forward(blocks, log_weights, reduction, reduction.empty(x, arithmetic_dtype(dtype)))
-
-    def backward(
-        dout: Tensor,
-        log_weights: Tensor,
-        loc: Tensor,
-        scale: Tensor,
-        x: Tensor,
-        result: Tensor,
-        dim: int,
-        dtype: torch.dtype,
-        wanted: Sequence[bool],
-    ) -> Gradients:
-        reduction = reduction_of(log_weights, loc, scale, x, dim)
-        blocks = density.blocks(reduction.plan, loc, scale, x, dtype, wanted=wanted[1:])
-        return logsumexp_blocks.backward(blocks, log_weights, reduction, result, dout[..., 1], wanted[0])
-
-    def rehearse(log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        reduction = reduction_of(log_weights, loc, scale, x, dim)
-        blocks = density.blocks(reduction.plan, loc, scale, x, dtype)
-        return logsumexp_blocks.rehearse(blocks, reduction, reduction.empty(x, arithmetic_dtype(dtype)))
-
-    add("chunked", forward, backward, rehearse)
-
-    def triton_forward(
-        log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype
-    ) -> Tensor:
-        reduction, tolerance = reduction_of(log_weights, loc, scale, x, dim), density.tolerance(loc, x, dtype)
-        kernels = kernels_of(density, tolerance)
-        return triton.forward_logsumexp(
-            kernels, reduction, log_weights, loc, scale, x, dtype, scale_dims=density.scale_dims
-        )
-
-    def triton_backward(
-        dout: Tensor,
-        log_weights: Tensor,
-        loc: Tensor,
-        scale: Tensor,
-        x: Tensor,
-        result: Tensor,
-        dim: int,
-        dtype: torch.dtype,
-        wanted: Sequence[bool],
-    ) -> Gradients:
-        reduction, tolerance = reduction_of(log_weights, loc, scale, x, dim), density.tolerance(loc, x, dtype)
+    def triton_backward(self, dout: Tensor, call: MixtureCall, wanted: Sequence[bool], result: Tensor) -> Gradients:
         return triton.backward_logsumexp(
-            kernels_of(density, tolerance),
-            reduction,
-            log_weights,
-            loc,
-            scale,
-            x,
-            result,
-            dout[..., 1],
-            dtype,
-            wanted,
-            scale_dims=density.scale_dims,
+            self._kernels(call), call.reduction, *call.tensors, result, dout[..., 1], call.dtype, wanted
         )
 
-    def triton_rehearse(
-        log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype
-    ) -> Tensor:
-        triton.rehearse_normaliser(scale, density.scale_dims)
-        return empty(log_weights, loc, scale, x, dim, dtype)
-
-    if density.kernel:
-        requires = [requires_triton, functools.partial(_requires_layout, density)]
-        add("triton", triton_forward, triton_backward, triton_rehearse, requires=requires, automatic=on_cuda)
-    return op
+    def _kernels(self, call: MixtureCall) -> triton.Kernels:
+        return self.density.kernels(self.density.tolerance(call.loc, call.x, call.dtype))
 
 
-def _requires_layout(density: Density, call: Call) -> str:
-    axis = len(call.plan.shape) + call.dim
-    if axis in call.plan.batch:
+def _weighted(values: Tensor, log_weights: Tensor) -> Tensor:
+    return values + log_weights.to(values.dtype)
+
+
+def _requires_layout(density: Density, call: MixtureCall) -> str:
+    if call.axis in call.plan.batch:
         return "needs components along an axis of x or of loc; here both vary along it"
-    layout = triton.Layout(call.plan, triton.component_groups(call.plan, axis))
+    layout = triton.Layout(call.plan, triton.component_groups(call.plan, call.axis))
     return layout.obstacle(call.scale, density.scale_dims)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from effops.blocks.distances import Distances
-from effops.blocks.plan import Plan
 from effops.dispatch.call import call
-from effops.numerics.precision import arithmetic_dtype
-from effops.ops.densities.density import Form, log_prob_op
-from effops.ops.densities.mixture import mixture_op
+from effops.ops.densities import triton
+from effops.ops.densities.call import DensityCall
+from effops.ops.densities.density import Form, LogProb
+from effops.ops.densities.mixture import Mixture
 
 
 def _naive(
@@ -39,7 +39,6 @@ class Normal:
     scale_dims = 1
     smallest = 0
     forms: Mapping[str, Form] = MappingProxyType({"naive": _naive})
-    kernel = "distances"
 
     def normaliser(self, scale: Tensor, dimension: int) -> Tensor:
         repeats = dimension // max(1, scale.shape[-1])
@@ -48,22 +47,13 @@ class Normal:
     def tolerance(self, loc: Tensor, x: Tensor, dtype: torch.dtype) -> float:
         return 0.0
 
-    def blocks(
-        self,
-        plan: Plan,
-        loc: Tensor,
-        scale: Tensor,
-        x: Tensor,
-        dtype: torch.dtype,
-        *,
-        scored: bool = True,
-        wanted: Sequence[bool] = (False, False, False),
-    ) -> Distances:
-        return Distances(plan, loc, scale, x, arithmetic_dtype(dtype), wanted)
+    def kernels(self, tolerance: float) -> triton.Kernels:
+        return triton.distance_kernels()
 
-    def at_once(
-        self, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, rehearsed: bool = False
-    ) -> None:
+    def blocks(self, call: Any, *, scored: bool = True, wanted: Sequence[bool] = (False, False, False)) -> Distances:
+        return Distances(call.plan, call.loc, call.scale, call.x, call.arithmetic, wanted)
+
+    def at_once(self, call: DensityCall) -> None:
         return None
 
     def compiled_training(self, call: Any, pairs: int, is_product: bool, *, reduced: bool) -> tuple[int, int]:
@@ -73,8 +63,8 @@ class Normal:
 
 
 density = Normal()
-op = log_prob_op(density)
-mixture = mixture_op(density)
+op = LogProb(density).op
+mixture = Mixture(density).op
 
 
 @op.public

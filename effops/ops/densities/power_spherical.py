@@ -19,9 +19,10 @@ from torch import Tensor
 from effops.dispatch.call import call
 from effops.numerics.directions import about
 from effops.numerics.special import digamma_ratio, log_gamma_ratio
-from effops.ops.densities.density import log_prob_op
+from effops.numerics.values import observed
+from effops.ops.densities.density import LogProb
 from effops.ops.densities.directional import Directional
-from effops.ops.densities.mixture import mixture_op
+from effops.ops.densities.mixture import Mixture
 
 HALF = {dtype: torch.tensor(0.5, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
@@ -50,7 +51,7 @@ class HalfLog:
     def _to_half_(self, dot: Tensor) -> tuple[Tensor, Tensor] | None:
         """Overwrite `dot` with (1 + dot) / 2, floored; return where it was below the floor, and the tolerance."""
         torch.add(self.half, dot, alpha=0.5, out=dot)
-        if dot.amin().item() >= self.floor:  # min() would copy a strided block
+        if observed(dot.amin(), ordinary=math.inf) >= self.floor:  # min() would copy a strided block
             return None
         low, outside = dot < self.floor, dot < self.lowest
         dot.masked_fill_(low, self.floor)
@@ -102,8 +103,8 @@ density = Directional(
     kernel="power_spherical",
     singular=True,
 )
-op = log_prob_op(density)
-mixture = mixture_op(density)
+op = LogProb(density).op
+mixture = Mixture(density).op
 
 
 @op.public

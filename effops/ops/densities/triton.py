@@ -1,96 +1,72 @@
-"""Score every pair of rows, map the score: as Triton kernels, for any op of the form that `effops.blocks.dots` has, and
-for the squared distances of `effops.blocks.distances`.
+"""Triton kernels for log densities: operands laid out as the kernels take them, and gradients as those of the operands.
 
-Lays broadcast operands out as the matrices that `effops.kernels` takes, and its gradients as those of the operands. A
-view where strides allow; an operand whose axes of one role do not collapse into one is copied.
+Kernels take matrices. An operand is a view of one where its strides allow, and is copied where its axes of one role do
+not collapse into one.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape
+from effops.dispatch.requirements import INTERPRETED
 from effops.numerics.precision import arithmetic_dtype
 
 
-class Dots(NamedTuple):
-    """The kernels of a map of dot products, with the functions that `effops.kernels.distances` has."""
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a score. Each writes its results to its last operands, as `effops.kernels.distances` tells.
 
-    map: Any
-    tolerance: float
-
-    def forward(self, *operands: Any) -> None:
-        from effops.kernels import pairs
-
-        pairs.forward(self.map, *operands, **self._settings)
-
-    def backward(self, *operands: Any) -> None:
-        from effops.kernels import pairs
-
-        pairs.backward(self.map, *operands, **self._settings)
-
-    def forward_logsumexp(self, *operands: Any) -> None:
-        from effops.kernels import mixture
-
-        mixture.forward(self.map, *operands, **self._settings)
-
-    def backward_logsumexp(self, *operands: Any) -> None:
-        from effops.kernels import mixture
-
-        mixture.backward(self.map, *operands, **self._settings)
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        return {"precision": torch.get_float32_matmul_precision(), "tolerance": self.tolerance}
-
-
-def forward(
-    kernels: Any, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, scale_dims: int = 0
-) -> Tensor:
-    """The result in `dtype`, contiguous in the plan's order of axes.
-
-    `kernels` is a `Dots`, or the module of the others. `scale_dims` of the last dimensions of scale are no batch axes.
+    `scale_dims` of the last dimensions of scale are no batch axes.
     """
-    layout = Layout.of_pairs(plan)
-    matrices, out = _workspace(layout, loc, scale, x, dtype, scale_dims)
+
+    scale_dims: int
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+    forward_logsumexp: Callable[..., None]
+    backward_logsumexp: Callable[..., None]
+
+
+def dot_kernels(module: str, tolerance: float) -> Kernels:
+    """The kernels of scores W(s) + s phi(<x, loc>), where a module of `effops.kernels` has phi and W as its MAP."""
+    from effops.kernels import mixture, pairs
+
+    map = importlib.import_module(f"effops.kernels.{module}").MAP
+    settings = {"precision": torch.get_float32_matmul_precision(), "tolerance": tolerance}
+    functions = pairs.forward, pairs.backward, mixture.forward, mixture.backward
+    return Kernels(0, *(functools.partial(function, map, **settings) for function in functions))
+
+
+def distance_kernels() -> Kernels:
+    """The kernels of scaled squared distances."""
+    from effops.kernels import distances
+
+    return Kernels(1, distances.forward, distances.backward, distances.forward_logsumexp, distances.backward_logsumexp)
+
+
+def forward(kernels: Kernels, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result in `dtype`, contiguous in the plan's order of axes."""
+    matrices = _matrices(Layout.of_pairs(plan), loc, scale, x, kernels.scale_dims)
+    out = plan.empty(x, stored_dtype(dtype, x.device))
     kernels.forward(*matrices, plan.view(out, plan.order).view(matrices[2].shape[:3]))
     return out.to(dtype)
 
 
-def rehearse(plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, *, scale_dims: int = 0) -> Tensor:
-    """Allocate what `forward` allocates, and compute nothing: for predictions on fake tensors."""
-    layout = Layout.of_pairs(plan)
-    _matrices, out = _workspace(layout, loc, scale, x, dtype, scale_dims)
-    rehearse_normaliser(scale, scale_dims)
-    return out
-
-
-def rehearse_normaliser(scale: Tensor, scale_dims: int) -> None:
-    """Of distances; that of a map of dot products is computed in registers."""
-    if scale_dims:
-        torch.empty_like(scale, dtype=torch.float64).sum(-1)
-
-
-def _workspace(
-    layout: Layout, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, scale_dims: int
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    out = layout.plan.empty(x, stored_dtype(dtype, x.device))
-    return _matrices(layout, loc, scale, x, scale_dims), out
-
-
 def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype that a kernel stores: Triton's interpreter, on the CPU, truncates to bfloat16 where it should round."""
-    return torch.float32 if dtype == torch.bfloat16 and device.type == "cpu" else dtype
+    return torch.float32 if dtype == torch.bfloat16 and device.type == "cpu" and INTERPRETED else dtype
 
 
 def backward(
-    kernels: Any,
+    kernels: Kernels,
     plan: Plan,
     loc: Tensor,
     scale: Tensor,
@@ -98,24 +74,22 @@ def backward(
     dout: Tensor,
     dtype: torch.dtype,
     wanted: Sequence[bool],
-    *,
-    scale_dims: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
     wants_loc, wants_scale, wants_x = wanted
     arithmetic = arithmetic_dtype(dtype)
     layout = Layout.of_pairs(plan)
-    left, right, factor = _matrices(layout, loc, scale, x, scale_dims)
+    left, right, factor = _matrices(layout, loc, scale, x, kernels.scale_dims)
     own_loc = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
     # What is summed further down here is not rounded before.
     loc_dtype = stored_dtype(loc.dtype, x.device) if own_loc.numel() == right.numel() else arithmetic
     dloc = right.new_empty(right.shape, dtype=loc_dtype) if wants_loc else None
-    dscale = layout.empty_sums(scale, arithmetic, trailing=scale_dims) if wants_scale else None
+    dscale = layout.empty_sums(scale, arithmetic, trailing=kernels.scale_dims) if wants_scale else None
     dx = left.new_empty(left.shape, dtype=stored_dtype(x.dtype, x.device)) if wants_x else None
     kernels.backward(left, right, factor, plan.view(dout, plan.order).reshape(factor.shape[:3]), dx, dloc, dscale)
     return (
         None if dloc is None else layout.restore(dloc, loc, (0, 2), trailing=1),
-        None if dscale is None else layout.restore(dscale, scale, (0, 1, 2), trailing=scale_dims),
+        None if dscale is None else layout.restore(dscale, scale, (0, 1, 2), trailing=kernels.scale_dims),
         None if dx is None else layout.restore(dx, x, (0, 1), trailing=1),
     )
 
@@ -218,15 +192,13 @@ class Groups(Layout):
 
 
 def forward_logsumexp(
-    kernels: Any,
+    kernels: Kernels,
     reduction: Reduction,
     log_weights: Tensor,
     loc: Tensor,
     scale: Tensor,
     x: Tensor,
     dtype: torch.dtype,
-    *,
-    scale_dims: int = 0,
 ) -> Tensor:
     """The statistics of the reduction, as `effops.blocks.logsumexp.forward` gives them."""
     groups = Groups(reduction, loc, x)
@@ -234,7 +206,7 @@ def forward_logsumexp(
     kernels.forward_logsumexp(
         groups.matrix(groups.left, (0, 1, 2), trailing=1),
         groups.matrix(groups.right, (0, 1, 3), trailing=1),
-        groups.matrix(scale, (0, 1, 2, 3), trailing=scale_dims),
+        groups.matrix(scale, (0, 1, 2, 3), trailing=kernels.scale_dims),
         groups.matrix(log_weights, (0, 1, 2, 3)),
         groups.of_result(statistics, trailing=1),
     )
@@ -242,7 +214,7 @@ def forward_logsumexp(
 
 
 def backward_logsumexp(
-    kernels: Any,
+    kernels: Kernels,
     reduction: Reduction,
     log_weights: Tensor,
     loc: Tensor,
@@ -252,8 +224,6 @@ def backward_logsumexp(
     dout: Tensor,
     dtype: torch.dtype,
     wanted: Sequence[bool],
-    *,
-    scale_dims: int = 0,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of log_weights, loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
     wants_weights, wants_loc, wants_scale, wants_x = wanted
@@ -264,12 +234,12 @@ def backward_logsumexp(
     arithmetic = arithmetic_dtype(dtype)
     dleft = left.new_empty((left.shape[0], 1, *left.shape[2:]), dtype=arithmetic) if wants_left else None
     dright = right.new_empty(right.shape, dtype=arithmetic) if wants_right else None
-    dfactor = groups.empty_sums(scale, arithmetic, trailing=scale_dims) if wants_scale else None
+    dfactor = groups.empty_sums(scale, arithmetic, trailing=kernels.scale_dims) if wants_scale else None
     dweights = groups.empty_sums(log_weights, arithmetic) if wants_weights else None
     kernels.backward_logsumexp(
         left,
         right,
-        groups.matrix(scale, (0, 1, 2, 3), trailing=scale_dims),
+        groups.matrix(scale, (0, 1, 2, 3), trailing=kernels.scale_dims),
         groups.matrix(log_weights, (0, 1, 2, 3)),
         groups.of_result(statistics, trailing=1),
         groups.of_result(dout),
@@ -285,4 +255,4 @@ def backward_logsumexp(
     of_left, of_right = restore(dleft, groups.left, (0, 1, 2), 1), restore(dright, groups.right, (0, 1, 3), 1)
     dloc, dx = (of_right, of_left) if groups.left is x else (of_left, of_right)
     every = (0, 1, 2, 3)
-    return restore(dweights, log_weights, every), dloc, restore(dfactor, scale, every, scale_dims), dx
+    return restore(dweights, log_weights, every), dloc, restore(dfactor, scale, every, kernels.scale_dims), dx

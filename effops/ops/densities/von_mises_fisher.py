@@ -8,49 +8,68 @@ With the maximum of the exponential taken out, neither term overflows; W is `log
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from effops.dispatch.call import call
-from effops.dispatch.custom_op import Binding
+from effops.dispatch.custom_op import CustomOp
 from effops.numerics.directions import about
 from effops.numerics.special import bessel_ratio, log_vmf_normaliser
-from effops.ops.densities.density import log_prob_op
+from effops.ops.densities.density import LogProb
 from effops.ops.densities.directional import Directional
-from effops.ops.densities.mixture import mixture_op
+from effops.ops.densities.mixture import Mixture
 
 
 def _phi(dot: Tensor, tolerance: float) -> Tensor:
     return dot - 1
 
 
-def _like(concentration: Tensor, dimension: int) -> Tensor:
-    return torch.empty_like(concentration)
+class NormaliserCall(NamedTuple):
+    """The normaliser of a float64 concentration, as an operator computes it."""
 
+    concentration: Tensor
+    dimension: int
 
-def _normaliser_forward(concentration: Tensor, dimension: int) -> Tensor:
-    return _like(concentration, dimension).copy_(log_vmf_normaliser(concentration, dimension))
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.concentration,)
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return tuple(self)
 
-def _normaliser_backward(
-    dout: Tensor, concentration: Tensor, dimension: int, wanted: Sequence[bool]
-) -> tuple[Tensor | None]:
-    slope = bessel_ratio(concentration, dimension)[1]
-    return (torch.mul(dout, slope, out=_like(concentration, dimension)) if wanted[0] else None,)
+    def empty(self) -> Tensor:
+        return torch.empty_like(self.concentration)
+
+    def value(self) -> Tensor:
+        return log_vmf_normaliser(self.concentration, self.dimension)
+
+    def forward(self) -> Tensor:
+        return self.empty().copy_(self.value())
+
+    def backward(self, dout: Tensor) -> Tensor:
+        slope = bessel_ratio(self.concentration, self.dimension)[1]
+        return torch.mul(dout, slope, out=self.empty())
 
 
 # One operator, since its recurrence is long: compilers take a minute over it, and autograd keeps every step.
-_normaliser = Binding(
+_operator = CustomOp(
     "von_mises_fisher_normaliser",
-    forward=_normaliser_forward,
-    backward=_normaliser_backward,
-    composite=log_vmf_normaliser,
-    empty=_like,
-    empty_gradients=lambda concentration, dimension: (_like(concentration, dimension),),
+    parameters={"concentration": Tensor, "dimension": int},
+    split=lambda arguments: NormaliserCall(*arguments),
+    forward=NormaliserCall.forward,
+    backward=lambda dout, call, wanted: (call.backward(dout) if wanted[0] else None,),
+    composite=NormaliserCall.value,
+    empty=NormaliserCall.empty,
+    empty_gradients=lambda call: (call.empty(),),
     core_dims=(0,),
 )
+
+
+def _normaliser(concentration: Tensor, dimension: int) -> Tensor:
+    return _operator(NormaliserCall(concentration, dimension))
 
 
 class CosineMinusOne:
@@ -103,8 +122,8 @@ density = Directional(
     kernel="von_mises_fisher",
     singular=False,
 )
-op = log_prob_op(density)
-mixture = mixture_op(density)
+op = LogProb(density).op
+mixture = Mixture(density).op
 
 
 @op.public

@@ -1,0 +1,144 @@
+"""Calls of log densities: their arguments validated, with the plan of their pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from effops.blocks.plan import Plan, Shape, broadcast_plan
+from effops.dispatch.arguments import check_dense, check_devices, check_operand
+from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
+
+
+class DensityCall(NamedTuple):
+    """A validated call: its tensors, the plan of their pairs, and the dtype of the result."""
+
+    loc: Tensor
+    scale: Tensor
+    x: Tensor
+    plan: Plan
+    dtype: torch.dtype
+
+    @classmethod
+    def split(cls, scale_dims: int, arguments: Sequence[Any]) -> DensityCall:
+        """The inverse of `arguments`; `scale_dims` of the last dimensions of scale are no batch axes."""
+        loc, scale, x, dtype = arguments
+        return cls(loc, scale, x, plan_of(scale_dims, loc, scale, x), dtype)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.loc, self.scale, self.x, self.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.loc, self.scale, self.x
+
+    @property
+    def shape(self) -> Shape:
+        return self.plan.shape
+
+    @property
+    def dimension(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        return arithmetic_dtype(self.dtype)
+
+    @property
+    def operations(self) -> int:
+        return self.plan.numel(self.plan.order) * (2 * self.dimension + 4)
+
+
+class Arguments(Protocol):
+    """What validation asks of a family of densities."""
+
+    @property
+    def scale_name(self) -> str:
+        """The name of the argument `scale`."""
+
+    @property
+    def scale_dims(self) -> int:
+        """How many of the last dimensions of `scale` are no batch axes: 0 or 1."""
+
+    @property
+    def smallest(self) -> int:
+        """The smallest dimension of x."""
+
+
+def plan_of(scale_dims: int, loc: Tensor, scale: Tensor, x: Tensor, *others: Tensor) -> Plan:
+    """The plan of a call; operands `others` have batch axes alone."""
+    scale_shape = scale.shape[: scale.ndim - scale_dims]
+    return broadcast_plan(x.shape[:-1], loc.shape[:-1], scale_shape, *(other.shape for other in others))
+
+
+def prepare(density: Arguments, function: str, loc: Tensor, scale: Tensor | float, x: Tensor) -> DensityCall:
+    """Validate shapes, dtypes and devices (never values)."""
+    check_operand(function, "loc", loc, dims=1)
+    check_operand(function, "x", x, dims=1)
+    dimension = x.shape[-1]
+    if loc.shape[-1] != dimension:
+        raise ValueError(
+            f"{function}: last dimension of `x` must equal that of `loc`; got x {tuple(x.shape)}, loc "
+            f"{tuple(loc.shape)}; expand the one of size 1, or transpose"
+        )
+    if dimension < density.smallest:
+        raise ValueError(
+            f"{function}: the last dimension must be at least {density.smallest}; got x {tuple(x.shape)}; "
+            "put the coordinates of a point into the last dimension"
+        )
+    if loc.device != x.device:  # costs less than the call
+        check_devices(function, loc=loc, x=x)
+    common = wider(loc.dtype, x.dtype)
+    given, scale = scale, _prepare_scale(density, function, scale, common, x)
+    dims = density.scale_dims
+    batch_shape = scale.shape[: scale.ndim - dims]
+    try:
+        plan = broadcast_plan(x.shape[:-1], loc.shape[:-1], batch_shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{function}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {density.scale_name} "
+            f"{tuple(batch_shape)}{' + (D or 1,)' * dims}, x {tuple(x.shape[:-1])} + (D,); unsqueeze the axes that "
+            "should pair up"
+        ) from error
+    dtype = common
+    if isinstance(given, Tensor) and scale.dtype != common:
+        ndim = max(loc.ndim, x.ndim) + dims - 1  # 0-d tensors do not widen others
+        dtype = promote(common, ndim, scale.dtype, given.ndim)
+    if dtype.itemsize < 4 and autocast_enabled(x.device):
+        dtype = torch.float32
+    return DensityCall(loc, scale, x, plan, dtype)
+
+
+def _prepare_scale(density: Arguments, function: str, scale: Tensor | float, common: torch.dtype, x: Tensor) -> Tensor:
+    name, dims = density.scale_name, density.scale_dims
+    if not isinstance(scale, Tensor):
+        if not isinstance(scale, Real):
+            got = type(scale).__name__
+            raise TypeError(f"{function}: `{name}` must be a tensor or a number; got {got}; use torch.as_tensor")
+        return torch.full((1,) * dims, float(scale), dtype=arithmetic_dtype(common), device=x.device)
+    check_dense(function, name, scale)
+    if scale.dtype not in FLOATS:
+        if scale.dtype not in INTEGERS:
+            raise TypeError(f"{function}: `{name}` must be real; got {scale.dtype}; convert it first")
+        scale = scale.to(common)
+    if scale.device != x.device:
+        if scale.ndim or scale.is_meta:
+            check_devices(function, **{name: scale, "x": x})
+        scale = scale.to(x.device)
+    if scale.ndim < dims:
+        scale = scale.unsqueeze(-1)
+    if dims and scale.shape[-1] not in (1, x.shape[-1]):
+        raise ValueError(
+            f"{function}: last dimension of `{name}` must be that of `x`, or 1; got {name} {tuple(scale.shape)}, x "
+            f"{tuple(x.shape)}; unsqueeze it if it has one value for all coordinates"
+        )
+    return scale
