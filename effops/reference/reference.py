@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from effops.dispatch.op import Op, find_op
-from effops.reference.bounds import Bounds, worst_error_ratio
+from effops.reference.bounds import Bounds
 
 Shape = tuple[int, ...]
 
@@ -45,50 +41,14 @@ class Reference:
 
     def __post_init__(self) -> None:
         self.op = find_op(self.function)
-        _references[self.function] = self
+        REFERENCES[self.function] = self
 
     def sample_case(self, case: str, **options: Any) -> tuple[Tensor, ...]:
         """Arguments of the shapes of a case; options are those of `sample`."""
         return self.sample(*self.cases[case], **options)
 
 
-_references: dict[Any, Reference] = {}  # by the op's public function
-
-
-def reference_of(op: Op | Callable[..., Tensor]) -> Reference:
-    """The reference of an op, or of a public function."""
-    _import_all()
-    op = op if isinstance(op, Op) else find_op(op)
-    reference = _references.get(op.function)
-    if reference is None:
-        raise LookupError(
-            f"reference_of: `op` must have a `Reference` in effops/reference/; got {op.name}, which has none; write "
-            f"Reference({op.name}, cases=..., sample=..., workload=..., sizes=..., bounds=..., gradient_bounds=...) in "
-            "a module there"
-        )
-    return reference
-
-
-@functools.cache
-def _import_all() -> None:
-    """Import every module of the folder, so that its references are made."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        importlib.import_module(f"effops.reference.{module.name}")
-
-
-def error_ratio(op: Op, args: tuple[Any, ...], out: Tensor, **options: Any) -> float:
-    """Error of a forward result in units of its budget: right if at most 1."""
-    return reference_of(op).bounds(op.prepare(*args, **options)).error_ratio(out)
-
-
-def gradient_error_ratio(
-    op: Op, args: tuple[Any, ...], dout: Tensor, gradients: tuple[Tensor | None, ...], **options: Any
-) -> float:
-    """Largest error of the gradients of the arguments in units of their budgets: right if at most 1.
-
-    A gradient that was not asked for is None; without any, there is nothing right: infinite.
-    """
-    return worst_error_ratio(reference_of(op).gradient_bounds(op.prepare(*args, **options), dout), gradients)
+REFERENCES: dict[Any, Reference] = {}  # by the op's public function
 
 
 def normal_sample(

@@ -1,0 +1,60 @@
+"""What may import what, folder by folder."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TABLE = """text pytorch kernels: nothing
+numerics: text pytorch
+blocks prediction: numerics text pytorch
+measure: prediction text pytorch
+dispatch: prediction numerics text pytorch
+ops: dispatch prediction blocks numerics text pytorch
+reference: ops dispatch blocks numerics text pytorch
+distributions nn patch: ops dispatch numerics text pytorch
+memory: ops prediction nn measure text pytorch
+programs: ops prediction dispatch blocks numerics measure text pytorch"""  # all import their own folder, commands all
+ROWS = {name: line for line in TABLE.splitlines() for name in line.partition(":")[0].split()}
+PATHS = [path.relative_to(ROOT) for top in ("effops", "kernels") for path in (ROOT / top).rglob("*.py")]
+NODES = {path: list(ast.walk(ast.parse((ROOT / path).read_text()))) for path in PATHS}
+PARTS = {path: ("effops", *path.with_suffix("").parts)[path.parts[0] == "effops" :] for path in PATHS}
+FILES = {".".join(parts).removesuffix(".__init__"): path for path, parts in PARTS.items()}
+
+
+def imports(module, path):
+    """(module, line, what is imported, inside a function); lazy imports and those for type checking count too."""
+    lazy = {inner for node in NODES[path] if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
+    for node in NODES[path]:
+        names = [alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)]
+        if isinstance(node, ast.ImportFrom):
+            names = [".".join([*PARTS[path][: -node.level or 0], node.module or name, name]) for name in names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [str(part.value) for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant)][:1]
+        for name in names:
+            starts = [file for file in FILES if f"{name}.".startswith(f"{file}.")]  # it may name what is in a module
+            yield from [(module, node.lineno, file, node in lazy) for file in sorted(starts, key=len)[-1:]]
+
+
+FOUND = sorted({found for module, path in FILES.items() for found in imports(module, path)})
+
+
+def test_imports():
+    wrong = []
+    for module, line, target, lazy in FOUND:
+        folder, imported = (f"{name}..".split(".")[1] for name in (module, target))
+        rule = ROWS.get(folder, f"{folder}: not in the table")
+        allowed = folder in ("", "__main__", "commands", imported) or imported in rule.partition(":")[2].split()
+        if imported == "kernels" != folder:  # requirements.py asks whether they can be imported
+            rule, at = "kernels are imported inside functions, in files named triton.py", FILES[module].name
+            allowed = lazy and at in ("triton.py", "requirements.py")
+        wrong += [f"{FILES[module]}:{line} imports {target}; {rule}"] * (not allowed)
+    assert not wrong, "\n".join(["", *wrong])
+
+
+def test_circles():
+    folders = {name: path.parent if name.count(".") > 1 else path for name, path in FILES.items()}
+    for names in (FILES, folders):
+        edges = [(str(names[module]), str(names[target])) for module, _, target, _ in FOUND]
+        graph = {one: {target for source, target in edges if source == one != target} for one, _ in edges}
+        graphlib.TopologicalSorter(graph).prepare()
