@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.jit import compile_by_signature, script
 from effops.dispatch.op import Cost, Op, Requirement
 from effops.dispatch.requirements import requires_inductor, requires_torchscript
-from effops.prediction.allocations import predict_bytes
+from effops.prediction.allocations import Bytes, predict_bytes
+from effops.prediction.inductor import Program
 
 
 def add_forms(
@@ -18,33 +21,48 @@ def add_forms(
     forms: Mapping[str, Callable[..., Tensor]],
     composed: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
     settings: Callable[[Any], tuple[Any, ...]],
-    compiled_cost: Callable[[Any], Cost],
+    compiled_bytes: Callable[[Program, Any], Bytes],
     operations: Callable[[Any], int] = lambda call: call.operations,
 ) -> None:
     """Add each form as a variant, and the last one, which is the best, scripted and compiled.
 
     `composed(form)` is the op by a form: a function of the tensors of a call, and then of its `settings`.
+    `compiled_bytes(program, call)` predicts what the compiled form allocates; `operations`, what any form computes.
     """
 
-    def add(name: str, function: Callable[..., Tensor], requires: Sequence[Requirement] = (), cost: Any = None) -> None:
+    def add(
+        name: str,
+        function: Callable[..., Tensor],
+        *requires: Requirement,
+        allocated: Callable[[Any], Bytes] | None = None,
+    ) -> None:
         def computed(call: Any) -> Tensor:
             return function(*call.tensors, *settings(call))
 
-        def predicted(call: Any) -> Cost:
+        def predicted(call: Any) -> Bytes:
             def of_tensors(*tensors: Tensor) -> Tensor:
                 return op.finish(call, function(*tensors, *settings(call)))
 
-            return Cost(*predict_bytes(of_tensors, *call.tensors), operations(call))
+            return predict_bytes(of_tensors, *call.tensors)
 
         statistics = None if op.logsumexp is None else computed
-        register = op.variant(name, cost=cost or predicted, requires=requires, statistics=statistics)
+        register = op.variant(
+            name,
+            cost=lambda call: Cost(*(allocated or predicted)(call), operations(call)),
+            requires=requires,
+            statistics=statistics,
+        )
         register(lambda call: op.finish(call, computed(call)))
+
+    def compiled(call: Any) -> Bytes:
+        program = Program(math.prod(call.shape), call.dtype, call.arithmetic, requires_grad(call.tensors))
+        return compiled_bytes(program, call)
 
     for name, form in forms.items():
         add(name, composed(form))
     best = best_form(forms)
-    add("torchscript", composed(script(best)), [requires_torchscript])
-    add("compile", compile_by_signature(composed(best)), [requires_inductor], compiled_cost)
+    add("torchscript", composed(script(best)), requires_torchscript)
+    add("compile", compile_by_signature(composed(best)), requires_inductor, allocated=compiled)
 
 
 def best_form(forms: Mapping[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:

@@ -18,9 +18,11 @@ from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels
 from effops.dispatch.forms import add_forms
-from effops.dispatch.op import Cost, Op
+from effops.dispatch.op import Op
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
 from effops.ops.densities import triton
+from effops.prediction import inductor
+from effops.prediction.allocations import Bytes
 
 NAME = "broadcast_dot"
 CORE_DIMS = {"a": 1, "b": 1}
@@ -177,17 +179,10 @@ def _empty_gradients(call: DotProductCall) -> tuple[Tensor, Tensor]:
     return empty(call.a, plan.batch + plan.rows), empty(call.b, plan.batch + plan.columns)
 
 
-def _compiled_cost(call: DotProductCall) -> Cost:
-    """What TorchInductor allocates, as measured: copies in the dtype of the arithmetic, and the product in it."""
-    plan, size = call.plan, arithmetic_dtype(call.dtype).itemsize
-    pairs = plan.numel(plan.order)
-    output, operations = call.dtype.itemsize * pairs, 2 * pairs * call.dimension
-    is_product = plan.numel(plan.rows) > 1 and plan.numel(plan.columns) > 1
-    cast = size * pairs if call.dtype.itemsize != size else 0
-    copies = is_product * size * sum(tensor.numel() for tensor in call.tensors if tensor.dtype.itemsize != size)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors):
-        return Cost(output, copies, cast, operations)
-    return Cost(output, 0, size * pairs + copies - output, operations)
+def _compiled_bytes(program: inductor.Program, call: DotProductCall) -> Bytes:
+    """What the compiled form allocates."""
+    is_product = min(call.plan.numel(call.plan.rows), call.plan.numel(call.plan.columns)) > 1
+    return inductor.dot_products(program, *call.tensors, is_product=is_product)
 
 
 op = Op(
@@ -197,7 +192,7 @@ op = Op(
     core_dims=CORE_DIMS,
 )
 
-add_forms(op, {"naive": naive, "einsum": einsum}, _composed, lambda call: (call.dtype,), _compiled_cost)
+add_forms(op, {"naive": naive, "einsum": einsum}, _composed, lambda call: (call.dtype,), _compiled_bytes)
 
 
 def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward: Any) -> None:

@@ -20,13 +20,14 @@ from effops.blocks.log_sparse import allowed
 from effops.blocks.plan import Shape
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import call
-from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels, predicted, requires_grad
+from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels, predicted
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Cost, Op
 from effops.dispatch.requirements import requires_inductor
 from effops.numerics.precision import arithmetic_dtype, wider
 from effops.ops.attention import flex, triton
 from effops.ops.attention.call import rounded_by_autocast
+from effops.prediction import inductor
 
 NAME = "log_sparse_attention"
 FEATURES = 2048  # as many as the kernels take
@@ -234,26 +235,12 @@ op = Op(
 )
 
 
-def _compiled_cost(call: LogSparseCall) -> Cost:
-    """What TorchInductor allocates, as measured: copies in the dtype of the arithmetic, scores, and mask."""
-    size = call.arithmetic.itemsize
-    results = math.prod(call.shape)
-    output, operations = call.dtype.itemsize * results, _operations(call, _all_pairs(call))
-    scores = size * math.prod(_batch(call.query, call.key)) * _all_pairs(call)
-    copies = [size * tensor.numel() if tensor.dtype != call.arithmetic else 0 for tensor in call.tensors]
-    rounded = size * results if call.dtype != call.arithmetic else 0
-    if requires_grad(call.tensors):
-        return Cost(output, scores + _all_pairs(call) + sum(copies), rounded, operations)
-    temporary = scores + max(copies[0] + copies[1], copies[2] + rounded)
-    return Cost(output, 0, temporary - output if rounded else temporary, operations)
-
-
 add_forms(
     op,
     {"naive": naive},
     lambda form: form,
     settings,
-    _compiled_cost,
+    lambda program, call: inductor.attention_over_pattern(program, *call.tensors),
     operations=lambda call: _operations(call, _all_pairs(call)),
 )
 

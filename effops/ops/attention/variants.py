@@ -15,9 +15,9 @@ from torch import Tensor
 
 from effops.blocks import pairs, softmax
 from effops.blocks.masked import Masked
-from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, requires_grad
+from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op
 from effops.dispatch.forms import add_forms, best_form
-from effops.dispatch.op import Cost, Op
+from effops.dispatch.op import Op
 from effops.ops.attention.call import (
     SETTINGS,
     AttentionCall,
@@ -28,6 +28,8 @@ from effops.ops.attention.call import (
     split_arguments,
     tensor_dims,
 )
+from effops.prediction import inductor
+from effops.prediction.allocations import Bytes
 
 
 def attention_op(
@@ -57,31 +59,18 @@ def attention_op(
     def composed(form: Form) -> Callable[..., Tensor]:
         return lambda *arguments: by_operations(kind, form, AttentionCall.split(output, arguments))
 
-    add_forms(op, kind.forms, composed, lambda call: call.settings, functools.partial(compiled_cost, kind))
+    add_forms(op, kind.forms, composed, lambda call: call.settings, functools.partial(compiled_bytes, kind))
     add_custom_op(op, custom_op(op, kind, output, "chunked", in_blocks, in_blocks_backward), "chunked")
     return op
 
 
-def compiled_cost(kind: Kind, call: AttentionCall) -> Cost:
-    """What TorchInductor allocates, as measured: it fuses all but products, and copies their operands if it must."""
-    plan, size, wide = call.plan, call.arithmetic.itemsize, call.dtype != call.arithmetic
-    count = plan.numel(plan.order)
-    pairs, results = size * count, math.prod(call.shape)
-    output, unrounded = call.dtype.itemsize * results, size * results * wide
-    statistics = 0 if call.output == "scores" else 13 * count // max(1, plan.shape[-1])
-    copied = call.scored if "einsum" in kind.forms else ()
-    copies = size * sum(tensor.numel() for tensor in copied if tensor.dtype != call.arithmetic)
-    summed = call.value is not None
-    value_copy = size * call.value.numel() if call.value is not None and call.value.dtype != call.arithmetic else 0
-    operations = count * (2 * call.dimension + 4)
-    if requires_grad(call.tensors):
-        saved = copies + value_copy + pairs * (summed or (wide and call.output == "weights"))
-        temporary = {"scores": pairs * wide, "weights": pairs, "sums": unrounded}[call.output] + statistics
-        return Cost(output, saved, temporary, operations)
+def compiled_bytes(kind: Kind, program: inductor.Program, call: AttentionCall) -> Bytes:
+    """What the compiled form allocates."""
+    operands, plan = call.scored if "einsum" in kind.forms else (), call.plan
     if call.output == "scores":
-        return Cost(output, 0, max(copies + pairs - output, pairs) if wide else 0, operations)
-    temporary = max(copies + pairs - output, pairs, pairs + value_copy + unrounded - output)
-    return Cost(output, 0, temporary + statistics * (summed or not copies), operations)
+        return inductor.scores(program, *operands)
+    pairs, columns = plan.numel(plan.order), plan.shape[-1]
+    return inductor.softmax(program, *operands, pairs=pairs, columns=columns, value=call.value)
 
 
 def custom_op(

@@ -7,6 +7,7 @@ is a `Density`. `LogProb` makes the op of its pairs, and `effops.ops.densities.m
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from effops.blocks import pairs
 from effops.blocks.pairs import Scores
-from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels, requires_grad
+from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels
 from effops.dispatch.forms import add_forms, best_form
-from effops.dispatch.op import Cost, Op
+from effops.dispatch.op import Op
 from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import triton
 from effops.ops.densities.call import Arguments, DensityCall, prepare
+from effops.prediction import inductor
+from effops.prediction.allocations import Bytes
 
 # loc, scale in float64, its normaliser, x, dtype of the arithmetic, tolerance -> scores in that dtype; scriptable
 Form = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype, float], Tensor]
@@ -54,9 +57,6 @@ class Density(Arguments, Protocol):
     def at_once(self, call: DensityCall) -> Tensor | None:
         """The result of a call that is too small to be cut into blocks, else None."""
 
-    def compiled_training(self, call: Any, pairs: int, is_product: bool, *, reduced: bool) -> tuple[int, int]:
-        """Bytes that TorchInductor saves for backward, and needs besides, as measured; without copies of operands."""
-
 
 class LogProb:
     """The op of the log densities of all pairs of a family."""
@@ -73,7 +73,7 @@ class LogProb:
             core_dims=tensor_dims(density),
         )
         self.best = self.composed(best_form(density.forms))
-        add_forms(self.op, density.forms, self.composed, self.settings, functools.partial(compiled_cost, density))
+        add_forms(self.op, density.forms, self.composed, self.settings, functools.partial(compiled_bytes, density))
         self._add(add_custom_op, "chunked", self.forward, self.backward)
         self._add(add_kernels, "triton", self.triton_forward, self.triton_backward, requires=[self._requires_layout])
 
@@ -167,31 +167,20 @@ def scores(
     return form(loc, wide, density.normaliser(wide, x.shape[-1]), x, arithmetic_dtype(dtype), tolerance)
 
 
-def compiled_cost(density: Density, call: Any, results: int | None = None) -> Cost:
-    """What TorchInductor allocates, as measured: it fuses all but matrix products and the normaliser.
-
-    `results` is their number in a logsumexp; None where every pair is one.
-    """
-    plan, size, scales = call.plan, call.arithmetic.itemsize, call.scale.numel()
-    pairs, operations = plan.numel(plan.order), plan.numel(plan.order) * (2 * call.dimension + 4)
-    output = call.dtype.itemsize * (pairs if results is None else results)
-    by_product = "einsum" in density.forms
-    is_product = by_product and plan.numel(plan.rows) > 1 and plan.numel(plan.columns) > 1
-    copied = [tensor for tensor in (call.loc, call.x) if by_product and tensor.dtype != call.arithmetic]
-    copies = size * sum(tensor.numel() for tensor in copied)
-    statistics = 3 * size * (results or 0)
-    if requires_grad(call.tensors):
-        saved, temporary = density.compiled_training(call, pairs, is_product, reduced=results is not None)
-        keeps_copies = is_product or call.loc.numel() != call.x.numel()
-        return Cost(output, saved + copies * keeps_copies + statistics, temporary, operations)
-    cast = size * pairs if output != size * pairs else 0
-    if results is not None:
-        values = size * pairs + 8 * scales
-        temporary = values + max(copies - output, statistics)
-    elif is_product:  # a matrix product in the order of the result is overwritten with it
-        temporary = max(size * pairs + max(copies, size * pairs * plan.is_permuted) + 8 * scales - output, cast)
-    elif by_product:
-        temporary = max(size * pairs + (16 + size // 8 * 8) * scales - output, cast)
-    else:
-        temporary = cast + size * scales // max(1, call.scale.shape[-1])
-    return Cost(output, 0, temporary, operations)
+def compiled_bytes(density: Density, program: inductor.Program, call: Any, *, reduced: bool = False) -> Bytes:
+    """What the compiled form of the densities of all pairs allocates, or that of their logsumexp."""
+    plan, scale = call.plan, call.scale
+    pairs = plan.numel(plan.order)
+    if "einsum" not in density.forms:
+        return inductor.distances(program, pairs=pairs, scale=scale, reduced=reduced)
+    return inductor.mapped_dot_products(
+        program,
+        call.loc,
+        call.x,
+        pairs=pairs,
+        scales=scale.numel(),
+        is_product=min(plan.numel(plan.rows), plan.numel(plan.columns)) > 1,
+        is_permuted=plan.is_permuted,
+        masked=density.tolerance(call.loc, call.x, call.dtype) < math.inf,
+        reduced=reduced,
+    )

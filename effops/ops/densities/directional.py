@@ -92,11 +92,3 @@ class Directional:
         if not dots.fit_one_block(plan, x, dtype):
             return None
         return dots.at_once(self.map_of(loc, x, dtype), plan, loc, scale, x, dtype)
-
-    def compiled_training(self, call: Any, pairs: int, is_product: bool, *, reduced: bool) -> tuple[int, int]:
-        size, scales = call.arithmetic.itemsize, call.scale.numel()
-        temporary = (16 if reduced else 8) * scales * is_product
-        if not self.singular:
-            return size * pairs + 12 * scales * (size == 4), temporary
-        # With the masks of one `where` or of both.
-        return (size + size // 4) * pairs + (17 + size % 8) * scales, temporary + size * pairs * reduced

@@ -38,7 +38,7 @@ from effops.dispatch.op import Cost, Op
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, promote
 from effops.ops.densities import triton
 from effops.ops.densities.call import plan_of, prepare
-from effops.ops.densities.density import Density, Form, compiled_cost, empty_gradients, preference, scores, tensor_dims
+from effops.ops.densities.density import Density, Form, compiled_bytes, empty_gradients, preference, scores, tensor_dims
 
 SLAB = 65536  # results whose statistics are held at once, unless backward needs those of all
 
@@ -166,7 +166,8 @@ class Mixture:
         )
         self.split = functools.partial(MixtureCall.split, density.scale_dims)
         self.best = self.composed(best_form(density.forms))
-        add_forms(self.op, density.forms, self.composed, self.settings, self.compiled_cost)
+        compiled = functools.partial(compiled_bytes, density, reduced=True)
+        add_forms(self.op, density.forms, self.composed, self.settings, compiled)
         self._add(add_custom_op, "chunked", self.forward, self.backward)
         requires = [functools.partial(_requires_layout, density)]
         self._add(add_kernels, "triton", self.triton_forward, self.triton_backward, requires=requires)
@@ -207,9 +208,6 @@ class Mixture:
 
     def settings(self, call: MixtureCall) -> tuple[Any, ...]:
         return call.dim, call.dtype, self.density.tolerance(call.loc, call.x, call.dtype)
-
-    def compiled_cost(self, call: MixtureCall) -> Cost:
-        return compiled_cost(self.density, call, math.prod(call.shape))
 
     def composite(self, call: MixtureCall) -> Tensor:
         """The statistics of differentiable PyTorch operations, by the form with the least memory."""

@@ -56,11 +56,6 @@ class Normal:
     def at_once(self, call: DensityCall) -> None:
         return None
 
-    def compiled_training(self, call: Any, pairs: int, is_product: bool, *, reduced: bool) -> tuple[int, int]:
-        size = call.arithmetic.itemsize
-        cast = size * pairs if not reduced and call.dtype != call.arithmetic else 0
-        return size * pairs * reduced, cast + size * call.scale.numel() // max(1, call.scale.shape[-1])
-
 
 density = Normal()
 op = LogProb(density).op
