@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Normal
 from torch.distributions.constraints import Constraint, nonnegative, positive
 from torch.distributions.kl import register_kl
-from torch.types import _size
 
 from effops.numerics.directions import random_directions
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
 from effops.numerics.special import bessel_ratio, digamma_ratio
 from effops.ops.densities import normal, power_spherical, von_mises_fisher
+from effops.pytorch import _size
 
 __all__ = ["HypersphericalUniform", "Mixture", "PowerSpherical", "VonMisesFisher", "unit_vector"]
 

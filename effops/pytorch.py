@@ -6,18 +6,24 @@ nothing, so that no call costs more.
 
 from __future__ import annotations
 
-from torch import _VF, Tensor
+from torch import _VF, Tensor, _fused_sdp_choice, _standard_gamma
 from torch._C import (  # type: ignore[attr-defined]
+    _are_functorch_transforms_active,
     _ConvBackend,
     _current_autograd_node,
+    _disabled_torch_function_impl,
     _DisableTorchDispatch,
     _get_dispatch_mode,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
     _select_conv_backend,
     _storage_Use_Count,
     _TorchDispatchModeKey,
 )
 from torch._C._autograd import DeviceType
+from torch._C._functorch import is_gradtrackingtensor, is_legacy_batchedtensor
 from torch._C._profiler import _ExperimentalConfig
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,9 +32,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     in_kernel_invocation_manager,
 )
+from torch.autograd import forward_ad  # its `_current_level` changes: read it from the module, when it is needed
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.types import _size
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -43,19 +51,30 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "TracingContext",
     "UnsupportedOperatorException",
     "_BatchNorm",
     "_ConvBackend",
     "_DisableTorchDispatch",
     "_ExperimentalConfig",
     "_TorchDispatchModeKey",
+    "_are_functorch_transforms_active",
     "_current_autograd_node",
     "_disable_current_modes",
+    "_disabled_torch_function_impl",
     "_engine_run_backward",
+    "_fused_sdp_choice",
     "_get_dispatch_mode",
+    "_get_tracing_state",
+    "_len_torch_dispatch_stack",
     "_select_conv_backend",
+    "_size",
+    "_standard_gamma",
     "_storage_Use_Count",
+    "forward_ad",
     "in_kernel_invocation_manager",
+    "is_gradtrackingtensor",
+    "is_legacy_batchedtensor",
     "tensor_use_count",
     "tree_leaves",
     "tree_map_only",

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from effops.blocks.plan import Plan, Shape, Slices
+from effops.pytorch import _get_dispatch_mode, _TorchDispatchModeKey
 
 BLOCK_BYTES = 512 * 1024  # half of the L2 cache that a core of common server CPUs has, or all of it
 T = TypeVar("T")
@@ -95,7 +95,7 @@ def whole(sizes: Shape) -> Slices:
 
 def is_rehearsal() -> bool:
     """Whether tensors are fake, so that a call computes nothing and only shows what it allocates."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
 def few(items: Iterable[T]) -> Iterable[T]:

@@ -1,5 +1,6 @@
 """Which variant of an op runs, and what an op is made of. This folder knows no op.
 
-It may import `prediction` and `numerics`. Start with `op.py` (what an op and a variant are), then `call.py` (what
-happens when an op is called) and `custom_op.py` (how a forward and a backward function become an operator of PyTorch).
+It may import `prediction`, `numerics` and `pytorch`. Start with `op.py` (what an op and a variant are), then
+`call.py` (what happens when an op is called) and `custom_op.py` (how a forward and a backward function become an
+operator of PyTorch).
 """

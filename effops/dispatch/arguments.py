@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _disabled_torch_function_impl
 from torch.nn import Parameter
 
 from effops.numerics.precision import FLOATS
+from effops.pytorch import _disabled_torch_function_impl
 
 # By name, as their modules take long to import. The last one is sharded; the others are taken for plain tensors.
 _KNOWN_SUBCLASSES = frozenset(

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -25,6 +23,17 @@ from effops.dispatch.requirements import kernels_error, on_cuda, requires_triton
 from effops.numerics.precision import without_autocast
 from effops.prediction.allocations import predict_bytes
 from effops.prediction.inside import register_body
+from effops.pytorch import (
+    FakeTensor,
+    _are_functorch_transforms_active,
+    _get_dispatch_mode,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _TorchDispatchModeKey,
+    forward_ad,
+    is_gradtrackingtensor,
+    is_legacy_batchedtensor,
+)
 
 Gradients = Sequence[Tensor | None]
 
@@ -125,7 +134,7 @@ class CustomOp:
             result = self.composite(call)
         elif is_compiling() and self.native:
             result = self.forward(call)
-        elif torch._C._are_functorch_transforms_active():
+        elif _are_functorch_transforms_active():
             result = _Transformable.apply(*call.arguments, self.name)
         else:
             result = self.operator(*call.arguments)
@@ -146,12 +155,12 @@ class CustomOp:
         """Gradients of the tensors among `arguments`, what is saved for backward. They can be differentiated again."""
         tensors = (dout, *arguments[: self.saved])
         # `is_grads_batched` gives a batched gradient of a kind for which operators have no rule.
-        if _needs_composite() or torch._C._functorch.is_legacy_batchedtensor(dout):
+        if _needs_composite() or is_legacy_batchedtensor(dout):
             found = iter(self.composite_gradients(dout, arguments, wanted))
         elif self.runs_at_once(tensors) and not requires_grad(tensors):
             with without_autocast(dout.device):
                 return self.compute_gradients(dout, arguments, wanted)
-        elif torch._C._are_functorch_transforms_active():
+        elif _are_functorch_transforms_active():
             found = iter(_TransformableGradients.apply(dout, *arguments, list(wanted), self.name))
         else:
             found = iter(self.backward_operator(dout, *arguments, list(wanted)))
@@ -284,7 +293,7 @@ class _Native(torch.autograd.Function):
         custom = CUSTOM_OPS[ctx.name]
         graph, ctx.graph = ctx.graph, None
         again = graph is None or requires_grad((dout, *ctx.saved_tensors)) or not custom.runs_at_once((dout,))
-        if again or torch._C._functorch.is_legacy_batchedtensor(dout):
+        if again or is_legacy_batchedtensor(dout):
             return *custom.pull_back(ctx, dout), None
         result, leaves = graph
         with without_autocast(dout.device):
@@ -343,10 +352,10 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether a call is on tensors in memory, and neither traced nor transformed nor seen by a mode."""
     return (
         _is_eager()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and _len_torch_dispatch_stack() == 0
         and _PLAIN_TYPES.issuperset(map(type, tensors))
         and not any(map(_is_meta, tensors))
-        and not any(map(torch._C._functorch.is_gradtrackingtensor, tensors))  # they outlived their transform
+        and not any(map(is_gradtrackingtensor, tensors))  # they outlived their transform
     )
 
 
@@ -355,7 +364,7 @@ def _is_fake(tensors: Sequence[Tensor]) -> bool:
     return (
         _is_eager()
         and any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+        and _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is None
     )
 
 
@@ -363,8 +372,8 @@ def _is_eager() -> bool:
     return (
         not is_compiling()
         and forward_ad._current_level < 0
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_tracing_state() is None
+        and not _are_functorch_transforms_active()
+        and _get_tracing_state() is None
     )
 
 
@@ -376,7 +385,7 @@ def _needs_composite() -> bool:
     """Whether the call is differentiated where an operator cannot be: in forward mode, or by a compiled transform."""
     if forward_ad._current_level >= 0:
         return True
-    return is_compiling() and torch._C._are_functorch_transforms_active()
+    return is_compiling() and _are_functorch_transforms_active()
 
 
 def _schema(parameters: Mapping[str, Any]) -> str:

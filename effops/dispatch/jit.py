@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.compiler import is_compiling
+
+from effops.pytorch import TracingContext
 
 
 def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

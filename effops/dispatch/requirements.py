@@ -8,12 +8,11 @@ import os
 import shutil
 import sys
 
-import torch
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from effops.dispatch.op import Call
 from effops.numerics.precision import CPU
+from effops.pytorch import _are_functorch_transforms_active, forward_ad
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests
 
@@ -41,7 +40,7 @@ def requires_inductor(call: Call) -> str:
         return f"needs triton for TorchInductor, which cannot be imported: {_import_error('triton')}"
     if forward_ad._current_level >= 0:
         return "cannot be differentiated in forward mode, since TorchInductor cannot"
-    if torch._C._are_functorch_transforms_active():
+    if _are_functorch_transforms_active():
         return "cannot be transformed by torch.func from outside; compile the transformed function instead"
     return ""
 

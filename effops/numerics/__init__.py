@@ -1,1 +1,1 @@
-"""Dtypes, rounding and special functions. It imports nothing of effops. Start with `precision.py`."""
+"""Dtypes, rounding and special functions. It imports nothing of effops but `pytorch`. Start with `precision.py`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from effops.pytorch import FakeTensor
 
 
 def observed(number: Tensor, ordinary: float) -> float:

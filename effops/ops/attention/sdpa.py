@@ -17,6 +17,7 @@ from effops.dispatch.op import Cost
 from effops.ops.attention.call import AttentionCall, Kind
 from effops.ops.attention.variants import in_blocks_backward
 from effops.prediction.inside import packing_attention
+from effops.pytorch import _fused_sdp_choice
 
 
 class _FourAxes:
@@ -153,7 +154,7 @@ def is_fused(kind: Kind, call: AttentionCall) -> bool:
     """Whether `F.scaled_dot_product_attention` holds nothing of the size of queries times keys for this call."""
     if call.device.type == "cuda" and is_plain(call.tensors):
         operands = _FourAxes(call)
-        choice: int = torch._fused_sdp_choice(
+        choice: int = _fused_sdp_choice(
             operands.query,
             operands.key,
             operands.value,

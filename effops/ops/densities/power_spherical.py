@@ -23,6 +23,7 @@ from effops.numerics.values import observed
 from effops.ops.densities.density import LogProb
 from effops.ops.densities.directional import Directional
 from effops.ops.densities.mixture import Mixture
+from effops.pytorch import _standard_gamma
 
 HALF = {dtype: torch.tensor(0.5, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
@@ -89,8 +90,8 @@ def draw(loc: Tensor, scale: Tensor, generator: torch.Generator | None = None) -
     """
     b = 0.5 * (loc.shape[-1] - 1)
     a = scale + b
-    toward = torch._standard_gamma(a, generator=generator).where(a > 0, math.nan)  # else it makes something up
-    away = torch._standard_gamma(torch.full_like(scale, b), generator=generator)
+    toward = _standard_gamma(a, generator=generator).where(a > 0, math.nan)  # else it makes something up
+    away = _standard_gamma(torch.full_like(scale, b), generator=generator)
     return about(loc, away / toward, generator)
 
 

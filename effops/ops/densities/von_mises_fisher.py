@@ -20,6 +20,7 @@ from effops.numerics.special import bessel_ratio, log_vmf_normaliser
 from effops.ops.densities.density import LogProb
 from effops.ops.densities.directional import Directional
 from effops.ops.densities.mixture import Mixture
+from effops.pytorch import _standard_gamma
 
 
 def _phi(dot: Tensor, tolerance: float) -> Tensor:
@@ -105,7 +106,7 @@ def draw(loc: Tensor, concentration: Tensor, generator: torch.Generator | None =
     ratio, missing = torch.empty_like(c), torch.ones_like(c, dtype=torch.bool)
     while missing.any():
         c_missing = c[missing]
-        up, down = (torch._standard_gamma(torch.full_like(c_missing, 0.5 * d), generator=generator) for _ in range(2))
+        up, down = (_standard_gamma(torch.full_like(c_missing, 0.5 * d), generator=generator) for _ in range(2))
         v = (1 - c_missing) * (down - up) / (2 * (down + c_missing * up))
         rejected = d * (v + torch.log1p(-v)) < torch.empty_like(v).uniform_(generator=generator).log()
         ratio[missing] = c_missing * up / down
