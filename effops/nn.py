@@ -1,4 +1,4 @@
-"""Layers of `torch.nn` whose attention is one of effops'."""
+"""Layers of `torch.nn` that compute their attention by effops."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ KINDS = ("fused", "naive", "additive", "log_sparse")
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with the attention of its heads to choose.
+    """`torch.nn.MultiheadAttention` with a choice of the attention that its heads compute.
 
     Parameters, their names and their initialisation are those of PyTorch's layer, so that either loads the other's
-    state; `attention="additive"` has one more, `additive_weight (num_heads, 1, 1, head_dim)`.
+    state. `attention="additive"` has one more parameter, `additive_weight (num_heads, 1, 1, head_dim)`.
 
     Args:
         embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: as PyTorch's
         add_bias_kv, add_zero_attn: must be False
-        attention: of the heads
+        attention: the attention that each head computes
 
             fused       `effops.attention`, which never holds queries times keys by default
-            naive       the same by its plain form, which does
+            naive       the same function by its plain form, which holds queries times keys
             additive    `effops.additive_attention` of the projected queries and keys; without dropout
             log_sparse  `effops.log_sparse_attention`, which is causal; without dropout and masks
-        local, restart: of `log_sparse_attention`
+        local, restart: the arguments of that name of `log_sparse_attention`
 
-    `forward` takes and returns what PyTorch's does, boolean masks of True where a pair must *not* take part. With
-    `is_causal` it needs no attn_mask; beside one it is a hint, as in PyTorch. `need_weights` holds queries times keys,
-    and is for fused and naive attention; the weights are those before dropout.
+    `forward` takes and returns what PyTorch's does: a boolean mask is True where a pair must *not* take part. With
+    `is_causal` it needs no attn_mask. Where an attn_mask is given too, `is_causal` is a hint, as in PyTorch.
+    `need_weights` holds queries times keys. It is for fused and naive attention, and gives the weights before dropout.
 
     Example:
         >>> layer = effops.nn.MultiheadAttention(64, 8, batch_first=True)
@@ -86,7 +86,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         )
         self.attention, self.local, self.restart = attention, local, restart
         self.has_one_projection = self._qkv_same_embed_dim
-        # `torch.nn.TransformerEncoderLayer` would otherwise compute scaled dot products itself in inference.
+        # If this were True, `torch.nn.TransformerEncoderLayer` would compute scaled dot products itself in inference.
         self._qkv_same_embed_dim = False
         if attention == "additive":
             weight = torch.empty(num_heads, 1, 1, self.head_dim, device=device, dtype=dtype)
@@ -107,7 +107,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The result, and the weights of all pairs if they are needed."""
+        """Returns the result, and the weights of all pairs if they are needed."""
         batched = query.ndim == 3
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -115,7 +115,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         query, key, value = (self._heads(tensor) for tensor in self._projected(query, key, value))
-        causal = is_causal and attn_mask is None  # which beside a mask is a hint that it is one
+        causal = is_causal and attn_mask is None  # with a mask, `is_causal` only hints that the mask is causal
         if causal and key_padding_mask is not None:
             pairs = query.shape[-2], key.shape[-2]
             attn_mask, causal = torch.ones(pairs, dtype=torch.bool, device=query.device).triu(1), False
@@ -163,11 +163,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return tuple(linear(*operands) for operands in zip((query, key, value), weights, biases))
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """(batch, heads, length, head_dim)"""
+        """The projected tensor as (batch, heads, length, head_dim)."""
         return projected.view(*projected.shape[:-1], self.num_heads, self.head_dim).transpose(-3, -2)
 
     def _mask(self, padding: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | None:
-        """Both masks as one that `effops.attention` takes, booleans True where a pair takes part."""
+        """Both masks as one that `effops.attention` takes. A boolean mask is True where a pair takes part."""
         if mask is not None and mask.ndim == 3:
             mask = mask.view(-1, self.num_heads, *mask.shape[1:])
         masks = [one for one in (mask, None if padding is None else padding[:, None, None, :]) if one is not None]

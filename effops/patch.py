@@ -1,4 +1,4 @@
-"""The log density of an installed package, replaced by an op."""
+"""Replace the log density of an installed package by an op."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effops.ops.densities.power_spherical import power_spherical_log_prob
 
-_originals: dict[type, Callable[..., Tensor]] = {}  # of the classes that are patched
+_originals: dict[type, Callable[..., Tensor]] = {}  # the own `log_prob` of each patched class
 
 
 def _log_prob(self: Any, value: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def _log_prob(self: Any, value: Tensor) -> Tensor:
 
 
 class Patch:
-    """A class whose `log_prob` was replaced; leaving a `with` block undoes what the call that began it did."""
+    """A class whose `log_prob` is replaced. The end of a `with` block undoes what its own call did, and no more."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -29,7 +29,7 @@ class Patch:
             target.log_prob = _log_prob
 
     def undo(self) -> None:
-        """Give the class its own `log_prob` back, whichever call replaced it; nothing to do where that was done."""
+        """Give the class its own `log_prob` back, whichever call replaced it. A second `undo` does nothing."""
         original = _originals.pop(self._target, None)
         if original is not None:
             self._target.log_prob = original
@@ -47,8 +47,9 @@ class Patch:
 def patch_power_spherical() -> Patch:
     """Replace `log_prob` of the installed package's `power_spherical.PowerSpherical` by the op, for every instance.
 
-    It is in effect from the call on, until `undo()` or the end of a `with` block. A second call changes nothing; a
-    `with` block that finds the class patched leaves it so. Like the package, the op does not validate values.
+    The patch is in effect from the call on, until `undo()` or the end of a `with` block. A second call changes nothing.
+    A `with` block that finds the class already patched leaves it patched. Like the package, the op does not validate
+    values.
 
     Raises:
         ImportError: the package is not installed

@@ -1,19 +1,19 @@
-"""Additive scores of every broadcast pair, block by block on a CPU: values, and products with their derivatives.
+"""Additive scores of every broadcast pair, block by block on a CPU, and the gradients of their operands.
 
     score = sum_d weight_d tanh(q_d + k_d) = sum_d weight_d - 2 sum_d weight_d r_d,    r = 1 / (1 + e^(2q) e^(2k))
 
     dquery = sum_columns G weight S,    dkey = sum_rows G weight S,    S = 1 - tanh^2 = 4 r (1 - r)
     dweight = sum G - 2 sum G r
 
-with G the derivatives by the scores. The exponentials of the rows and columns of a block are taken once; a pair then
-costs a product, a sum and a quotient for each coordinate. Products may overflow or vanish, as r = 0 and 1 are right
-then; the factors may not. A block with values for which they would, or that are not finite, takes
-r = sigmoid(-2 (q + k)), and so does one of a single row or column.
+where G is the gradient of the scores. The exponentials of the rows and columns of a block are taken once. A pair then
+costs a product, a sum and a quotient for each coordinate. Products may overflow or vanish, since r = 0 and r = 1 are
+right then. The factors may not. A block with values that are not finite, or for which a factor would overflow or
+vanish, takes r = sigmoid(-2 (q + k)). So does a block of a single row or column.
 
 Gradients whose sums overflow are NaN where those of the plain form are infinite.
 
-**Error.** With u the unit roundoff, r is off by about 3 u and a tanh by 6 u, absolute, so that small ones lose digits,
-and no sum can tell more than u sum |weight|.
+**Error.** With u the unit roundoff, r has an absolute error of about 3 u, and a tanh one of 6 u. So a small tanh loses
+digits, and a score has an error of at least u sum |weight|.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.tiling import Block, cut, depths, fit, part, pieces, sizes, tiles, whole
 from effops.numerics.values import observed
 
-PAIR_BYTES = 128 * 1024  # of the pairs of a block: 64 x 512 in float32, for callers that reduce it
-PIECE_BYTES = 3 * 2**20  # of what is computed at once: more than a cache of level 2, as less is not worth its calls
+PAIR_BYTES = 128 * 1024  # size of the scores of a block: 64 x 512 in float32, for callers that reduce them
+PIECE_BYTES = 3 * 2**20  # size of a computation: more than an L2 cache, since a smaller one is not worth its calls
 
 
 class _Weights(NamedTuple):
-    """Of some pairs and coordinates: the weights, their sum, and whether no sum of some of them overflows.
+    """The weights of some pairs and coordinates, their sum, and whether no partial sum of them overflows.
 
-    If pairs share them they have a single axis.
+    Weights that all pairs share have a single axis.
     """
 
     values: Tensor
@@ -48,8 +48,8 @@ class _Weights(NamedTuple):
 class AdditiveScores:
     """The scores of one call, as `Scores`: of query (rows), key (columns) and weight.
 
-    They have the same last dimension. `wanted` says of which of them gradients are wanted, `held` how many values the
-    caller keeps for each row of a block.
+    The three have the same last dimension. `wanted` tells which of their gradients are wanted. `values_per_row` is how
+    many values the caller keeps for each row of a block.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AdditiveScores:
         arithmetic: torch.dtype,
         *,
         wanted: Sequence[bool] = (False, False, False),
-        held: int = 1,
+        values_per_row: int = 1,
     ) -> None:
         self.plan = plan
         self.arithmetic = arithmetic
@@ -73,15 +73,15 @@ class AdditiveScores:
         )
         self.dimension = query.shape[-1]
         dimension, itemsize = max(1, self.dimension), arithmetic.itemsize
-        self.extents = cut(plan, dimension, itemsize, copies=1, held=held, pair_bytes=PAIR_BYTES)
-        self.reused = min(math.prod(self.extents.rows), math.prod(self.extents.columns)) > 1  # exponentials are
-        self.limit = -math.log(torch.finfo(arithmetic).smallest_normal) / 2 - 0.1  # beyond, e^(2 q) loses digits
-        self.largest = torch.finfo(arithmetic).max / 8  # of sum |weight|, so that no partial sum overflows
+        self.extents = cut(plan, dimension, itemsize, copies=1, values_per_row=values_per_row, pair_bytes=PAIR_BYTES)
+        self.keeps_exponentials = min(math.prod(self.extents.rows), math.prod(self.extents.columns)) > 1
+        self.limit = -math.log(torch.finfo(arithmetic).smallest_normal) / 2 - 0.1  # above, e^(2q) loses digits
+        self.largest = torch.finfo(arithmetic).max / 8  # up to this sum |weight| no partial sum overflows
         all_axes = range(len(plan.order))
         self.weight_of_pairs = self.weight.varies(all_axes[len(plan.batch) :])
         self.weight_varies = self.weight.varies(all_axes)
         values = PIECE_BYTES // arithmetic.itemsize
-        if any(wanted) or self.weight_varies:  # there is a second buffer, or a piece of it may be converted
+        if any(wanted) or self.weight_varies:  # a second buffer is needed, for the terms or for converted weights
             values //= 2
         self.piece = fit(self.extents.pairs, values // self.extents.depth)
         pairs = math.prod(self.piece)
@@ -111,7 +111,7 @@ class AdditiveScores:
                     yield Block(batch, rows, columns)
 
     def evaluate(self, block: Block, out: Tensor | None) -> None:
-        """Write the scores of a block to `out`, of its shape and the dtype of the arithmetic; nothing without `out`."""
+        """Write the scores of a block to `out`, in its shape and the dtype of the arithmetic, unless `out` is None."""
         if out is None:
             return
         out.zero_()
@@ -123,7 +123,7 @@ class AdditiveScores:
                 out[inside].add_(self._weigh(ratios, shared or self._weights(pairs, depth)))
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
-        """Add to the gradients what the derivatives `weight` by the scores of a block contribute."""
+        """Add the contribution of a block to the gradients. `weight` is the gradient of its scores."""
         if self.terms is None:
             return
         for depth in self._depths():
@@ -145,7 +145,7 @@ class AdditiveScores:
                 self.key.add(pairs, depth, terms)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of query, key and weight, in their shapes and dtypes, once every block has been pulled back."""
+        """The gradients of query, key and weight, in their shapes and dtypes, after `pull_back` of every block."""
         for operand in (self.query, self.key):
             if operand.total is not None:
                 operand.total *= 4
@@ -157,15 +157,15 @@ class AdditiveScores:
         return depths(self.dimension, self.extents.depth) if self.dimension else ()
 
     def _factors(self, block: Block, depth: slice) -> tuple[bool, Tensor, Tensor]:
-        """Whether r is to be had from products, and e^(2q) and e^(2k) if so, else q and k."""
+        """Whether r comes from products of exponentials; then e^(2q) and e^(2k) if so, else q and k."""
         parts = (operand.part(block.pairs, depth) for operand in (self.query, self.key))
         query, key = (
             buffer[: values.numel()].view(values.shape).copy_(values)
-            if self.reused or values.dtype != self.arithmetic
+            if self.keeps_exponentials or values.dtype != self.arithmetic
             else values
             for buffer, values in zip(self.factors, parts)
         )
-        if not self.reused:
+        if not self.keeps_exponentials:
             return False, query, key
         extremes = [extreme for operand in (query, key) for extreme in operand.aminmax()]
         as_product = all(abs(observed(extreme, ordinary=0.0)) <= self.limit for extreme in extremes)
@@ -175,7 +175,7 @@ class AdditiveScores:
         return as_product, query, key
 
     def _ratios(self, factors: tuple[bool, Tensor, Tensor], inside: Slices, depth: slice) -> Tensor:
-        """r of every pair and coordinate of a piece."""
+        """The r of every pair and coordinate of a piece."""
         as_product, query, key = factors
         out = self._room(self.ratios, (*sizes(inside), depth.stop - depth.start))
         query, key = part(query, inside), part(key, inside)
@@ -188,15 +188,15 @@ class AdditiveScores:
     def _weights(self, pairs: Slices, depth: slice) -> _Weights:
         values = self.weight.part(pairs, depth).to(self.arithmetic)
         if values.numel() == values.shape[-1]:
-            values = values.reshape(-1).contiguous()  # with strides the terms are added one after the other
+            values = values.reshape(-1).contiguous()  # a product with strided weights sums its terms sequentially
         is_summable = observed(torch.linalg.vector_norm(values, 1), ordinary=0.0) <= self.largest
         return _Weights(values, values.sum(-1), is_summable)
 
     def _weigh(self, ratios: Tensor, weights: _Weights) -> Tensor:
-        """sum_d weight (1 - 2 r) of a piece, which is overwritten."""
+        """The sums over d of weight (1 - 2 r), for the pairs of a piece. They may overwrite `ratios`."""
         values, total, is_summable = weights
         sums = self._room(self.sums, ratios.shape[:-1])
-        if not is_summable:  # a sum of infinite weights is not one of their terms
+        if not is_summable:  # the sum of the weights may be infinite where that of the terms is not
             return torch.sum(ratios.mul_(-2).add_(1).mul_(values), -1, out=sums)
         if values.ndim > 1:
             return torch.sum(ratios.mul_(values), -1, out=sums).mul_(-2).add_(total)
@@ -204,7 +204,7 @@ class AdditiveScores:
         return sums
 
     def _room(self, buffer: Tensor, shape: Shape) -> Tensor:
-        """The start of a buffer, in a shape."""
+        """A view of the start of a buffer, in the given shape."""
         at = id(buffer), shape
         if at not in self.rooms:
             self.rooms[at] = buffer[: math.prod(shape)].view(shape)

@@ -1,4 +1,4 @@
-"""Normal log densities of every broadcast pair, block by block on a CPU: values, and products with their derivatives.
+"""Normal log densities of every broadcast pair, block by block on a CPU, and the gradients of their operands.
 
     score = -1/2 sum_d ((x - loc) / s)^2 - sum_d log s - D/2 log 2 pi
 
@@ -11,25 +11,25 @@ Nothing cancels, whatever the values, but every pair costs D operations that str
     loc, scale:  [-1/2 s^-2, s^-2 loc, constant]        dloc   = (G^T @ [x] - loc (G^T @ [1])) / s^2
                                                         dscale = G^T @ [(x - loc)^2] / s^3 - (G^T @ [1]) / s
 
-with G the derivatives by the scores and (x - loc)^2 expanded likewise; x and loc change places where the scale varies
-along rows, and sum_d x^2 stands for x^2 where the scale has one value for all coordinates. The factors are float64, for
-results of float32, of values less a common centre: that of a few of the block's columns, by the median.
+where G is the gradient of the scores and (x - loc)^2 is expanded likewise. x and loc change places where the scale
+varies along rows. sum_d x^2 stands for x^2 where the scale has one value for all coordinates. Results are float32, and
+the factors float64. The factors hold values less a common centre: the median of a few of the block's columns.
 
 **Error.** With u = 2^-53 and c = `contraction_error`, a score of the product form is off by at most
 
     E = c u sum_d (x^2 + loc^2) / s^2
 
-and the constant k = -sum_d log s - D/2 log 2 pi of its column shows where that matters: score = k - q/2 with q >= 0, so
-that |k| >= 2 E / t means E <= t max(|score|, q/2), with t = `TOLERANCE`, without a look at the pairs. Where it does not
-hold, pairs with q/2 < E / t are near-duplicates, and are computed directly: alone, or with their block if they are
+The constant k = -sum_d log s - D/2 log 2 pi of its column shows where that matters, without a look at the pairs. Since
+score = k - q/2 with q >= 0, |k| >= 2 E / t means E <= t max(|score|, q/2), with t = `TOLERANCE`. Where this does not
+hold, pairs with q/2 < E / t are near-duplicates. They are computed directly: alone, or with their block if they are
 many. A float32 result holds no more than 2^-24 of |score|, so that is as right as q itself where q can be seen.
-Gradients of loc and x are off by c u sum |G x| / s^2, which is what moving x by 2^-29 c of itself does: float32 values
+Gradients of loc and x are off by c u sum |G x| / s^2, which is what moving x by 2^-29 c of itself does. Float32 values
 that differ do so by 2^-24 at least, so the sum of |G (x - loc)| / s^2 over pairs that differ outweighs it by 2^29 / c.
-That holds of values less a centre where they are not larger for it: a coordinate of which columns are has none, and
-where rows are, the block adds to the gradients by the direct form.
-The gradient of a scale can lose its (x - loc)^2, but has the terms |G| / s too, against which it is held to
-`TOLERANCE`: else the block adds to the gradients by the direct form. Values that are not finite fail both tests, and
-rows and columns of a product do not mix, so that no row spoils another.
+This also holds for values less a centre, unless subtraction makes them larger. A coordinate where it would make columns
+larger has no centre. Where it makes rows larger, the block adds to the gradients by the direct form.
+The gradient of a scale can lose its (x - loc)^2, but has the terms |G| / s too. If its error is within `TOLERANCE` of
+these, the product form stands; else the block adds to the gradients by the direct form. Values that are not finite fail
+both tests. Rows and columns of a product do not mix, so that no row spoils another.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, depths, fit, 
 from effops.numerics.precision import contraction_error, unit_roundoff
 from effops.numerics.values import observed
 
-TOLERANCE = 2.0**-22  # relative, of a squared distance: what the direct form in float32 leaves
-PRODUCT_BYTES = 3 * 2**19  # of pairs in a block of the product form: many, as a block costs two dozen calls
-PRODUCT_WIDTH = 1024  # its columns, for a fast matrix product
+TOLERANCE = 2.0**-22  # relative error of a squared distance by the direct form in float32
+PRODUCT_BYTES = 3 * 2**19  # size of the scores of a block of the product form: large, as a block costs two dozen calls
+PRODUCT_WIDTH = 1024  # columns of such a block, for a fast matrix product
 NARROW = 8  # with fewer rows or columns the factors cost more than their product saves
-DENSE = 16  # where one pair in so many is a near-duplicate, the whole block is computed directly
+PAIRS_PER_DUPLICATE = 16  # a block with a near-duplicate for every so many pairs is computed directly
 SAMPLE = 8  # columns whose median is the centre of a block
 HALF_LOG_2PI = math.log(2 * math.pi) / 2
 
 
 class Distances:
-    """Scores of normal densities, and the gradients of loc, scale and x, in that order, that `wanted` asks for."""
+    """The scores of normal densities, and the gradients of loc, scale and x, in that order, that are `wanted`."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Distances:
         self.product = _Product(plan, self.extents, self.direct, by_rows) if as_product else None
 
     def walk(self) -> Iterator[Block]:
-        """Every block once; what is prepared for its columns serves all rows."""
+        """Every block once. Blocks of the same columns follow one another, and share what is prepared for these."""
         batches, rows, columns = (
             whole(self.plan.sizes(axes)) for axes in (self.plan.batch, self.plan.rows, self.plan.columns)
         )
@@ -114,12 +114,12 @@ class Distances:
                     self.product.columns.finish()
 
     def evaluate(self, block: Block, out: Tensor | None) -> None:
-        """Write the scores of a block to `out`, of its shape and the dtype of the arithmetic; nothing without `out`."""
+        """Write the scores of a block to `out`, in its shape and the dtype of the arithmetic, unless `out` is None."""
         if out is not None and (self.product is None or not self.product.evaluate(block, out)):
             self.direct.evaluate(block, out)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
-        """Add to the gradients what the derivatives `weight` by the scores of a block contribute."""
+        """Add the contribution of a block to the gradients. `weight` is the gradient of its scores."""
         if self.product is not None:
             self.product.pull_back(block, weight)
         else:
@@ -127,7 +127,7 @@ class Distances:
                 self.direct.pull_back(block, depth, weight)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of loc, scale and x, in their shapes and dtypes, once every block has been pulled back."""
+        """The gradients of loc, scale and x, in their shapes and dtypes, after `pull_back` of every block."""
         return self.loc.gradient(), self.scale.gradient(), self.x.gradient()
 
 
@@ -146,7 +146,7 @@ class _Direct:
         columns = fit(extents.columns, pairs // math.prod(rows))
         rows = fit(extents.rows, pairs // math.prod(columns))
         self.extents = fit(extents.batch, pairs // math.prod(rows + columns)) + rows + columns
-        # One logarithm of a scale serves all pairs of a block that share it.
+        # The logarithm of a scale is taken once for all pairs of a block that share the scale.
         varying = [size != 1 for size in scale.view.shape[:-1]]
         scales = max(1, BLOCK_BYTES // torch.float64.itemsize // max(1, scale.view.shape[-1]))
         pieces = iter(fit(tuple(itertools.compress(extents.pairs, varying)), scales))
@@ -154,7 +154,7 @@ class _Direct:
 
     @functools.cached_property
     def buffers(self) -> Tensor:
-        """For the pairs of a piece: two, if there are gradients."""
+        """A buffer for the pairs of a piece, and a second one if there are gradients."""
         return self.x.view.new_empty((1 + self.x.differentiated, self.piece), dtype=self.arithmetic)
 
     def depths(self) -> Iterator[slice]:
@@ -169,7 +169,7 @@ class _Direct:
                 out[inside].sub_(self.standardised(pairs, depth).square_().sum(-1), alpha=0.5)
 
     def evaluate_pairs(self, block: Block, which: tuple[Tensor, ...], out: Tensor) -> None:
-        """Write the scores of single pairs of a block, given by their indices in it, computed in float64."""
+        """Write the scores of single pairs of a block, given by their indices in it. Compute them in float64."""
         step = max(1, self.piece // 8 // self.dimension)
         for some in zip(*(index.split(step) for index in which)):
             loc, scale, x = (operand.of_pairs(block.pairs, some) for operand in (self.loc, self.scale, self.x))
@@ -177,22 +177,22 @@ class _Direct:
             out[some] = constant.sub_(x.sub_(loc).div_(scale).square_().sum(-1), alpha=0.5).to(out.dtype)
 
     def pull_back(self, block: Block, depth: slice, weight: Tensor) -> None:
-        """Add to the gradients, for the coordinates in `depth`."""
+        """Add the contribution of a block to the gradients, for the coordinates in `depth`."""
         for pairs, inside in pieces(block, self.extents):
             z = self.standardised(pairs, depth)
             scale = self.scale.part(pairs, depth).to(self.arithmetic)
             g = weight[inside].unsqueeze(-1)
-            nothing = g == 0  # comes of it, not even of 0 inf
+            no_pull = g == 0  # so that 0 * inf adds nothing
             if self.loc.total is not None or self.x.total is not None:
                 pull = torch.div(z, scale, out=self.buffers[1, : z.numel()].view(z.shape)).mul_(g)
-                pull.masked_fill_(nothing, 0)
+                pull.masked_fill_(no_pull, 0)
                 self.loc.add(pairs, depth, pull)
                 self.x.add(pairs, depth, pull, sign=-1)
             if self.scale.total is not None:
-                self.scale.add(pairs, depth, z.square_().sub_(1).div_(scale).mul_(g).masked_fill_(nothing, 0))
+                self.scale.add(pairs, depth, z.square_().sub_(1).div_(scale).mul_(g).masked_fill_(no_pull, 0))
 
     def standardised(self, pairs: Slices, depth: slice) -> Tensor:
-        """(x - loc) / s of every pair of a piece."""
+        """The quotient (x - loc) / s of every pair of a piece."""
         loc, scale, x = (operand.part(pairs, depth).to(self.arithmetic) for operand in (self.loc, self.scale, self.x))
         shape = (*sizes(pairs), x.shape[-1])
         z = self.buffers[0, : math.prod(shape)].view(shape)
@@ -200,7 +200,7 @@ class _Direct:
 
 
 class _Product:
-    """The product form: two factors, those of a block's rows and of its columns."""
+    """The product form: the product of a factor of a block's rows and one of its columns."""
 
     def __init__(self, plan: Plan, extents: Extents, direct: _Direct, by_rows: bool) -> None:
         self.direct = direct
@@ -222,7 +222,7 @@ class _Product:
         self.at: tuple[Block, slice] | None = None
 
     def load(self, block: Block, depth: slice) -> None:
-        """Make the factors for the coordinates in `depth`, unless they are at hand."""
+        """Make the factors for the coordinates in `depth`, unless they are the ones made last."""
         if self.at is None or (block.batch, block.columns, depth) != (self.at[0].batch, self.at[0].columns, self.at[1]):
             self.columns.load(block, depth, None)
             self.at = None
@@ -231,7 +231,7 @@ class _Product:
         self.at = block, depth
 
     def evaluate(self, block: Block, out: Tensor) -> bool:
-        """Write the scores, or return False where too many are not certain."""
+        """Write the scores of a block and return True, or return False if too many of them are not certain."""
         matrices, constant, squares = self.multiply(block)
         rate = _roundoff(self.dimension) / TOLERANCE
         certain = constant.abs() >= squares.mul_(2 * rate)
@@ -239,7 +239,7 @@ class _Product:
         if not observed(certain.all(), ordinary=True):
             least = torch.where(certain, math.inf, constant.sub(squares, alpha=0.5))
             doubtful = (matrices <= least.unsqueeze(2 if self.by_rows else 1)).logical_not_()
-            if observed(doubtful.count_nonzero(), ordinary=0) * DENSE > doubtful.numel():
+            if observed(doubtful.count_nonzero(), ordinary=0) * PAIRS_PER_DUPLICATE > doubtful.numel():
                 return False
             near = doubtful.view(out.shape).nonzero(as_tuple=True)
         out.copy_(matrices.view(out.shape))
@@ -248,7 +248,7 @@ class _Product:
         return True
 
     def multiply(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """The scores as matrices, and of each column (or row) its constant and the squares that bound the error."""
+        """The scores as matrices; for each column (or row) its constant, and the squares that bound the error."""
         shape = sizes(block.pairs)
         matrices = merge(self.pairs[: math.prod(shape)].view(shape), len(block.batch), len(block.rows))
         for depth in depths(self.dimension, self.depth):
@@ -263,13 +263,13 @@ class _Product:
         return matrices, constant, squares
 
     def pull_back(self, block: Block, weight: Tensor) -> None:
-        """Add to the gradients."""
+        """Add the contribution of a block to the gradients."""
         weights = self.pairs[: weight.numel()].view(weight.shape).copy_(weight)
         matrices = merge(weights, len(block.batch), len(block.rows))
         for depth in depths(self.dimension, self.depth):
             self.load(block, depth)
             doubtful = self.direct.scale.total is not None and not self.squares_are_certain()
-            if doubtful or observed(self.rows.strays.any(), ordinary=False):
+            if doubtful or observed(self.rows.loses_digits.any(), ordinary=False):
                 self.direct.pull_back(block, depth, weight)
                 continue
             self.rows.accumulate(matrices, self.columns.features)
@@ -289,8 +289,8 @@ class _Product:
 class _Factor(ABC):
     """One of the two factors of blocks: features of x or loc, in float64, for every row or column.
 
-    With its axes merged it is (batch, rows or columns, features): first as many squares as the scale has values, then
-    a value for each coordinate, then one.
+    With merged axes its shape is (batch, rows or columns, features). The features are as many squares as the scale has
+    values, then a value for each coordinate, then one last feature.
     """
 
     def __init__(self, operand: PairOperand, scale: PairOperand, others: range, extents: Extents) -> None:
@@ -302,16 +302,16 @@ class _Factor(ABC):
         self.buffer = operand.view.new_empty(numel, dtype=torch.float64)
         self.sums_buffer = torch.empty_like(self.buffer) if self.is_wanted() else None
         self.is_pending = False
-        self.strays: Tensor  # which coordinates lose digits in gradients
+        self.loses_digits: Tensor  # for each coordinate, whether subtraction of the centre loses digits of gradients
         self.shape: Shape = ()
 
     def load(self, block: Block, depth: slice, centre: Tensor | None) -> None:
-        """Make the features for a block: of values less `centre`, or less the one that is then found among them."""
+        """Make the features of the values of a block less `centre`. If that is None, find a centre of the values."""
         self.block, self.depth = block, depth
         coordinates = depth.stop - depth.start
         own = (1 if axis in self.others else size for axis, size in enumerate(sizes(block.pairs)))
         shape = (*own, min(coordinates, self.scale.view.shape[-1]) + coordinates + 1)
-        if shape != self.shape:  # else the views are at hand
+        if shape != self.shape:  # else the views of the last block serve again
             self.shape = shape
             self.parts = self.split(self.unmerged(self.buffer))
             self.features = self.merge(self.unmerged(self.buffer))
@@ -322,9 +322,9 @@ class _Factor(ABC):
         if centre is None:
             sample = self.values[:, :: max(1, self.values.shape[1] // SAMPLE)]
             centre = sample.nanmedian(1, keepdim=True).values.nan_to_num_(0, 0, 0)
-            centre.masked_fill_(_strays(self.values, centre), 0)
+            centre.masked_fill_(_loses_digits(self.values, centre), 0)
         if self.operand.differentiated:
-            self.strays = _strays(self.values, centre)
+            self.loses_digits = _loses_digits(self.values, centre)
         self.centre = centre
         self.values -= centre
         self.complete()
@@ -334,25 +334,25 @@ class _Factor(ABC):
         """Make all features of the values."""
 
     def accumulate(self, weights: Tensor, features: Tensor) -> None:
-        """Add weights @ features, where gradients depend on it, to the sums of what is loaded."""
+        """Add weights @ features to the sums of the loaded block, if a gradient depends on them."""
         if self.sums_buffer is not None:
             sums = self.merge(self.unmerged(self.sums_buffer))
             sums.baddbmm_(weights, features, beta=1 if self.is_pending else 0)
             self.is_pending = True
 
     def finish(self) -> None:
-        """Add to the gradients what the sums tell, and start anew."""
+        """Add the gradients that follow from the sums, and start new sums."""
         if self.sums_buffer is not None and self.is_pending:
             self.pull_back(*self.split(self.unmerged(self.sums_buffer)))
         self.is_pending = False
 
     @abstractmethod
     def pull_back(self, squares: Tensor, values: Tensor, last: Tensor) -> None:
-        """Add to the gradients; the sums may be overwritten."""
+        """Add the gradients that follow from these sums, which may be overwritten."""
 
     @abstractmethod
     def is_wanted(self) -> bool:
-        """Whether a gradient that depends on the sums is."""
+        """Whether a gradient that depends on the sums is wanted."""
 
     def unmerged(self, buffer: Tensor) -> Tensor:
         return buffer[: math.prod(self.shape)].view(self.shape)
@@ -366,7 +366,7 @@ class _Factor(ABC):
 
 
 class _Plain(_Factor):
-    """[x^2, x, 1], of the operand that the scale does not vary with."""
+    """The factor [x^2, x, 1]. Its operand varies along rows or columns where the scale does not."""
 
     def complete(self) -> None:
         if self.repeats == 1:
@@ -383,7 +383,7 @@ class _Plain(_Factor):
 
 
 class _Scaled(_Factor):
-    """[-1/2 s^-2, s^-2 loc, constant], of the other operand and the scale."""
+    """The factor [-1/2 s^-2, s^-2 loc, constant] of the other operand and the scale."""
 
     def complete(self) -> None:
         self.parts[0].copy_(self.scale.part(self.block.pairs, self.depth))
@@ -416,23 +416,23 @@ class _Scaled(_Factor):
 
 
 def _constant(scale: Tensor, depth: slice) -> Tensor:
-    """-sum log s - D/2 log 2 pi over the coordinates in `depth`, of their scales, or of the one for all of them."""
+    """-sum log s - D/2 log 2 pi over the coordinates in `depth`, of a scale for each or one scale for all of them."""
     repeats = (depth.stop - depth.start) // max(1, scale.shape[-1])
     return scale.log().add_(HALF_LOG_2PI).sum(-1).mul_(-repeats)
 
 
-def _strays(values: Tensor, centre: Tensor) -> Tensor:
-    """For each coordinate, whether a value less the centre is larger than the value is: digits of it are lost."""
+def _loses_digits(values: Tensor, centre: Tensor) -> Tensor:
+    """For each coordinate, whether a value less the centre is larger than the value, so that digits are lost."""
     least, most = values.aminmax(dim=1, keepdim=True)
     return torch.where(centre > 0, 2 * least < centre, 2 * most > centre)
 
 
 def _roundoff(terms: int) -> float:
-    """How exact a sum of products in float64 is, relative to the sum of their sizes."""
+    """The error of a sum of products in float64, relative to the sum of their absolute values."""
     return contraction_error(terms, torch.float64) * unit_roundoff(torch.float64)
 
 
 def _role_axes(plan: Plan) -> tuple[range, range]:
-    """Where rows and columns are among the axes in the order of the plan."""
+    """The positions of the row axes and of the column axes in the order of the plan."""
     first, inner = len(plan.batch), len(plan.batch) + len(plan.rows)
     return range(first, inner), range(inner, len(plan.order))

@@ -1,9 +1,9 @@
 """Scores of the form normaliser(scale) + scale * phi(<x, loc>), block by block, for `pairs` and `logsumexp`.
 
-The dot products of a block are one batched matrix product, computed where the scores will stand; `phi` and the
-normaliser are applied while the block is in the cache. Operands that need another dtype or layout for the product are
-copied block by block too. A call whose products alone fit one buffer is computed at once, by a product and a sum:
-cutting it would cost more than computing it.
+The dot products of a block are one batched matrix product, written to the place of the scores. `phi` and the normaliser
+are applied while the block is in the cache. Operands that need another dtype or layout for the product are copied block
+by block too. If all elementwise products of a call fit one buffer, a product and a sum compute it at once: cutting it
+would cost more.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, enclosing, fit, merge, part, row_blocks, tiles, whole
 from effops.numerics.precision import arithmetic_dtype
 
-SLAB = 65536  # values of the scale whose normaliser is kept for the blocks that share it
-PIECE = 3072  # values of the scale whose normaliser is computed at once, in float64
+SLAB = 65536  # how many values of a normaliser are kept for the blocks that share them
+PIECE = 3072  # how many values of a normaliser are computed at once, in float64
 
 Function = Callable[[Tensor], Tensor]
 
 
 class DotMap(Protocol):
-    """The small functions that make a score of this form."""
+    """The functions phi and normaliser of a score, and their derivatives."""
 
     def value_(self, dot: Tensor) -> None:
         """Overwrite the dot products of a block with phi."""
@@ -39,11 +39,11 @@ class DotMap(Protocol):
         """The normaliser of a float64 scale."""
 
     def normaliser_derivative(self, scale: Tensor) -> Tensor:
-        """Its derivative by the scale."""
+        """The derivative of the normaliser by the scale."""
 
 
 class MatrixOperand:
-    """One factor of the products, given block by block as the three-dimensional factor of a batched matrix product."""
+    """One factor of the products. `block` gives a block of it as the three-dimensional factor of `torch.bmm`."""
 
     def __init__(self, view: Tensor, batch_axes: int, arithmetic: torch.dtype) -> None:
         self.view = view
@@ -53,8 +53,10 @@ class MatrixOperand:
         self.buffer: Tensor | None = None
 
     def _is_matrix_operand(self) -> bool:
-        """Whether blocks are views that BLAS takes: both roles collapse to one axis, and the matrices have one unit
-        stride and do not overlap."""
+        """Whether blocks are views that BLAS takes.
+
+        The axes of each role must collapse into one. The matrices must have a unit stride and must not overlap.
+        """
         batch = _collapse(self.view, range(self.batch_axes))
         own = _collapse(self.view, range(self.batch_axes, self.view.ndim - 1))
         if batch is None or own is None:
@@ -65,7 +67,10 @@ class MatrixOperand:
         return by_rows or by_depth
 
     def make_buffer(self, extents: Shape) -> None:
-        """For blocks of at most these extents; along an axis of size 1 there is one entry however long the block."""
+        """Make the buffer for copies of blocks of at most these extents, if blocks are copied.
+
+        An axis of size 1 takes one entry, whatever its extent.
+        """
         if self.copied:
             numel = math.prod(map(min, self.view.shape, extents))
             self.buffer = self.view.new_empty(numel, dtype=self.arithmetic)
@@ -81,7 +86,7 @@ class MatrixOperand:
 
 
 def _collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
-    """Size and stride of some axes of a view as one axis, if they are one."""
+    """The size and stride of some axes of a view as one axis, or None if they do not collapse into one."""
     size = stride = 1
     for axis in reversed(axes):
         if view.shape[axis] != 1:
@@ -94,10 +99,10 @@ def _collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
 
 
 class Products:
-    """The dot products of one call, block by block, and the way back of gradients of them.
+    """The dot products of one call, block by block, and the gradients of its operands.
 
-    With weights G of the products:    dx = sum_columns G loc,    dloc = sum_rows G x.
-    Along columns where loc does not vary (only a further operand does) the products are computed once. `extents`, if
+    With gradients G of the products:    dx = sum_columns G loc,    dloc = sum_rows G x.
+    Along columns where only a further operand varies, and loc does not, the products are computed once. `extents`, if
     given, are those of the blocks that the caller walks.
     """
 
@@ -124,7 +129,7 @@ class Products:
         self.extents = extents or cut(plan, self.dimension, arithmetic.itemsize, copies=copies)
         self.left.make_buffer((*self.extents.batch, *self.extents.rows, self.extents.depth))
         self.right.make_buffer((*self.extents.batch, *self.extents.columns, self.extents.depth))
-        # The dot products of all parts of the depth but the first.
+        # Each part of the depth but the first has its dot products here, before they are added to those in `out`.
         self.partial = self.buffer() if self.extents.depth < self.dimension else None
         self.dloc, self.dx = (
             operand.view.new_zeros(operand.view.shape, dtype=arithmetic) if is_wanted else None
@@ -132,18 +137,18 @@ class Products:
         )
 
     def buffer(self) -> Tensor:
-        """Room for the distinct products of a block."""
+        """Uninitialised memory for the distinct products of a block."""
         return self.left.view.new_empty(math.prod(self.distinct(self.extents.pairs)), dtype=self.arithmetic)
 
     def distinct(self, shape: Sequence[int]) -> Shape:
-        """Shape of the distinct products of a block of that shape."""
+        """The shape of the distinct products of a block that has the shape `shape`."""
         inner = len(self.plan.batch) + len(self.plan.rows)
         varying = self.right.view.shape[len(self.plan.batch) : -1]
         extents = (1 if size == 1 else extent for size, extent in zip(varying, shape[inner:]))
         return (*shape[:inner], *extents)
 
     def evaluate(self, block: Block, out: Tensor, alpha: float = 1.0) -> Tensor:
-        """Overwrite `out` with alpha <x, loc> of a block."""
+        """Overwrite `out` with alpha <x, loc> for the pairs of a block."""
         if self.dimension == 0:
             return out.zero_()
         matrices = self._merge(out)
@@ -158,7 +163,7 @@ class Products:
         return out
 
     def pull_back(self, block: Block, weights: Tensor, alpha: float = 1.0) -> None:
-        """Add what alpha `weights` of the distinct products of a block contribute to the gradients."""
+        """Add the contribution of a block to the gradients. alpha * `weights` is that of its distinct products."""
         matrices = self._merge(weights)
         for depth in self._depths():
             if self.dx is not None:
@@ -170,7 +175,7 @@ class Products:
                 target.baddbmm_(matrices.mT, self.left.block((*block.batch, *block.rows, depth)), alpha=alpha)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Those of loc and x."""
+        """The gradients of loc and x."""
         plan, (loc, x) = self.plan, self.tensors
         return (
             None if self.dloc is None else plan.gradient(self.dloc, loc, plan.batch + plan.columns),
@@ -211,8 +216,8 @@ class DotScores:
 
     Args:
         scored: whether the scores are wanted, besides gradients
-        needs: which gradients of loc, scale and x are wanted: those of the products for G = weight * scale *
-            phi'(<x, loc>), and    dscale = sum weight * (normaliser'(scale) + phi)
+        wanted: which gradients of loc, scale and x are wanted; those of loc and x are those of the products for
+            G = weight * scale * phi'(<x, loc>), and    dscale = sum weight * (normaliser'(scale) + phi)
     """
 
     def __init__(
@@ -238,23 +243,23 @@ class DotScores:
         inner = batch_axes + len(plan.rows)
         self.scale_by_rows = any(size != 1 for size in self.scale.shape[batch_axes:inner])
         self.repeated = self.products.distinct(self.extents.pairs) != self.extents.pairs
-        # Many small blocks share one computation of their scales' constants.
+        # Many small blocks share one computation of the constants of their scales.
         batch = math.prod(self.extents.batch)
         columns = math.prod(self.extents.columns) if math.prod(self.scale.shape[inner:]) > 1 else 1
         shared = max(batch, SLAB // max(1, columns))
         self.slab = self.extents.batch if batch == 1 or self.scale_by_rows else fit(plan.sizes(plan.batch), shared)
 
         self.scored, self.differentiated = scored, any(wanted)
-        if self.differentiated or self.repeated:  # else they are computed where the scores will stand
+        if self.differentiated or self.repeated:  # else the products are computed in the place of the scores
             self.dot = self.products.buffer()
         wants_phi = self.differentiated and (scored or self.wants_scale)
         self.phi = scale.new_empty(math.prod(self.extents.pairs), dtype=arithmetic) if wants_phi else None
-        self.constants: _Constants | None = None  # of `region`
-        self.region: Slices = ()
+        self.region: Slices = ()  # where `constants` were computed last
+        self.constants: _Constants | None = None
         self.dscale = scale.new_zeros(self.scale.shape, dtype=arithmetic) if self.wants_scale else None
 
     def walk(self) -> Iterator[Block]:
-        """Every block once; those with the same constants follow one another."""
+        """Every block once. Blocks that share constants follow one another."""
         plan, extents = self.plan, self.extents
         all_batch, all_rows, all_columns = (whole(plan.sizes(axes)) for axes in (plan.batch, plan.rows, plan.columns))
         for slab in tiles(all_batch, self.slab):
@@ -264,20 +269,20 @@ class DotScores:
                         yield Block(batch, rows, columns)
 
     def _constants_of(self, block: Block) -> _Constants:
-        """Functions of a block's scale; those of the blocks that share them are computed once."""
+        """The constants of a block. Blocks that share constants share their computation too."""
         if self.scale_by_rows:
             slab, region = block.batch, block.pairs
         else:
             slab = enclosing(block.batch, self.slab, self.plan.sizes(self.plan.batch))
             region = (*slab, *whole(self.plan.sizes(self.plan.rows)), *block.columns)
         if self.constants is None or region != self.region:
-            self.constants = None  # those before are freed
+            self.constants = None  # frees the former constants before others are made
             self.region, self.constants = region, self._computed_constants(region)
         inside = tuple(slice(i.start - j.start, i.stop - j.start) for i, j in zip(block.batch, slab))
         return self.constants.part(inside)
 
     def _computed_constants(self, region: Slices) -> _Constants:
-        """Computed in float64 a piece at a time, and rounded once; and the scale."""
+        """The constants of a region. Each is computed in float64, a piece at a time, and rounded once."""
         scale = part(self.scale, region)
         factor = scale.to(self.arithmetic, memory_format=torch.contiguous_format).contiguous()
         return _Constants(
@@ -321,13 +326,13 @@ class DotScores:
         return dloc, dscale, dx
 
     def _dots_apart(self, block: Block, shape: Sequence[int]) -> Tensor:
-        """The distinct dot products of a block, in the buffer for them."""
+        """The distinct dot products of a block, in a buffer of their own."""
         distinct = self.products.distinct(shape)
         return self.products.evaluate(block, self.dot[: math.prod(distinct)].view(distinct))
 
 
 class _Evaluated(NamedTuple):
-    """What pulls a gradient of a block's scores back: scale * phi', phi, and the derivative of the normaliser."""
+    """The factors of a block that its gradients need: scale * phi', phi, and the derivative of the normaliser."""
 
     slope: Tensor
     phi: Tensor | None
@@ -335,7 +340,7 @@ class _Evaluated(NamedTuple):
 
 
 class _Constants(NamedTuple):
-    """Functions of the scale of one or several blocks, where they are wanted, and the scale."""
+    """What depends on the scale of one or several blocks alone: its functions, where they are wanted, and itself."""
 
     normaliser: Tensor | None
     normaliser_derivative: Tensor | None
@@ -351,7 +356,10 @@ class _Constants(NamedTuple):
 
 
 def _in_pieces(function: Function, scale: Tensor, factor: Tensor) -> Tensor:
-    """`function` of a scale in float64, in pieces, rounded to the dtype of `factor`, which is the scale as well."""
+    """`function` of the float64 scale, a piece at a time, rounded to the dtype of `factor`.
+
+    `factor` is the same scale, contiguous and in the dtype of the arithmetic.
+    """
     if scale.numel() <= PIECE:
         return function(scale.double()).to(factor.dtype)
     flat = factor.view(-1)
@@ -362,13 +370,13 @@ def _in_pieces(function: Function, scale: Tensor, factor: Tensor) -> Tensor:
 
 
 def fit_one_block(plan: Plan, x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the products of a call with a result in `dtype` fit one buffer."""
+    """Whether all elementwise products of a call with a result in `dtype` fit one buffer."""
     products = plan.numel(plan.order) * x.shape[-1]
     return 0 < products * arithmetic_dtype(dtype).itemsize <= BLOCK_BYTES
 
 
 def at_once(dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scores of a call that fits one block."""
+    """The scores of a call that fits one block, by an elementwise product and a sum."""
     arithmetic = arithmetic_dtype(dtype)
     factor = scale.to(arithmetic, memory_format=torch.contiguous_format).contiguous()
     constants = _in_pieces(dot_map.normaliser, scale, factor)
@@ -382,7 +390,7 @@ def at_once(dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, 
 
 def contract(loc: Tensor, x: Tensor, arithmetic: torch.dtype) -> Tensor:
     """<x, loc> of every pair by `torch.einsum`; scriptable."""
-    # In parts of 256: summed one after the other, many terms of one sign lose more digits than the budget allows.
+    # 256 terms at a time, since a longer sequential sum of terms of one sign has an error above its budget.
     dot = torch.einsum("...d,...d->...", [loc[..., :256].to(arithmetic), x[..., :256].to(arithmetic)])
     for i in range(256, x.shape[-1], 256):
         part = [loc[..., i : i + 256].to(arithmetic), x[..., i : i + 256].to(arithmetic)]

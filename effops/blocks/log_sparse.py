@@ -1,8 +1,8 @@
 """Causal attention over a log-sparse pattern, in blocks that fit the cache: O(L log L) work, and no matrix of pairs.
 
-Row l attends to row l - d for the same few offsets d, whatever l is. Offsets that stand close together, as the small
-ones do, are taken as a diagonal of square blocks: matrix products under a mask, of which most is computed in vain but
-fast. Those that stand alone are taken one by one: row-wise products of the queries and the keys d rows before.
+Row l attends to row l - d for the same few offsets d, whatever l is. Offsets that lie close together, as small offsets
+do, are computed as a diagonal of square blocks: matrix products under a mask. Most of these products is masked out, but
+they are fast. Other offsets are computed one by one, as row-wise products of the queries and the keys d rows before.
 
 Forward keeps a running maximum and sum of the softmax. Backward computes the probabilities of a block of rows again.
 """
@@ -19,16 +19,19 @@ import torch
 from torch import Tensor
 
 from effops.blocks.plan import Shape, Slices
-from effops.blocks.tiling import BLOCK_BYTES, few, fit, is_rehearsal, part, tiles, whole
+from effops.blocks.tiling import BLOCK_BYTES, fit, is_prediction, part, shortened_if_predicted, tiles, whole
 
 EDGE = 64  # rows of a block of a diagonal
-DENSE = 1 / 8  # of the offsets of a block, from which on a matrix product of all is faster
-TOGETHER = 16  # offsets that stand alone, whose scores forward keeps at a time
-KEPT = 8  # blocks of scores that backward keeps
+MIN_DENSITY = 1 / 8  # above this share of the offsets of a block, one matrix product of all offsets is faster
+SHIFTS_PER_TILE = 16  # how many single offsets have their scores kept at a time
+SCORE_BLOCKS = 8  # how many blocks of scores backward keeps
 
 
 class Pattern(NamedTuple):
-    """Which offsets: (d mod restart) in {0..local-1} or {local-1+2^k}; without `restart` no modulus is taken."""
+    """The pattern of offsets d: those with (d mod restart) in {0..local-1} or {local-1+2^k}.
+
+    Without `restart` no modulus is taken.
+    """
 
     local: int
     restart: int | None
@@ -46,7 +49,7 @@ class Pattern(NamedTuple):
 
 
 def allowed(distance: Tensor, local: int, restart: int | None) -> Tensor:
-    """Whether a query attends to a key `distance` positions before; scriptable."""
+    """Whether a query attends to a key that is `distance` positions before it; scriptable."""
     offset = distance if restart is None else distance % restart
     beyond = offset - (local - 1)
     return (distance >= 0) & ((beyond <= 0) | ((beyond & (beyond - 1)) == 0))
@@ -55,7 +58,8 @@ def allowed(distance: Tensor, local: int, restart: int | None) -> Tensor:
 class Tile(Protocol):
     """Some offsets of a block of rows: a matrix (rows, columns) for each entry of the batch.
 
-    What has the rows of the block is counted from the block's first row, what has the rows of the call from theirs.
+    `left` and `total` of `gather` have the rows of the block, counted from its first row. `right`, and `total` of
+    `scatter`, have all rows of the call.
     """
 
     @property
@@ -66,21 +70,21 @@ class Tile(Protocol):
         """Dot products of the block's rows `left` with those of `right` at the offsets."""
 
     def mask_(self, scores: Tensor) -> Tensor:
-        """Set what is no pair to minus infinity."""
+        """Set entries that are no pair of the pattern to minus infinity."""
 
     def gather(self, weights: Tensor, right: Tensor, total: Tensor) -> None:
-        """Add to each row of the block in `total` the weighted sum of the rows of `right` at the offsets."""
+        """Add to each row of the block in `total` the weighted sum of its rows of `right`, which the offsets choose."""
 
     def scatter(self, weights: Tensor, left: Tensor, total: Tensor) -> None:
         """Add each of the block's rows `left`, times its weights, to the rows of `total` at the offsets.
 
-        Along the axes of the batch where `total` has size 1 it is the sum.
+        Sum over the batch axes where `total` has size 1.
         """
 
 
 @dataclass(frozen=True)
 class Diagonal:
-    """Square blocks of pairs, each as far from the main diagonal; fewer rows, and keys, only at the end of a call."""
+    """Square blocks of pairs, all at one distance from the main diagonal. The last block of a call may be smaller."""
 
     rows: slice
     keys: slice
@@ -115,14 +119,14 @@ class Diagonal:
 
 @dataclass(frozen=True)
 class Shifts:
-    """Offsets taken one by one; `first` is the first row of the block."""
+    """Offsets that are computed one by one. `first` is the first row of the block."""
 
     first: int
     rows: slice
     offsets: Sequence[int]
 
     def _shifted(self) -> Iterator[tuple[int, slice, slice, slice]]:
-        """Of each offset the column, the rows of the tile that have it, those of the block, and their keys."""
+        """For each offset: its column, the rows with a key at it (within the tile, then the block), and their keys."""
         for column, offset in enumerate(self.offsets):
             rows = slice(max(self.rows.start, offset - self.first), self.rows.stop)
             inside = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
@@ -131,7 +135,7 @@ class Shifts:
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-        # Each offset's products stand side by side.
+        # The transposed view keeps the products of each offset contiguous.
         products = left.new_zeros((*batch, len(self.offsets), self.rows.stop - self.rows.start)).mT
         for column, inside, rows, keys in self._shifted():
             product = left[..., rows, :] * right[..., keys, :].to(left.dtype)
@@ -159,11 +163,11 @@ class Blocks:
     Args:
         tensors: query, key and value, of any strides
         batch: the shape to which their batch axes broadcast
-        kept: whether the scores of all tiles of a block are kept at once, not those of one
+        keeps_scores: whether the scores of all tiles of a block are kept at once, or else those of one tile
     """
 
     def __init__(
-        self, pattern: Pattern, tensors: Sequence[Tensor], batch: Shape, arithmetic: torch.dtype, *, kept: bool
+        self, pattern: Pattern, tensors: Sequence[Tensor], batch: Shape, arithmetic: torch.dtype, *, keeps_scores: bool
     ) -> None:
         self.batch, self.arithmetic = batch, arithmetic
         self.length = tensors[0].shape[-2]
@@ -173,13 +177,13 @@ class Blocks:
         self.edge = min(EDGE, max(1, limit // width))
         offsets = pattern.offsets(self.length)
         spans = [list(span) for _, span in itertools.groupby(offsets, lambda offset: offset // self.edge)]
-        dense = [span for span in spans if len(span) >= DENSE * self.edge]
-        self.dense = set(itertools.chain(*dense))
-        self.alone = [offset for offset in offsets if offset not in self.dense]
-        # The offsets of a span are those of the lower half of one diagonal of blocks, and the upper half of the next.
+        dense = [span for span in spans if len(span) >= MIN_DENSITY * self.edge]
+        self.dense_offsets = set(itertools.chain(*dense))
+        self.single_offsets = [offset for offset in offsets if offset not in self.dense_offsets]
+        # A span of offsets covers the lower half of one diagonal of blocks and the upper half of the next diagonal.
         self.diagonals = sorted({span[0] // self.edge + half for span in dense for half in (0, 1)})
-        columns = len(self.alone) + self.edge * len(self.diagonals) if kept else 0
-        self.rows = max(1, limit // max(width, self.edge, columns // KEPT) // self.edge) * self.edge
+        columns = len(self.single_offsets) + self.edge * len(self.diagonals) if keeps_scores else 0
+        self.rows = max(1, limit // max(width, self.edge, columns // SCORE_BLOCKS) // self.edge) * self.edge
         self.extents = fit(batch, max(1, self.rows // max(1, self.length)))
         places = torch.arange(self.edge, device=self.device)
         self.distances = places.unsqueeze(-1) - places + self.edge - 1
@@ -188,31 +192,31 @@ class Blocks:
         return tiles(whole(self.batch), self.extents)
 
     def row_blocks(self) -> list[slice]:
-        """Blocks of whole edges, and the few rows that are left.
+        """Blocks of rows, each a multiple of the edge long, and a block of the rows that remain.
 
-        In a rehearsal the last two, which have the most offsets.
+        A prediction takes the last two blocks, which have the most offsets.
         """
         aligned = self.length // self.edge * self.edge
         blocks = [slice(start, min(start + self.rows, aligned)) for start in range(0, aligned, self.rows)]
         if aligned < self.length:
             blocks.append(slice(aligned, self.length))
-        return blocks[-2:] if is_rehearsal() else blocks
+        return blocks[-2:] if is_prediction() else blocks
 
     def take(self, tensor: Tensor, batch: Slices) -> Tensor:
-        """A view of a block of the batch, with all its axes."""
+        """A view of the part of a tensor that belongs to a block of the batch, with all batch axes."""
         missing = len(self.batch) + 2 - tensor.ndim
         return part(tensor[(None,) * missing], batch)
 
     def tiles(self, rows: slice) -> Iterator[Tile]:
-        """The tiles of a block of rows; in the first one every row has a pair: that with itself."""
+        """The tiles of a block of rows. In the first tile every row has a pair: its pair with itself."""
         both = self._shifts(rows), self._diagonals(rows)
-        return itertools.chain(*(both if 0 in self.alone[:1] else reversed(both)))
+        return itertools.chain(*(both if 0 in self.single_offsets[:1] else reversed(both)))
 
     def _shifts(self, rows: slice) -> Iterator[Tile]:
-        alone = [offset for offset in self.alone if offset < rows.stop]
-        for i in range(0, len(alone), TOGETHER):
-            inside = slice(max(0, alone[i] - rows.start), rows.stop - rows.start)
-            yield Shifts(rows.start, inside, alone[i : i + TOGETHER])
+        offsets = [offset for offset in self.single_offsets if offset < rows.stop]
+        for i in range(0, len(offsets), SHIFTS_PER_TILE):
+            inside = slice(max(0, offsets[i] - rows.start), rows.stop - rows.start)
+            yield Shifts(rows.start, inside, offsets[i : i + SHIFTS_PER_TILE])
 
     def _diagonals(self, rows: slice) -> Iterator[Tile]:
         edge, last = self.edge, -(-rows.stop // self.edge)
@@ -221,14 +225,14 @@ class Blocks:
                 first = max(rows.start // edge, shift)
                 keys = slice((first - shift) * edge, min((last - shift) * edge, self.length))
                 nearest = (shift - 1) * edge + 1
-                missing = [nearest + i not in self.dense for i in range(2 * edge - 1)]
+                missing = [nearest + i not in self.dense_offsets for i in range(2 * edge - 1)]
                 masked = torch.tensor(missing, device=self.device)[self.distances]
                 yield Diagonal(slice(first * edge - rows.start, rows.stop - rows.start), keys, last - first, masked)
 
 
 def forward(blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> Tensor:
     """Fill `out` with the attention of every row."""
-    for batch, rows in few(itertools.product(blocks.batches(), blocks.row_blocks())):
+    for batch, rows in shortened_if_predicted(itertools.product(blocks.batches(), blocks.row_blocks())):
         _attend(blocks, batch, rows, query, key, value, scale, out)
     return out
 
@@ -236,7 +240,7 @@ def forward(blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, scale: fl
 def _attend(
     blocks: Blocks, batch: Slices, rows: slice, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Fill a block of `out`, by a softmax that takes one tile after the other."""
+    """Fill a block of `out`. The softmax takes one tile after the other."""
     query, key, value = (blocks.take(tensor, batch) for tensor in (query, key, value))
     left, target = query[..., rows, :].to(blocks.arithmetic), out[batch][..., rows, :]
     total = left.new_zeros(target.shape)
@@ -260,7 +264,7 @@ def backward(
 ) -> list[Tensor | None]:
     """The gradients that `wanted` asks for, in the shapes and dtypes of the tensors.
 
-    With the probabilities P and dP = dout value^T, elementwise in the pairs:
+    With the probabilities P and dP = dout value^T of the pairs in the pattern:
         dvalue = P^T dout,    dS = scale P (dP - sum_keys P dP),    dquery = dS key,    dkey = dS^T query
     """
     tensors = query, key, value
@@ -285,7 +289,7 @@ def _pull_back(
     gradients: Sequence[Tensor | None],
     scale: float,
 ) -> None:
-    """Add what a block of rows contributes to the gradients."""
+    """Add the contribution of a block of rows to the gradients."""
     (query, key, value), (dquery, dkey, dvalue) = operands, gradients
     left = query[..., rows, :].to(upstream.dtype)
     shares = _probabilities(block_tiles, left, key, scale)
@@ -311,7 +315,7 @@ def _pull_back(
 
 
 def _probabilities(block_tiles: Sequence[Tile], left: Tensor, key: Tensor, scale: float) -> list[Tensor]:
-    """The softmax of a block of rows, by tiles."""
+    """The softmax of a block of rows, one tensor for each tile."""
     scores = [tile.mask_(tile.multiply(left, key).mul_(scale)) for tile in block_tiles]
     highest = scores[0].amax(-1, keepdim=True)
     for tile, values in zip(block_tiles[1:], scores[1:]):

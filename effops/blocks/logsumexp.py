@@ -13,14 +13,14 @@ from torch import Tensor
 
 from effops.blocks.pairs import Scores, inside, pair_buffer
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Block, few, part
+from effops.blocks.tiling import Block, part, shortened_if_predicted
 
 
 class Reduction:
     """The logsumexp of `log_weights + scores` along an axis of a plan.
 
-    It is kept as two statistics, along a last axis of their tensor that is outermost in memory: the maximum, and the
-    logarithm of the sum of the exponentials without it. The result is the sum of both, and rounds the second.
+    It is kept as two statistics: the maximum, and the logarithm of the sum of exp(value - maximum). They lie along the
+    last axis of their tensor, which is outermost in memory. The result is their sum, in which the second is rounded.
     """
 
     def __init__(self, plan: Plan, axis: int) -> None:
@@ -29,22 +29,22 @@ class Reduction:
         self.reduced = plan.without(axis)
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Uninitialised statistics, laid out in the plan's order of the axes that are left."""
+        """Uninitialised statistics, whose memory has the plan's order of the remaining axes."""
         return self.reduced.empty_planes(2, like, dtype)
 
     def ordered(self, tensor: Tensor) -> Tensor:
-        """A tensor with the shape of the result, in the plan's order, with size 1 along the axis."""
+        """A tensor with the shape of the result, viewed in the plan's order, with size 1 along the reduced axis."""
         return self.reduced.view(tensor, self.reduced.order).unsqueeze(self.position)
 
 
 def forward(scores: Scores, log_weights: Tensor, reduction: Reduction, statistics: Tensor) -> Tensor:
-    """Fill `statistics` with those of all scores, a block at a time."""
+    """Fill `statistics` with the statistics of all scores, a block at a time."""
     maximum, total = (reduction.ordered(statistics[..., i]) for i in range(2))
     maximum.fill_(-math.inf)
     total.zero_()
     weights = scores.plan.view(log_weights, scores.plan.order, expand=False)
     buffer = pair_buffer(scores, statistics)
-    for block in few(scores.walk()):
+    for block in shortened_if_predicted(scores.walk()):
         value = inside(buffer, block)
         _weigh(scores, block, weights, value)
         absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
@@ -55,7 +55,7 @@ def forward(scores: Scores, log_weights: Tensor, reduction: Reduction, statistic
 def backward(
     scores: Scores, log_weights: Tensor, reduction: Reduction, statistics: Tensor, dout: Tensor, wants_weights: bool
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of log_weights and of the operands, for a gradient of the result: each score gets its share of it."""
+    """The gradients of log_weights and of the operands. The gradient of a score is its share of `dout`."""
     plan = scores.plan
     maximum, log_total, upstream = (reduction.ordered(tensor) for tensor in (*statistics.unbind(-1), dout))
     weights = plan.view(log_weights, plan.order, expand=False)
@@ -66,7 +66,7 @@ def backward(
         evaluated = _weigh(scores, block, weights, share)
         share -= finite(part(maximum, block.pairs))
         remainder = part(log_total, block.pairs)
-        share -= remainder.masked_fill(remainder == -math.inf, math.inf)  # of nothing every share is 0
+        share -= remainder.masked_fill(remainder == -math.inf, math.inf)  # if the sum is 0, so is every share
         share.exp_().mul_(part(upstream, block.pairs))
         if total is not None:
             sums = part(total, block.pairs)
@@ -76,10 +76,10 @@ def backward(
 
 
 def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> Tensor:
-    """Take the weighted scores of a block into the statistics: the logarithm of the sum is yet to come.
+    """Add the weighted scores of a block to the statistics, where `total` is the sum before its logarithm is taken.
 
-    Overwrites the scores with exp(score - maximum), and returns what makes such values of earlier blocks relative to
-    the new maximum.
+    Overwrite the scores with exp(score - maximum). Return the factor that makes such values of earlier blocks relative
+    to the new maximum.
     """
     highest = torch.maximum(maximum, value.amax(axis, keepdim=True))
     shift = finite(highest)
@@ -91,12 +91,12 @@ def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> Tensor:
 
 
 def finite(maximum: Tensor) -> Tensor:
-    """What to subtract before an exponential: nothing where the maximum is infinite or NaN."""
+    """The number to subtract before an exponential: the maximum, or 0 where that is infinite or NaN."""
     return torch.where(maximum.isfinite(), maximum, 0)
 
 
 def _weigh(scores: Scores, block: Block, weights: Tensor, out: Tensor) -> Any:
-    """Write the scores of a block plus their log weights. Returns what `Scores.pull_back` takes of the block."""
+    """Write the scores of a block plus their log weights. Return what `Scores.pull_back` needs of the block."""
     evaluated = scores.evaluate(block, out)
     out += part(weights, block.pairs)
     return evaluated

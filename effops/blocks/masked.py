@@ -17,9 +17,10 @@ from effops.blocks.tiling import Block, part, row_blocks
 
 
 class Masked:
-    """Scores under a mask, as `Scores`, with the gradient of an additive mask besides those of theirs.
+    """Scores under a mask, as `Scores`. `gradients` returns those of `scores`, and then that of an additive mask.
 
-    Pairs that a boolean mask excludes, and those of a key after the query if `causal`, score -inf and pass no gradient.
+    Pairs that a boolean mask excludes score -inf and pass no gradient. If `causal`, the same holds for pairs whose key
+    comes after the query.
     """
 
     def __init__(self, scores: Scores, mask: Tensor | None, causal: bool, wants_mask: bool = False) -> None:
@@ -38,7 +39,7 @@ class Masked:
         return self.scores.walk()
 
     def rows(self) -> Iterator[list[Block]]:
-        """For some rows at a time, the blocks of the keys that take part in them."""
+        """For some rows at a time, the blocks with keys that these rows may attend to."""
         for blocks in row_blocks(self.plan, self.extents):
             last = self._queries(blocks[0]).stop if self.causal and blocks else math.inf
             yield [block for block in blocks if block.pairs[-1].start < last]
@@ -71,7 +72,7 @@ class Masked:
             out.masked_fill_(excluded, -math.inf)
 
     def _excluded(self, block: Block, device: torch.device) -> Iterator[Tensor]:
-        """Which pairs of a block do not take part: tensors that broadcast with it."""
+        """Masks of the pairs of a block that do not take part, as tensors that broadcast with the block."""
         if self.mask is not None and self.excludes:
             yield part(self.mask, block.pairs).logical_not()
         queries, keys = self._queries(block), block.pairs[-1]

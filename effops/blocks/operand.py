@@ -1,4 +1,4 @@
-"""An operand of all pairs: its parts for a block, and the sum of what the blocks add to its gradient."""
+"""An operand of all pairs: its parts for a block, and its gradient, to which the blocks add."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from effops.blocks.tiling import BLOCK_BYTES, part
 
 
 class PairOperand:
-    """An operand with all axes of the plan in its order, of size 1 where it does not vary, and its last axis.
+    """An operand as a view with all axes of the plan, in its order, and the operand's last axis.
 
-    It varies along `axes` at most. `wanted` is its gradient; `differentiated` is the call if that of any operand is.
+    An axis along which the operand does not vary has size 1. `axes` are those along which it may vary. `wanted` tells
+    whether its gradient is wanted, `differentiated` whether that of any operand of the call is.
     """
 
     def __init__(
@@ -24,7 +25,7 @@ class PairOperand:
         self.view = plan.view(tensor, plan.order, trailing=1, expand=False)
         self.differentiated = differentiated
         self.total: Tensor | None = None
-        if wanted:  # many blocks add to each value of a small gradient, whose sum costs little in float64
+        if wanted:  # many blocks add to each value of a small gradient, and its sum in float64 costs little
             small = self.view.numel() * torch.float64.itemsize <= BLOCK_BYTES
             self.total = self.view.new_zeros(self.view.shape, dtype=torch.float64 if small else arithmetic)
 
@@ -35,11 +36,11 @@ class PairOperand:
         return part(self.view, (*pairs, depth))
 
     def of_pairs(self, pairs: Slices, which: tuple[Tensor, ...]) -> Tensor:
-        """For single pairs of a block, given by their indices in it: a row each, in float64."""
+        """A row for each of some pairs of a block, given by their indices in the block, in float64."""
         return self.plan.view(self.tensor, self.plan.order, trailing=1)[pairs][which].double()
 
     def add(self, pairs: Slices, depth: slice, gradient: Tensor, *, sign: int = 1) -> None:
-        """Add what a block contributes to the gradient, if that is wanted."""
+        """Add the contribution of a block to the gradient, if that is wanted."""
         if self.total is not None:
             total = part(self.total, (*pairs, depth))
             total.add_(gradient.sum_to_size(total.shape), alpha=sign)

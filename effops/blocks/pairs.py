@@ -1,7 +1,7 @@
-"""All scores of a call, block by block, and the gradients of its operands: the same loops for every kind of score.
+"""All scores of a call, block by block, and the gradients of its operands. The loops serve every kind of score.
 
-`Scores` computes the scores of a block where they are wanted, and pulls a gradient of them back to the operands.
-Backward computes each block again, so that only the inputs are saved.
+A `Scores` object computes the scores of a block in place, and pulls a gradient of them back to the operands. Backward
+computes each block again, so that only the inputs are saved.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Block, Extents, few
+from effops.blocks.tiling import Block, Extents, shortened_if_predicted
 
 
 class Scores(Protocol):
@@ -25,23 +25,23 @@ class Scores(Protocol):
     extents: Extents
 
     def walk(self) -> Iterator[Block]:
-        """Every block, in an order in which they share what is computed for several."""
+        """Every block once. Blocks that share an intermediate result follow one another."""
 
     def evaluate(self, block: Block, out: Tensor | None) -> Any:
-        """Write the scores of a block to `out`, unless that is None. Returns what `pull_back` takes of the block."""
+        """Write the scores of a block to `out`, unless that is None. Return what `pull_back` needs of the block."""
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
-        """Add what gradients `weight` of the scores of a block contribute to those of the operands."""
+        """Add the contribution of a block to the gradients of the operands. `weight` is the gradient of its scores."""
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """The gradients of the operands, in their shapes and dtypes, None where they are not wanted."""
+        """The gradients of the operands, in their shapes and dtypes. Gradients that are not wanted are None."""
 
 
 def forward(scores: Scores, out: Tensor) -> Tensor:
-    """Fill `out` with all scores; it is laid out in the plan's order of axes."""
+    """Fill `out` with all scores. Its memory has the plan's order of axes."""
     ordered = scores.plan.view(out, scores.plan.order)
     buffer = None if out.dtype == scores.arithmetic else pair_buffer(scores, out)
-    for block in few(scores.walk()):
+    for block in shortened_if_predicted(scores.walk()):
         target = ordered[block.pairs]
         if buffer is None:
             scores.evaluate(block, target)
@@ -53,7 +53,7 @@ def forward(scores: Scores, out: Tensor) -> Tensor:
 
 
 def backward(scores: Scores, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the operands, for a gradient of all scores."""
+    """The gradients of the operands, for a gradient `dout` of all scores."""
     upstream = scores.plan.view(dout, scores.plan.order)
     if dout.numel():
         for block in scores.walk():
@@ -62,10 +62,11 @@ def backward(scores: Scores, dout: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def pair_buffer(scores: Scores, like: Tensor) -> Tensor:
+    """Uninitialised memory for the scores of the largest block."""
     return like.new_empty(math.prod(scores.extents.pairs), dtype=scores.arithmetic)
 
 
 def inside(buffer: Tensor, block: Block) -> Tensor:
-    """Room for the scores of a block in a buffer."""
+    """A view of the start of `buffer`, in the shape of the scores of a block."""
     shape = [piece.stop - piece.start for piece in block.pairs]
     return buffer[: math.prod(shape)].view(shape)

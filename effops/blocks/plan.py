@@ -109,7 +109,7 @@ class Plan:
         return ordered.as_strided(operand.shape, [*own, *ordered.stride()[len(axes) :]]).to(operand.dtype)
 
     def empty_gradient(self, operand: Tensor, axes: Shape, *, trailing: int = 0) -> Tensor:
-        """Uninitialised, with the layout that `gradient` gives to a contiguous one of `view(operand, axes)`."""
+        """An uninitialised gradient. `gradient` gives this layout to a contiguous gradient of `view(operand, axes)`."""
         view = self.view(operand, axes, trailing=trailing, expand=False)
         return self.gradient(view.new_empty(view.shape), operand, axes)
 
@@ -133,7 +133,7 @@ def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
 
 
 def broadcast_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
-    """`make_plan`, remembered for the shapes seen last, unless they are symbolic."""
+    """`make_plan` with a cache of the latest shapes. Symbolic shapes are not cached."""
     if is_compiling():
         return make_plan(x, loc, *others)
     try:

@@ -4,12 +4,12 @@ Rows are the queries and columns the keys: the last axis of the plan is that of 
 
     P = softmax(scores + mask),    out = P value
 
-Row by row the maximum, the sum of the exponentials and what is summed with them are kept while blocks of keys go by.
-Backward does so again, so that nothing but the inputs is saved:
+While the blocks of keys go by, each row keeps its maximum, the sum of its exponentials, and the sums that they weigh.
+Backward computes these again, so that only the inputs are saved:
 
     dP = dout value^T,    dscores = P (dP - sum_keys P dP),    dvalue = P^T dout
 
-Of a row without any key to attend to, weights, result and gradients are 0.
+A row without any key to attend to has weights, result and gradients of 0.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from effops.blocks.logsumexp import absorb, finite
 from effops.blocks.masked import Masked
 from effops.blocks.pairs import inside, pair_buffer
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import BLOCK_BYTES, DEPTH, Block, Extents, few, merge
+from effops.blocks.tiling import BLOCK_BYTES, DEPTH, Block, Extents, merge, shortened_if_predicted
 from effops.numerics.values import observed
 
 Gradients = tuple[Tensor | None, ...]
 
-HELD = 8  # numbers kept for a row, with temporaries, while its blocks go by
+VALUES_PER_ROW = 8  # numbers kept for a row while its blocks go by, temporaries included
 
 
 class Rows:
-    """The softmax of some rows, whose scores come in blocks: `gather` goes through them, then come the weights."""
+    """The softmax of some rows, whose scores come in blocks. `gather` goes through the blocks before `weights` can."""
 
     def __init__(self, scores: Masked, buffer: Tensor, blocks: list[Block]) -> None:
         self.scores, self.buffer, self.blocks = scores, buffer, blocks
@@ -44,14 +44,14 @@ class Rows:
         self.maximum = torch.full_like(self.total, -math.inf)
 
     def zeros(self) -> Tensor:
-        """A number for each row."""
+        """A zero for each row."""
         return self.buffer.new_zeros([piece.stop - piece.start for piece in self.blocks[0].pairs[:-1]]).unsqueeze(-1)
 
     def gather(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """Find the maximum and the sum of each row.
 
-        Gives of each block the terms exp(score - maximum), and what makes sums of earlier terms relative to the same
-        maximum.
+        Yield each block with its terms exp(score - maximum), and with the factor that makes sums of earlier terms
+        relative to the same maximum.
         """
         for block in self.blocks:
             terms = self._scores_of(block)
@@ -60,7 +60,7 @@ class Rows:
         self.maximum = finite(self.maximum)
 
     def weights(self, block: Block) -> Tensor:
-        """Those of a block, after `gather`; each block once. The terms of a single block are still in the buffer."""
+        """The weights of a block, after `gather`. Ask once for each block: a single block overwrites its own terms."""
         if len(self.blocks) == 1:
             return inside(self.buffer, block).div_(self.total)
         return self._scores_of(block).sub_(self.maximum).exp_().div_(self.total)
@@ -87,10 +87,10 @@ def _write_weights(scores: Masked, buffer: Tensor, block: Block, out: Tensor) ->
 
 
 def forward_weights(scores: Masked, out: Tensor) -> Tensor:
-    """Fill `out`, laid out in the plan's order of axes, with the softmax."""
+    """Fill `out`, whose memory has the plan's order of axes, with the softmax."""
     buffer = pair_buffer(scores, out)
     ordered = scores.plan.view(out, scores.plan.order)
-    for blocks in few(scores.rows()) if out.numel() else ():
+    for blocks in shortened_if_predicted(scores.rows()) if out.numel() else ():
         if len(blocks) == 1:
             _write_weights(scores, buffer, blocks[0], ordered[blocks[0].pairs])
         else:
@@ -104,7 +104,7 @@ def forward_weights(scores: Masked, out: Tensor) -> Tensor:
 
 
 def backward_weights(scores: Masked, dout: Tensor) -> Gradients:
-    """Gradients of the operands, for a gradient of the softmax."""
+    """The gradients of the operands, for a gradient `dout` of the softmax."""
     upstream = scores.plan.view(dout, scores.plan.order)
     buffer = pair_buffer(scores, dout)
 
@@ -115,7 +115,7 @@ def backward_weights(scores: Masked, dout: Tensor) -> Gradients:
 
 
 def forward_sums(scores: Masked, value: Tensor, dropout: Dropout | None, out: Tensor) -> Tensor:
-    """Fill `out`, laid out in the plan's order of axes, with the sums of `value (*batch, 1, keys, V)`."""
+    """Fill `out`, whose memory has the plan's order of axes, with the sums of `value (*batch, 1, keys, V)`."""
     plan, extents = scores.plan, scores.extents
     buffer = pair_buffer(scores, out)
     values = MatrixOperand(
@@ -128,7 +128,7 @@ def forward_sums(scores: Masked, value: Tensor, dropout: Dropout | None, out: Te
     ordered = plan.view(out.unsqueeze(-2), plan.order, trailing=1, expand=False)
     if plan.numel(plan.order) == 0:
         return out.zero_()
-    for blocks in few(scores.rows()):
+    for blocks in shortened_if_predicted(scores.rows()):
         target = ordered[blocks[0].pairs[:-1]].squeeze(-2)
         sums = room[: target.numel()].view(target.shape).zero_()
         matrices = merge(sums, len(plan.batch), len(plan.rows))
@@ -148,7 +148,7 @@ def forward_sums(scores: Masked, value: Tensor, dropout: Dropout | None, out: Te
 def backward_sums(
     scores: Masked, value: Tensor, dropout: Dropout | None, dout: Tensor, wants_value: bool
 ) -> tuple[Gradients, Tensor | None]:
-    """Gradients of the operands of the scores, and of `value`."""
+    """The gradients of the operands of the scores, and the gradient of `value`."""
     extents = replace(scores.extents, depth=_depth(scores.extents, value, scores.arithmetic))
     products = Products(
         scores.plan, value, dout.unsqueeze(-2), scores.arithmetic, extents=extents, wants_loc=wants_value
@@ -167,7 +167,7 @@ def backward_sums(
 
 
 def _depth(extents: Extents, value: Tensor, arithmetic: torch.dtype) -> int:
-    """How many coordinates of a block of values are taken at once: they may have to be copied."""
+    """How many coordinates of a block of values are taken at once. The limit is there since they may be copied."""
     longest = math.prod(extents.batch) * max(math.prod(extents.rows), math.prod(extents.columns))
     return max(1, min(value.shape[-1], DEPTH, BLOCK_BYTES // arithmetic.itemsize // longest))
 
@@ -175,7 +175,11 @@ def _depth(extents: Extents, value: Tensor, arithmetic: torch.dtype) -> int:
 def _backward(
     scores: Masked, dout: Tensor, dweights: Callable[[Block], Tensor], pull_back: Callable[[Block, Tensor], None]
 ) -> Gradients:
-    """`dweights` makes the gradient of the weights of a block; `pull_back` takes the weights."""
+    """The gradients of the operands of the scores.
+
+    `dweights` computes the gradient of the weights of a block. `pull_back` takes the weights of a block and adds to the
+    gradient of the value.
+    """
     buffer = pair_buffer(scores, dout)
     for blocks in scores.rows() if scores.plan.numel(scores.plan.order) else ():
         rows = Rows(scores, buffer, blocks)
@@ -194,7 +198,7 @@ def _backward(
 
 
 class Dropout:
-    """Zeroes weights with probability `p` and scales the others, from a seed: the same for a block each time."""
+    """Zero weights with probability `p` and scale the others. The seed gives a block the same factors each time."""
 
     def __init__(self, plan: Plan, p: float, seed: int, device: torch.device) -> None:
         self.sizes, self.p, self.seed = plan.sizes(plan.order), p, seed

@@ -1,4 +1,4 @@
-"""How pairs are cut into blocks that fit the cache, and the parts of a tensor that belong to a block.
+"""Cut pairs into blocks that fit the cache, and find the parts of a tensor that belong to a block.
 
 Temporaries of a call are a few buffers of about `BLOCK_BYTES`, whatever its shapes.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.pytorch import _get_dispatch_mode, _TorchDispatchModeKey
 
-BLOCK_BYTES = 512 * 1024  # half of the L2 cache that a core of common server CPUs has, or all of it
+BLOCK_BYTES = 512 * 1024  # on common server CPUs, half of the L2 cache of a core or all of it
 T = TypeVar("T")
-DEPTH = 256  # terms of a dot product summed at once: a longer sum of like signs loses digits
+DEPTH = 256  # terms of a dot product summed at once, since a longer sum of terms of one sign loses digits
 
 
 class Block(NamedTuple):
-    """A block of pairs: its slices along the axes of each role."""
+    """A block of pairs, given by its slices along the axes of each role."""
 
     batch: Slices
     rows: Slices
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Extents:
-    """The largest block along each axis of the plan, by role, and of a step through the contracted axis."""
+    """The largest size of a block along the axes of each role, and of a step along the contracted axis."""
 
     batch: Shape
     rows: Shape
@@ -53,21 +53,21 @@ def cut(
     itemsize: int,
     *,
     copies: float = 0,
-    held: int = 1,
+    values_per_row: int = 1,
     pair_bytes: int = BLOCK_BYTES,
     width: int = 512,
 ) -> Extents:
-    """Blocks of at most `pair_bytes` of pairs and, where operands are copied, `BLOCK_BYTES` of each operand.
+    """Extents of blocks with at most `pair_bytes` of pairs and, if operands are copied, `BLOCK_BYTES` of each operand.
 
-    `copies` is how many values are kept for each coordinate of an operand, `held` how many for each row. Blocks have
-    `width` columns where there are as many, and more where there are few rows.
+    `copies` is how many values are kept for each coordinate of an operand, and `values_per_row` how many for each row.
+    Blocks have `width` columns where there are as many, and more where there are few rows.
     """
     limit = pair_bytes // itemsize
     copied = int(BLOCK_BYTES // itemsize / copies) if copies else 0  # coordinates of an operand
     longest = max(1, copied // min(dimension, 128)) if copies else limit
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
     columns = min(all_columns, longest, max(width, limit // max(1, all_rows)))
-    most_rows = max(1, limit // max(1, held))
+    most_rows = max(1, limit // max(1, values_per_row))
     rows = min(all_rows, longest, most_rows, limit // max(1, columns))
     whole = rows == all_rows and columns == all_columns
     entries = (limit // max(1, rows * columns), longest // max(1, rows, columns), most_rows // max(1, rows))
@@ -81,7 +81,7 @@ def cut(
 
 
 def fit(sizes: Shape, target: int) -> Shape:
-    """Extents with a product of at most `target`: inner axes whole, then part of one, outer axes one by one."""
+    """Extents with a product of at most `target`: inner axes whole, then a part of one axis, then 1 for outer axes."""
     extents: list[int] = []
     for size in reversed(sizes):
         extents.append(max(1, min(size, target)))
@@ -93,29 +93,29 @@ def whole(sizes: Shape) -> Slices:
     return tuple(slice(0, size) for size in sizes)
 
 
-def is_rehearsal() -> bool:
-    """Whether tensors are fake, so that a call computes nothing and only shows what it allocates."""
+def is_prediction() -> bool:
+    """Whether tensors are fake. A call then computes nothing and only shows what it allocates."""
     return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
-def few(items: Iterable[T]) -> Iterable[T]:
-    """All of them, but in a rehearsal the first two: the second finds what the first leaves."""
-    return itertools.islice(items, 2) if is_rehearsal() else items
+def shortened_if_predicted(items: Iterable[T]) -> Iterable[T]:
+    """All items, or only two in a prediction: the second starts with the memory that the first leaves allocated."""
+    return itertools.islice(items, 2) if is_prediction() else items
 
 
 def tiles(within: Slices, extents: Shape) -> Iterable[Slices]:
-    """Slices of all tiles, or of a few."""
+    """The slices of all tiles, or of the first two in a prediction."""
     all_tiles = itertools.product(
         *(
             [slice(i, min(i + extent, axis.stop)) for i in range(axis.start, axis.stop, extent)]
             for axis, extent in zip(within, extents)
         )
     )
-    return few(all_tiles)
+    return shortened_if_predicted(all_tiles)
 
 
 def row_blocks(plan: Plan, extents: Extents) -> Iterator[list[Block]]:
-    """All blocks, those of some rows at a time."""
+    """All blocks, in lists of those that share their rows."""
     all_batch, all_rows, all_columns = (whole(plan.sizes(axes)) for axes in (plan.batch, plan.rows, plan.columns))
     for batch in tiles(all_batch, extents.batch):
         for rows in tiles(all_rows, extents.rows):
@@ -123,31 +123,31 @@ def row_blocks(plan: Plan, extents: Extents) -> Iterator[list[Block]]:
 
 
 def enclosing(tile: Slices, extents: Shape, sizes: Shape) -> Slices:
-    """The tile of larger extents in which a tile lies."""
+    """The tile of the larger `extents` that contains `tile`."""
     starts = (piece.start // extent * extent for piece, extent in zip(tile, extents))
     return tuple(slice(start, min(start + extent, size)) for start, extent, size in zip(starts, extents, sizes))
 
 
 def part(operand: Tensor, block: Slices) -> Tensor:
-    """operand[block], whole along the axes where `operand` has size 1, and along those after the block's."""
+    """operand[block]. Axes where `operand` has size 1 are taken whole, and so are axes after those of the block."""
     return operand[tuple(slice(None) if size == 1 else piece for size, piece in zip(operand.shape, block))]
 
 
 def merge(block: Tensor, first: int, second: int) -> Tensor:
-    """A view with the first axes of a block merged into one, the second ones likewise, and the rest."""
+    """A view with three axes: the first `first` axes of a block merged, the next `second` merged, the rest merged."""
     shape = block.shape
     sizes = (shape[:first], shape[first : first + second], shape[first + second :])
     return block.view([math.prod(size) for size in sizes])
 
 
 def pieces(block: Block, extents: Shape) -> Iterator[tuple[Slices, Slices]]:
-    """Where the pieces of a block lie along the axes of the plan, and within the block."""
+    """The slices of each piece of a block, along the axes of the plan and within the block."""
     for pairs in tiles(block.pairs, extents):
         yield pairs, tuple(slice(i.start - j.start, i.stop - j.start) for i, j in zip(pairs, block.pairs))
 
 
 def depths(dimension: int, step: int) -> Iterator[slice]:
-    """Coordinates by parts; one empty part if there are none."""
+    """Slices of the coordinates, `step` at a time. Without coordinates there is one empty slice."""
     return (slice(i, min(i + step, dimension)) for i in range(0, max(1, dimension), step))
 
 

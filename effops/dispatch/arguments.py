@@ -1,4 +1,4 @@
-"""What every op asks of its tensor arguments, with errors that name the function, the argument and the remedy."""
+"""Check what every op requires of its tensor arguments. Errors name the function, the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from effops.numerics.precision import FLOATS
 from effops.pytorch import _disabled_torch_function_impl
 
-# By name, as their modules take long to import. The last one is sharded; the others are taken for plain tensors.
+# They are named, since their modules take long to import. DTensors are sharded, and the others count as plain tensors.
 _KNOWN_SUBCLASSES = frozenset(
     {
         "torch._subclasses.fake_tensor.FakeTensor",
@@ -23,7 +23,7 @@ _KNOWN_SUBCLASSES = frozenset(
 
 
 def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -> None:
-    """Raise unless it is a dense floating-point tensor with at least `dims` dimensions."""
+    """Raise unless `tensor` is a dense floating-point tensor with at least `dims` dimensions."""
     if not isinstance(tensor, Tensor):
         got = type(tensor).__name__
         raise TypeError(f"{function}: `{argument}` must be a tensor; got {got}; use torch.as_tensor")
@@ -39,7 +39,7 @@ def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -
 
 
 def check_dense(function: str, argument: str, tensor: Tensor) -> None:
-    """Raise if it is sparse, nested, or of a subclass that gives PyTorch's functions another meaning."""
+    """Raise if `tensor` is sparse, nested, or of a subclass that gives PyTorch's functions another meaning."""
     if tensor.layout != torch.strided:
         raise TypeError(f"{function}: `{argument}` must be dense; got {tensor.layout}; use .to_dense()")
     if tensor.is_nested:
@@ -49,7 +49,7 @@ def check_dense(function: str, argument: str, tensor: Tensor) -> None:
 
 
 def _check_subclass(function: str, argument: str, cls: type[Tensor]) -> None:
-    """Raise if it overrides what PyTorch's functions do: no variant asks it, and its values alone may mean nothing."""
+    """Raise if a class overrides PyTorch's functions: no variant asks it, and its values alone may mean nothing."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     if name in _KNOWN_SUBCLASSES:
         return
@@ -76,13 +76,13 @@ def _check_subclass(function: str, argument: str, cls: type[Tensor]) -> None:
 
 
 def _implementation(cls: type[Tensor], method: str) -> Any:
-    """What the class does for a class method, without the class that it is bound to."""
+    """The function behind a class method, without the class to which it is bound."""
     bound = getattr(cls, method)
     return getattr(bound, "__func__", bound)
 
 
 def check_devices(function: str, **tensors: Tensor) -> None:
-    """Raise unless they are on one device."""
+    """Raise unless the tensors are on one device."""
     if len({tensor.device for tensor in tensors.values()}) > 1:
         got = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise ValueError(f"{function}: tensors must be on one device; got {got}; move one")

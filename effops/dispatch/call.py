@@ -1,4 +1,4 @@
-"""What happens when an op is called: arguments are validated, a variant is chosen, and it runs."""
+"""Call an op: validate its arguments, choose a variant, and run it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from effops.numerics.precision import without_autocast
 
 
 def call(op: Op, *args: Any, variant: str | None = None, **kwargs: Any) -> Tensor:
-    """The result of an op, for the arguments of its public function."""
+    """The result of an op for the arguments of its public function."""
     if _any_dtensor(args):
         from effops.dispatch.sharding import sharded_call
 
@@ -25,5 +25,6 @@ def call(op: Op, *args: Any, variant: str | None = None, **kwargs: Any) -> Tenso
 
 
 def _any_dtensor(args: tuple[Any, ...]) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # to import it takes a second; without it there is none
+    # The import takes a second. A module that nobody has imported has made no DTensor.
+    module = sys.modules.get("torch.distributed.tensor")
     return module is not None and module.DTensor in map(type, args)

@@ -1,4 +1,4 @@
-"""Which variant of an op runs: the one that the call or `use_variant` names, else the best that supports the call."""
+"""Choose the variant of an op: the one that the call or `use_variant` names, else the best that supports the call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effops.dispatch.op import Call, Op, Variant, find_op, ops
 
 
 def choose(op: Op, call: Call, variant: str | None) -> Variant:
-    """The variant named by the argument or by `use_variant`, or the best that supports the call."""
+    """The variant that the argument or `use_variant` names, else the best that supports the call."""
     name = variant if variant is not None else current_variant()
     if name is None:
         best = _best(op, call)
@@ -41,7 +41,7 @@ def _best(op: Op, call: Call) -> Variant | None:
 
 
 def variants(function: Callable[..., Any] | str) -> list[str]:
-    """Names of the variants of an op, in order of preference.
+    """The names of the variants of an op, in order of preference.
 
     >>> effops.variants(effops.power_spherical_log_prob)[0]
     'triton'
@@ -50,9 +50,10 @@ def variants(function: Callable[..., Any] | str) -> list[str]:
 
 
 class _ThreadState(threading.local):
-    """What `use_variant` set in this thread, for traced code, which can guard on this but not on a ContextVar.
+    """What `use_variant` set in this thread, for traced code. Dynamo can guard on this, but not on a ContextVar.
 
-    `__init__` runs once a thread, so the attributes exist wherever they are read and Dynamo guards on their values.
+    `__init__` runs once in each thread. So the attributes exist wherever they are read, and Dynamo guards on their
+    values.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ _in_thread = _ThreadState()
 
 
 def current_variant() -> str | None:
-    """The variant that the innermost `use_variant` around this call names, or None."""
+    """The variant that the innermost `use_variant` around this call names, or None without one."""
     if not is_compiling():
         return _in_context.get()
     if _in_thread.tasks:
@@ -80,8 +81,8 @@ def current_variant() -> str | None:
 class use_variant:
     """Context manager: every op called inside runs the named variant, or raises if it cannot.
 
-    Holds for the current thread and asyncio task. Compiled functions called inside follow it too (each variant is
-    compiled once); inside an asyncio task they raise instead, since compiled code cannot tell tasks apart.
+    It holds for the current thread and asyncio task. Compiled functions called inside follow it too: each variant is
+    compiled once. Inside an asyncio task they raise instead, since compiled code cannot tell tasks apart.
 
     >>> with effops.use_variant("einsum"):
     ...     lp = effops.power_spherical_log_prob(loc, scale, x)

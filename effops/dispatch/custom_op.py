@@ -1,8 +1,8 @@
 """Operators of PyTorch, each made of a forward and a backward function of a typed call.
 
-PyTorch understands them: autograd, `torch.func`, tracing, fake tensors. A call on plain tensors runs the functions at
-once. Where it is traced or transformed it becomes two operators, one for each direction, of which PyTorch knows the
-results' layout (fake), how to batch them (vmap), and the derivatives.
+They work with all of PyTorch: autograd, `torch.func`, tracing, fake tensors. A call on plain tensors runs the functions
+at once. A call that is traced or transformed becomes two operators, one for each direction. For both, PyTorch knows the
+layout of the results (fake tensors), how to batch them (vmap), and the derivatives.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ Gradients = Sequence[Tensor | None]
 _PLAIN_TYPES = frozenset((Tensor, Parameter))
 _is_meta = attrgetter("is_meta")
 
-CUSTOM_OPS: dict[str, CustomOp] = {}  # tracers pass a name on where they could not pass an object
+CUSTOM_OPS: dict[str, CustomOp] = {}  # by name, since tracers can pass on a name but no object
 
 
 class CustomOp:
     """An operation on tensors, computed by a pair of functions of a call.
 
     The operator takes the tensors of a call and then its settings: numbers, dtypes, whatever a schema takes. Only the
-    tensors are saved for backward, and the result if it is wanted there.
+    tensors are saved for backward, and the result if `saves_result`.
 
     Args:
-        name: of the operator, `torch.ops.effops.<name>`; that of its backward ends in `_backward`
+        name: the operator is `torch.ops.effops.<name>`; the name of its backward ends in `_backward`
         parameters: names and types of the operator's arguments, the tensors first
         split: makes a call of these arguments, the inverse of `call.arguments`
         forward: `forward(call)` -> the result
-        backward: `backward(dout, call, wanted)` -> a gradient for each tensor, None where `wanted` is False; takes the
-            result too, after these, if it is saved
-        composite: the same function as `forward`, of differentiable PyTorch operations: for derivatives of `backward`
-            and for forward-mode differentiation
-        empty: an uninitialised result, laid out as `forward` does
-        empty_gradients: uninitialised gradients of all tensors, laid out as `backward` does
-        core_dims: for each tensor, how many of its last dimensions are no batch axes: those before broadcast
+        backward: `backward(dout, call, wanted)` -> a gradient for each tensor, None where `wanted` is False; if the
+            result is saved, it is the last argument
+        composite: the same function as `forward`, made of differentiable PyTorch operations; it serves derivatives of
+            `backward` and forward-mode differentiation
+        empty: an uninitialised result, with the layout that `forward` gives it
+        empty_gradients: uninitialised gradients of all tensors, with the layout that `backward` gives them
+        core_dims: for each tensor, how many of its last dimensions are no batch axes; the axes before them broadcast
         saves_result: whether `backward` takes the result
-        native: whether `forward` is made of PyTorch operations that have a backward of their own. It is used where it
-            saves what `backward` would compute again, on fake tensors as on those that they stand for
+        native: whether `forward` consists of PyTorch operations that have their own backward; that backward runs where
+            it can, on plain and on fake tensors, so that `backward` does not compute `forward` again
     """
 
     def __init__(
@@ -128,7 +128,8 @@ class CustomOp:
             if not requires_grad(tensors):
                 return self.forward(call)
             function = _Native if self.native else _Differentiable
-            # Past `Function.apply`: a third of what it does is to look for transforms, as `is_plain` did.
+            # This skips `Function.apply`, a third of whose time goes into the search for transforms. `is_plain` found
+            # none.
             result = super(torch.autograd.Function, function).apply(*call.arguments, self.name)  # type: ignore[misc]
         elif _needs_composite():
             result = self.composite(call)
@@ -144,17 +145,17 @@ class CustomOp:
         return is_plain(tensors) or (self.native and _is_fake(tensors))
 
     def call_of(self, saved: Sequence[Any]) -> Any:
-        """The call, of what is saved for backward: the tensors, the result if it is, and the settings."""
+        """The call, from what is saved for backward: the tensors, the result if `saves_result`, and the settings."""
         return self.split((*saved[: self.count], *saved[self.saved :]))
 
     def compute_gradients(self, dout: Tensor, saved: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
-        """What `backward` computes, of what is saved for it."""
+        """The gradients that `backward` computes from what is saved for it."""
         return self.backward(dout, self.call_of(saved), wanted, *saved[self.count : self.saved])
 
     def gradients(self, dout: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
-        """Gradients of the tensors among `arguments`, what is saved for backward. They can be differentiated again."""
+        """The gradients of the tensors among `arguments`, which are what is saved. They can be differentiated again."""
         tensors = (dout, *arguments[: self.saved])
-        # `is_grads_batched` gives a batched gradient of a kind for which operators have no rule.
+        # `torch.autograd.grad(is_grads_batched=True)` gives a kind of batched gradient that operators have no rule for.
         if _needs_composite() or is_legacy_batchedtensor(dout):
             found = iter(self.composite_gradients(dout, arguments, wanted))
         elif self.runs_at_once(tensors) and not requires_grad(tensors):
@@ -167,7 +168,7 @@ class CustomOp:
         return tuple(next(found) if is_wanted else None for is_wanted in wanted)
 
     def composite_gradients(self, dout: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-        """What `backward` computes, of differentiable PyTorch operations; only the gradients that `wanted` asks for."""
+        """The gradients that `wanted` asks for, as `backward` computes them, by differentiable PyTorch operations."""
         tensors, settings = arguments[: self.count], arguments[self.saved :]
         with without_autocast(dout.device):
             _, pull_back = _vjp(lambda *tensors: self.composite(self.split((*tensors, *settings))), tensors)
@@ -189,7 +190,7 @@ class CustomOp:
         ctx.save_for_backward(dout, *arguments[: self.saved])
 
     def pull_back_gradients(self, ctx: Any, upstream: Sequence[Tensor | None]) -> Any:
-        """The backward rule of the gradients, for second derivatives: the result is a function of the tensors there."""
+        """The backward rule of the gradients, for second derivatives. The result is a function of the tensors here."""
         dout, *saved = ctx.saved_tensors
         result = saved[self.count :]
 
@@ -208,7 +209,7 @@ class CustomOp:
     def _batched_backward(
         self, info: Any, in_dims: tuple[int | None, ...], dout: Tensor, *arguments: Any
     ) -> tuple[list[Tensor], list[int]]:
-        # Each example has gradients of its own, of the operands that it shares with others too.
+        # Each example of the batch has its own gradients, even of operands that all examples share.
         dims = in_dims[: 1 + self.saved]
         dout, *operands = (
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -222,7 +223,7 @@ class CustomOp:
         return [gradient.reshape(operand.shape) for gradient, operand in zip(found, wanted_operands)], [0] * len(found)
 
     def batch_axes_first(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
-        """Each tensor with its axis `dim` at the front of all batch axes, as they broadcast."""
+        """Each tensor with its axis `dim` moved to the front of all batch axes, so that the tensors still broadcast."""
         ranks = [tensor.ndim - core - (dim is not None) for tensor, core, dim in zip(tensors, self.core_dims, dims)]
         moved = []
         for tensor, rank, dim in zip(tensors, ranks, dims):
@@ -235,7 +236,7 @@ class CustomOp:
 
 
 def _vjp(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Callable[..., list[Any]]]:
-    """`torch.func.vjp` by the tensors that have gradients; those of the others, such as masks, are None."""
+    """`torch.func.vjp` by the floating-point tensors. Other tensors, such as masks, have the gradient None."""
     differentiable = [tensor.is_floating_point() for tensor in tensors]
 
     def of_differentiable(*some: Tensor) -> Any:
@@ -253,7 +254,7 @@ def _vjp(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, 
 
 
 class _Differentiable(torch.autograd.Function):
-    """The pair on plain tensors. This classic form of Function costs a third of the one that transforms need."""
+    """The pair of functions on plain tensors. This classic kind of Function costs a third of the one for transforms."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -269,9 +270,10 @@ class _Differentiable(torch.autograd.Function):
 
 
 class _Native(torch.autograd.Function):
-    """A forward function on plain tensors with the backward that PyTorch has for it, and derivatives of that.
+    """A forward function on plain tensors, with the backward that PyTorch has for it.
 
-    The first backward pass frees what PyTorch saved. Another one, or one to be differentiated, computes it again.
+    The first backward pass frees what PyTorch saved. A second pass computes it again, and so does a pass that is to be
+    differentiated.
     """
 
     @staticmethod
@@ -302,7 +304,7 @@ class _Native(torch.autograd.Function):
 
 
 class _Transformable(torch.autograd.Function):
-    """The operator as `torch.func` needs it: its own rule of autograd is not seen there."""
+    """The operator in the form that `torch.func` needs, which does not see an operator's own autograd rule."""
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
@@ -321,7 +323,7 @@ class _Transformable(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-        # One call for the batch, whose gradients of a shared operand are summed inside.
+        # The whole batch is one call. The backward of this call sums the gradients of an operand that examples share.
         *inputs, name = arguments
         custom = CUSTOM_OPS[name]
         tensors = custom.batch_axes_first(inputs[: custom.count], in_dims)
@@ -329,7 +331,7 @@ class _Transformable(torch.autograd.Function):
 
 
 class _TransformableGradients(torch.autograd.Function):
-    """The operator of the backward pass, likewise."""
+    """The operator of the backward pass in the form that `torch.func` needs."""
 
     generate_vmap_rule = True
 
@@ -349,18 +351,18 @@ class _TransformableGradients(torch.autograd.Function):
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether a call is on tensors in memory, and neither traced nor transformed nor seen by a mode."""
+    """Whether the tensors are in memory, and the call is not traced, transformed or intercepted by a dispatch mode."""
     return (
         _is_eager()
         and _len_torch_dispatch_stack() == 0
         and _PLAIN_TYPES.issuperset(map(type, tensors))
         and not any(map(_is_meta, tensors))
-        and not any(map(is_gradtrackingtensor, tensors))  # they outlived their transform
+        and not any(map(is_gradtrackingtensor, tensors))  # such a tensor outlived its transform
     )
 
 
 def _is_fake(tensors: Sequence[Tensor]) -> bool:
-    """Whether a call is on fake tensors, and neither traced nor transformed."""
+    """Whether a tensor is fake, and the call is neither traced nor transformed."""
     return (
         _is_eager()
         and any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -382,14 +384,14 @@ def requires_grad(tensors: Sequence[Tensor]) -> bool:
 
 
 def _needs_composite() -> bool:
-    """Whether the call is differentiated where an operator cannot be: in forward mode, or by a compiled transform."""
+    """Whether a call is differentiated as no operator can be: in forward mode, or by a compiled transform."""
     if forward_ad._current_level >= 0:
         return True
     return is_compiling() and _are_functorch_transforms_active()
 
 
 def _schema(parameters: Mapping[str, Any]) -> str:
-    """Of an operator that takes these arguments, by name and type, and returns a tensor."""
+    """The schema of an operator that takes these arguments, given by name and type, and returns a tensor."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
     def prototype(*arguments: Any) -> Any: ...
@@ -411,7 +413,7 @@ def add_custom_op(
 ) -> None:
     """Register an operator as a variant of an op.
 
-    `run` computes the result of a call and `cost` predicts what it needs, where neither is that of the operator alone.
+    `run` computes the result of a call, and `cost` predicts what it needs. Without them, both come from the operator.
     """
 
     def finished(call: Any) -> Tensor:
@@ -437,10 +439,10 @@ def add_kernels(
     requires: Sequence[Requirement] = (),
     **options: Any,
 ) -> None:
-    """Register an operator made of Triton kernels, as `add_custom_op` does; the choice on CUDA.
+    """Register an operator made of Triton kernels, as `add_custom_op` does. The automatic choice takes it on CUDA.
 
-    A launch on fake tensors allocates its workspace and does not run. Where the kernels cannot be imported, or take no
-    operands laid out like these, nothing is predicted.
+    A launch on fake tensors allocates its workspace and does not run. Nothing is predicted where the kernels cannot be
+    imported, or do not take operands of this layout.
     """
     predict = cost or functools.partial(allocated, op, custom)
 
@@ -452,7 +454,7 @@ def add_kernels(
 
 
 def allocated(op: Op, custom: CustomOp, call: OperatorCall) -> Cost:
-    """What a call of an operator allocates, and the operator of a logsumexp keeps for backward."""
+    """What a call of an operator allocates, and what it keeps for backward."""
     held: list[Tensor] = []
     keeps = custom.saves_result and requires_grad(call.tensors)
 

@@ -1,4 +1,4 @@
-"""Why a variant is chosen, why the others are not, and what each would need."""
+"""Explain which variant a call takes, why it cannot take others, and what each would need."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from effops.text import aligned, format_bytes
 class VariantReport:
     """What `explain` says of one variant.
 
-    `reason` is empty where it is supported. Bytes and operations are None where they cannot be told. `unknown` names an
-    operator that may allocate more inside than is predicted, and is empty if there is none.
+    `reason` is empty if the variant is supported. Bytes and operations are None where nothing predicts them. `unknown`
+    names an operator that may allocate more inside than is predicted. It is empty if there is none.
     """
 
     supported: bool
@@ -32,7 +32,7 @@ class VariantReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The choice for one call and, of every variant, whether and why it can or cannot run and what it would need."""
+    """The choice for one call, and a report for every variant: whether it can run, why not, and what it would need."""
 
     op: str
     chosen: str
@@ -58,10 +58,11 @@ class Explanation:
 
 
 def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None = None, **kwargs: Any) -> Explanation:
-    """Which variant a call would run, why every other would not, and what each would need; nothing is computed.
+    """Explain which variant a call would run, why others cannot run, and what each would need; nothing is computed.
 
-    Takes the arguments of the op and never allocates its result, so it may be asked about sizes that do not fit:
-    give expanded or meta tensors. Raises what the call itself would raise for bad arguments or an unusable `variant`.
+    It takes the arguments of the op and never allocates the result. So it can be asked about sizes that do not fit
+    into memory: give expanded or meta tensors. For bad arguments or an unusable `variant` it raises what the call
+    itself would raise.
 
     >>> print(effops.explain(effops.power_spherical_log_prob, loc, scale, x))    # doctest: +ELLIPSIS
     power_spherical_log_prob: chunked (bytes predicted, beyond the inputs)

@@ -1,4 +1,4 @@
-"""The variants of an op that are made of PyTorch operations: naive, einsum, torchscript and compile."""
+"""Make the variants of an op that consist of PyTorch operations: naive, einsum, torchscript and compile."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def add_forms(
     compiled_bytes: Callable[[Program, Any], Bytes],
     operations: Callable[[Any], int] = lambda call: call.operations,
 ) -> None:
-    """Add each form as a variant, and the last one, which is the best, scripted and compiled.
+    """Add each form as a variant. The last form is the best: add it scripted and compiled too.
 
-    `composed(form)` is the op by a form: a function of the tensors of a call, and then of its `settings`.
+    `composed(form)` computes the op by a form. It takes the tensors of a call, and then its `settings`.
     `compiled_bytes(program, call)` predicts what the compiled form allocates; `operations`, what any form computes.
     """
 

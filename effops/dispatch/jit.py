@@ -1,4 +1,4 @@
-"""Just-in-time compilers (TorchScript, torch.compile, Triton): whether they can serve a call, and their products."""
+"""Functions compiled just in time, by TorchScript and by torch.compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from effops.pytorch import TracingContext
 
 
 def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function scripted by TorchScript, on its first call."""
+    """The function in TorchScript. It is scripted on its first call."""
 
     @functools.cache
     def scripted() -> Any:
@@ -25,8 +25,8 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return torch.jit.script(function)
 
     def call(*args: Any) -> Tensor:
-        # Optimised, it specialises on training: then it loses tangents, claims gradients of inputs that require none,
-        # and raises in inference mode.
+        # The optimiser would specialise the function for training. It would then lose tangents, claim gradients of
+        # inputs that require none, and raise in inference mode.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             result: Tensor = scripted()(*args)
         return result
@@ -35,12 +35,15 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function compiled by torch.compile with dynamic sizes: one compiled object for each rank, broadcast pattern,
-    dtype, device and need of gradients of its tensors, and each value of its other arguments."""
+    """The function compiled by torch.compile with dynamic sizes, once for each signature.
+
+    The signature of a call has the rank, broadcast pattern, dtype, device and need of gradients of its tensors. It also
+    has the values of the other arguments.
+    """
     objects: dict[Any, Callable[..., Tensor]] = {}
 
     def call(*args: Any) -> Tensor:
-        if is_compiling():  # by the caller, with what surrounds it
+        if is_compiling():  # the caller compiles this function together with the code around it
             return function(*args)
         grad = torch.is_grad_enabled()
         signature = tuple(
@@ -51,7 +54,7 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
         )
         compiled = objects.get(signature)
         if compiled is None:
-            # A code object of its own: the limit of recompilations is counted per code object.
+            # Each signature has its own code object, since PyTorch limits recompilations per code object.
             own = types.FunctionType(
                 function.__code__.replace(),
                 function.__globals__,
@@ -66,15 +69,15 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-    """TorchInductor, whose backward pass leaves the saved tensors as they are, so that it can run again.
+    """TorchInductor with a backward pass that can run again, since it leaves the saved tensors as they are.
 
-    As a rule, Inductor lets a backward pass write into the saved tensors ("donated buffers"), and PyTorch then refuses
-    `retain_graph=True`. The switch `torch._functorch.config.donated_buffer` is read again when a backward pass runs,
-    and is the user's. So the list of donated buffers is emptied instead, whenever a pass is compiled.
+    As a rule, Inductor lets a backward pass write into the saved tensors ("donated buffers"). PyTorch then refuses
+    `retain_graph=True`. The switch `torch._functorch.config.donated_buffer` belongs to the user, and is read again when
+    a backward pass runs. So the list of donated buffers is emptied instead, whenever a pass is compiled.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # takes seconds to import
 
-    # Inductor's cache does not see that: without a tag of its own, it would answer with passes that write.
+    # Inductor's cache does not see the emptied list. Without a tag it could return a pass that writes.
     tag = f"{torch.compiler.config.cache_key_tag} saved tensors are kept"
     tagged = functools.partial(torch.compiler.config.patch, cache_key_tag=tag)  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""What an op and a variant are, and the registry of ops."""
+"""Define what an op and a variant are, and keep the registry of ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Call(Protocol):
-    """The validated arguments of a call, as `prepare` of an op returns them: what calls of all ops share."""
+    """The validated arguments of a call, as `prepare` of an op returns them. Calls of all ops have these properties."""
 
     @property
     def device(self) -> torch.device: ...
@@ -29,17 +29,17 @@ class OperatorCall(Call, Protocol):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What the operator takes: the tensors, then the settings."""
+        """The arguments of the operator: the tensors, then the settings."""
 
     @property
     def operations(self) -> int:
-        """How many floating-point operations the call takes, about."""
+        """About how many floating-point operations the call takes."""
 
 
 class Cost(NamedTuple):
     """What a variant is predicted to need for the forward pass of one call, beyond the inputs.
 
-    `saved_bytes` is what stays allocated for backward, besides inputs and output (0 if nothing requires gradients).
+    `saved_bytes` stay allocated for backward, besides inputs and output. They are 0 if nothing requires gradients.
     `unknown` names an operator that may allocate more inside than `temporary_bytes`; it is empty if there is none.
     """
 
@@ -62,10 +62,10 @@ def anywhere(call: Call) -> bool:
 class Variant:
     """One implementation of an op.
 
-    `run` computes the result of a call. `cost` predicts what it needs, or returns None where that cannot be told. Each
-    of `requires` returns why the variant cannot run a call, or an empty string. `automatic` tells whether the automatic
-    choice may take the variant for a call. `statistics` computes what `Op.finish` makes the result of; None if the op
-    is no logsumexp.
+    `run` computes the result of a call. `cost` predicts what it needs, or returns None if nothing can be predicted.
+    Each of `requires` returns why the variant cannot run a call, or an empty string. `automatic` tells whether the
+    automatic choice may take the variant for a call. `statistics` computes the statistics from which `Op.finish` makes
+    the result. It is None if the op is no logsumexp.
     """
 
     name: str
@@ -92,9 +92,9 @@ class Op:
         prepare: validates the arguments of the public function and returns the call that variants receive
         preference: names of the variants, the best first
         core_dims: the tensor arguments, by name and in order, and how many of the last dimensions of each are no batch
-            axes; an op that does not say so takes no DTensors
-        logsumexp: for an op that is a logsumexp along a batch axis, that axis of a call; its variants return the
-            statistics of `effops.blocks.tiling.Reduction`, which are added up in the end
+            axes; an op without core_dims takes no DTensors
+        logsumexp: for an op that is a logsumexp along a batch axis, the function that returns this axis of a call; the
+            variants of the op return the statistics of `effops.blocks.logsumexp.Reduction`, whose sum is the result
     """
 
     name: str
@@ -117,7 +117,7 @@ class Op:
         automatic: Callable[[Any], bool] = anywhere,
         statistics: Callable[[Any], Tensor] | None = None,
     ) -> Callable[[Callable[[Any], Tensor]], Callable[[Any], Tensor]]:
-        """Register the decorated function of a call as the variant `name`."""
+        """Register the decorated function, which takes a call, as the variant `name`."""
         if name not in self.preference:
             raise ValueError(f"{self.name}: variant {name!r} has no place in the order of preference {self.preference}")
 
@@ -129,12 +129,12 @@ class Op:
         return register
 
     def public(self, function: FunctionT) -> FunctionT:
-        """Mark the decorated function as the public one of this op."""
+        """Mark the decorated function as the public function of this op."""
         self.function = function
         return function
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
-        """What the public function returns."""
+        """The result of the public function."""
         assert self.function is not None
         return self.function(*args, **options)
 
@@ -152,7 +152,7 @@ def ops() -> Mapping[str, Op]:
 
 
 def find_op(function: Callable[..., Any] | str) -> Op:
-    """The op behind a public function, or of that name."""
+    """The op that a public function calls, or the op of that name."""
     op = next((op for op in _ops.values() if function in (op.name, op.function)), None)
     if op is None:
         raise ValueError(f"{function!r} is no op of effops; choose from {', '.join(_ops)}")

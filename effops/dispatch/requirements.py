@@ -1,4 +1,7 @@
-"""What variants require of a call and of the machine: each function tells why a call cannot run, or returns ""."""
+"""What variants require of a call and of the machine.
+
+Each function returns why a variant cannot run a call, or an empty string if it can.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def requires_inductor(call: Call) -> str:
 def requires_triton(call: Call) -> str:
     if call.device.type != "cuda" and not (call.device.type == "cpu" and INTERPRETED):
         return f"needs CUDA tensors, got {call.device.type}"
-    if is_compiling():  # an import cannot be traced; the operator raises what it raises
+    if is_compiling():  # an import cannot be traced; if it fails, the operator raises its error
         return ""
     error = kernels_error()
     return f"needs effops.kernels, which cannot be imported: {error}" if error else ""
@@ -72,6 +75,6 @@ def _import_error(module: str) -> str:
     """Why a module cannot be imported; empty if it can."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # whatever an import raises is the answer
+    except Exception as error:  # an import may raise anything, and any of it is the reason
         return f"{type(error).__name__}: {error}"
     return ""

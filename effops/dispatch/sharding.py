@@ -1,16 +1,16 @@
-"""DTensors in, DTensors out: each process runs an op on its own shards and nothing is gathered. Knows no op by name.
+"""Ops on DTensors: each process runs an op on its own shards, and nothing is gathered. No op is known by name.
 
-Along an axis of the device mesh a call has one role: an axis of the result that is sharded there, or none. With a role,
-a tensor argument that
+Along an axis of the device mesh a call has one role: the axis of the result that is sharded there, or none. If there is
+a role, a tensor argument falls into one of three cases:
 
-    is sharded       must be so along the role's axis, and is taken as it is
-    has the axis     but is replicated is sliced, and its gradient is sharded
-    lacks the axis   (or broadcasts along it) is taken whole, and its gradient is a pending sum: `Partial`
+    it is sharded                             along the role's axis, as it must be: it is taken as it is
+    it has the role's axis and is replicated  it is sliced, and its gradient is sharded
+    it lacks that axis or broadcasts there    it is taken whole, and its gradient is a pending sum: `Partial`
 
-so neither direction communicates. What costs is to redistribute a gradient, which the caller can do once a step.
+So neither direction communicates. Only the redistribution of a gradient does, which the caller can do once a step.
 
-Where the role is the axis of a logsumexp, each process has the statistics of its own components. They are combined
-across the mesh, by two reductions of the size of the result, which is then replicated there.
+Where the role is the axis of a logsumexp, each process has the statistics of its own components. Two reductions across
+the mesh, of the size of the result, combine them. The result is then replicated there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from effops.numerics.precision import without_autocast
 
 
 class ShardedOperand(NamedTuple):
-    """A tensor argument: for each axis of the result its dimension there, None where it has none or broadcasts."""
+    """A tensor argument, with its dimension for each axis of the result: None where it has none, or broadcasts."""
 
     name: str
     tensor: DTensor
@@ -41,7 +41,7 @@ class ShardedOperand(NamedTuple):
 
 
 def sharded_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], variant: str | None) -> DTensor:
-    """A call of an op with DTensors among `args`: a DTensor sharded along the axis of each role.
+    """The result of an op with DTensors among `args`: a DTensor that is sharded along the axis of each role.
 
     Raises ValueError where the arguments would have to be gathered.
     """
@@ -49,7 +49,7 @@ def sharded_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], variant
         raise NotImplementedError(f"{op.name} takes no DTensors; gather them with .full_tensor()")
     tensors = _dtensors(op, args)
     mesh = next(iter(tensors.values())).device_mesh
-    call = op.prepare(*args, **kwargs)  # what is wrong with the shapes is told of the whole tensors
+    call = op.prepare(*args, **kwargs)  # errors name the shapes of the whole tensors, not of the shards
     reduced = None if op.logsumexp is None else op.logsumexp(call)
     batch_shapes = {name: tensor.shape[: tensor.ndim - op.core_dims[name]] for name, tensor in tensors.items()}
     batch = torch.broadcast_shapes(*batch_shapes.values())
@@ -78,7 +78,7 @@ def sharded_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], variant
 
 
 def _dtensors(op: Op, args: Sequence[Any]) -> dict[str, DTensor]:
-    """The tensors among the arguments by name, which must all be DTensors on one mesh."""
+    """The tensors among the arguments, by name. They must all be DTensors on one mesh."""
     tensors = {name: arg for name, arg in zip(op.core_dims, args) if isinstance(arg, Tensor)}
     first, mesh = next((name, tensor.device_mesh) for name, tensor in tensors.items() if isinstance(tensor, DTensor))
     found = {}
@@ -99,7 +99,7 @@ def _dtensors(op: Op, args: Sequence[Any]) -> dict[str, DTensor]:
 
 
 def _dims(own: Sequence[int], result: Sequence[int]) -> tuple[int | None, ...]:
-    """For each axis of the batch shape `result` the dimension of `own` that is as long, or None."""
+    """For each axis of the batch shape `result`, the dimension of `own` that has the same size, or None."""
     missing = len(result) - len(own)
     return tuple(
         axis - missing if axis >= missing and own[axis - missing] == size else None for axis, size in enumerate(result)
@@ -107,7 +107,7 @@ def _dims(own: Sequence[int], result: Sequence[int]) -> tuple[int | None, ...]:
 
 
 def _role(function: str, operands: Sequence[ShardedOperand], mesh_axis: int) -> int | None:
-    """The axis of the result that is sharded along an axis of the mesh, or None."""
+    """The axis of the result that is sharded along an axis of the mesh, or None if there is none."""
     roles = {}
     for operand in operands:
         placement = operand.tensor.placements[mesh_axis]
@@ -129,7 +129,7 @@ def _role(function: str, operands: Sequence[ShardedOperand], mesh_axis: int) -> 
 
 
 def _local(function: str, operand: ShardedOperand, roles: Sequence[int | None]) -> Tensor:
-    """What this process needs of an operand, differentiably."""
+    """The part of an operand that this process needs, as a differentiable function of it."""
     own = operand.tensor.placements
     dims = [None if role is None else operand.dims[role] for role in roles]
     wanted = [Replicate() if dim is None else Shard(dim) for dim in dims]
@@ -148,7 +148,7 @@ def _local(function: str, operand: ShardedOperand, roles: Sequence[int | None]) 
 
 
 class _Combined(torch.autograd.Function):
-    """The statistics of a logsumexp over all shards along an axis of the mesh, from those of each."""
+    """The statistics of a logsumexp over all shards along an axis of the mesh, from the statistics of each shard."""
 
     @staticmethod
     def forward(ctx: Any, statistics: Tensor, mesh: DeviceMesh, mesh_axis: int) -> Tensor:
@@ -170,7 +170,7 @@ class _Combined(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """This process's part of a tensor under placements reached by slicing; the gradient gets placements of its own."""
+    """This process's part of a tensor, under placements that slicing reaches. The gradient has its own placements."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placements: Sequence[Placement], gradient: Sequence[Placement]) -> Tensor:
@@ -191,7 +191,11 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _FromLocal(torch.autograd.Function):
-    """The inverse. A gradient that comes placed otherwise is redistributed, differentiably unlike in DTensor's own."""
+    """The inverse of `_ToLocal`.
+
+    A gradient that arrives with other placements is redistributed. This can be differentiated again, unlike DTensor's
+    own function.
+    """
 
     @staticmethod
     def forward(
@@ -206,10 +210,10 @@ class _FromLocal(torch.autograd.Function):
 
 
 def _from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """The DTensor of that shape, dense and with its axes in memory in the order that they have in the local tensor."""
+    """The DTensor of that shape. It is dense, and its axes have the order in memory that they have in `local`."""
     axes, given = range(local.ndim), local.stride()
     strides = [1] * local.ndim
-    for i, j in itertools.product(axes, axes):  # tracers cannot sort by sizes that they leave open
+    for i, j in itertools.product(axes, axes):  # a tracer with symbolic sizes can compare strides but not sort them
         if given[j] < given[i] or (given[j] == given[i] and j > i):
             strides[i] *= max(1, shape[j])
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(strides))

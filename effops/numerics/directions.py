@@ -1,4 +1,4 @@
-"""Unit vectors: uniform ones, and those at given angles to others."""
+"""Random unit vectors: uniform ones, and ones at given angles to others."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ def random_directions(
 ) -> Tensor:
     """Unit vectors, uniform on the sphere."""
     vectors = torch.randn(shape, dtype=dtype, device=device, generator=generator)
-    vectors[..., -1] += 1e-12  # float32 noise is 0 once in 2^24 draws, and a vector of one 0 has no direction
+    # A float32 draw is 0 once in 2^24 draws. A vector of one coordinate would then have no direction.
+    vectors[..., -1] += 1e-12
     vectors /= torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors
 
 
-def about(loc: Tensor, ratio: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Unit vectors at angles to `loc` with tan(angle / 2)^2 = `ratio`, in a direction that is uniform otherwise.
+def directions_at_angle(loc: Tensor, ratio: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Unit vectors at an angle to `loc` with tan(angle / 2)^2 = `ratio`. Otherwise their direction is uniform.
 
-    A direction orthogonal to e_1 becomes one orthogonal to loc by the Householder reflection along
-    loc + sign(loc_1) e_1, in which nothing cancels: the result has its gradient wherever loc is, e_1 and -e_1 included.
+    The Householder reflection along loc + sign(loc_1) e_1 turns a direction orthogonal to e_1 into one orthogonal to
+    loc. Nothing cancels in it, so the result has its gradient wherever loc is, at e_1 and -e_1 too.
     """
     orthogonal = loc.new_zeros(loc.shape)
     orthogonal[..., 1:] = random_directions(orthogonal[..., 1:].shape, generator, dtype=loc.dtype, device=loc.device)
@@ -35,5 +36,5 @@ def about(loc: Tensor, ratio: Tensor, generator: torch.Generator | None = None) 
     step = sine * torch.linalg.vecdot(orthogonal, loc).unsqueeze(-1) / (1 + sign * first)
     x = (sine * orthogonal).addcmul_(weight - 1 - step, loc)
     x[..., :1] -= sign * step
-    x /= torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)  # 1 but for rounding
+    x /= torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)  # the length differs from 1 by rounding alone
     return x

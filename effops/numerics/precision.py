@@ -1,4 +1,4 @@
-"""Dtypes and rounding: result and arithmetic dtype of an op, unit roundoff, how exact a contraction is."""
+"""Dtypes and rounding: the result and arithmetic dtype of an op, unit roundoff, the error of a contraction."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-# What rounding the coordinates of a unit vector to this dtype does to the sum of their products.
+# The error of the dot product of two unit vectors that comes from rounding their coordinates to this dtype.
 INPUT_SLACK = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
-FLOATS = tuple(INPUT_SLACK)  # what operands may be
-INTEGERS = frozenset(
-    getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
-)  # that convert to them
+FLOATS = tuple(INPUT_SLACK)  # the dtypes that operands may have
+# The dtypes of a scale that is converted to a floating-point dtype.
+INTEGERS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 
-CPU = torch.device("cpu")  # to compare with: the type of a device is a string made anew
-_UNCHANGED = nullcontext()  # one for all calls
+CPU = torch.device("cpu")  # a comparison with it is fast: `device.type` makes a new string each time
+_UNCHANGED = nullcontext()  # all calls share one
 
 
 def wider(first: torch.dtype, second: torch.dtype) -> torch.dtype:
-    """The dtype to which two floating-point dtypes promote (`torch.promote_types`, but traceable)."""
+    """The dtype to which two floating-point dtypes promote: `torch.promote_types`, in a form that can be traced."""
     if first == second:
         return first
     if first.itemsize == second.itemsize:  # float16 and bfloat16
@@ -32,14 +31,14 @@ def wider(first: torch.dtype, second: torch.dtype) -> torch.dtype:
 
 
 def promote(first: torch.dtype, first_ndim: int, second: torch.dtype, second_ndim: int) -> torch.dtype:
-    """Dtype of an elementwise operation on two floating-point tensors: a 0-d tensor does not widen an n-d one."""
+    """The dtype of an elementwise operation on two floating-point tensors. A 0-d tensor does not widen an n-d one."""
     if (first_ndim == 0) == (second_ndim == 0):
         return wider(first, second)
     return second if first_ndim == 0 else first
 
 
 def arithmetic_dtype(result: torch.dtype) -> torch.dtype:
-    """float64 for a float64 result, else float32."""
+    """The dtype of the arithmetic: float64 for a float64 result, else float32."""
     return torch.float64 if result == torch.float64 else torch.float32
 
 
@@ -54,16 +53,17 @@ def autocast_enabled(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """In this context no operand is rounded by autocast."""
+    """A context in which autocast rounds no operand."""
     return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else _UNCHANGED
 
 
 def contraction_error(dimension: int, arithmetic: torch.dtype, precision: str = "highest") -> float:
-    """How many unit roundoffs of `arithmetic` a dot product of two unit vectors of `dimension` may be off.
+    """The error allowed to a dot product of two unit vectors of `dimension`, in unit roundoffs of `arithmetic`.
 
-    An allowance, not the worst case, which grows with the dimension: the rounding of a sequential sum in general
-    position, which every variant keeps on the hard inputs of the tests up to D = 4096. `precision` is the value of
-    `torch.get_float32_matmul_precision()`; below "highest", matrix products may round operands to TF32 or bfloat16.
+    It is an allowance, not the worst case, which grows in proportion to the dimension. It is the rounding of a
+    sequential sum of terms in general position. Every variant stays within it on the hard inputs of the tests, up to
+    D = 4096. `precision` is the value of `torch.get_float32_matmul_precision()`. Below "highest", matrix products may
+    round operands to TF32 or bfloat16.
     """
     exact_operands = 4 + math.sqrt(dimension)
     if arithmetic == torch.float64 or precision == "highest":
@@ -74,13 +74,13 @@ def contraction_error(dimension: int, arithmetic: torch.dtype, precision: str = 
 
 
 def matmul_precision() -> str:
-    """`torch.get_float32_matmul_precision()`; in traced code, which can guard on no more, "medium" for "high" too."""
+    """`torch.get_float32_matmul_precision()`. Traced code cannot tell "high" from "medium", and takes "medium"."""
     if is_compiling():
         return "medium" if torch.backends.cuda.matmul.allow_tf32 else "highest"
     return torch.get_float32_matmul_precision()
 
 
 def sphere_tolerance(dimension: int, arithmetic: torch.dtype, inputs: Sequence[torch.dtype]) -> float:
-    """How far the dot product of two unit vectors, given in the dtypes `inputs`, may fall below -1."""
+    """How far rounding may take the dot product of two unit vectors below -1, if they are given in dtypes `inputs`."""
     rounding = contraction_error(dimension, arithmetic, matmul_precision())
     return rounding * unit_roundoff(arithmetic) + max(INPUT_SLACK[dtype] for dtype in inputs)

@@ -8,9 +8,9 @@ from effops.pytorch import FakeTensor
 
 
 def observed(number: Tensor, ordinary: float) -> float:
-    """The value of a tensor of one element. A fake tensor has none: its value is the ordinary one.
+    """The value of a tensor of one element. A fake tensor has no value and gives `ordinary`.
 
-    What a function allocates is found by running it on fake tensors. So `ordinary` is the answer on common inputs, for
-    which the prediction shall be exact.
+    Predictions run a function on fake tensors to find what it allocates. `ordinary` is the value on common inputs, so
+    that predictions are exact for these.
     """
     return ordinary if isinstance(number, FakeTensor) else number.item()

@@ -38,9 +38,11 @@ class Additive:
         return 1.0
 
     def blocks(self, call: AttentionCall, wanted: Sequence[bool]) -> Scores:
-        held = softmax.HELD + (0 if call.value is None else call.value.shape[-1])
+        values_per_row = softmax.VALUES_PER_ROW + (0 if call.value is None else call.value.shape[-1])
         weight = call.scored[2]
-        return AdditiveScores(call.plan, *call.pairs, weight, call.arithmetic, wanted=wanted, held=held)
+        return AdditiveScores(
+            call.plan, *call.pairs, weight, call.arithmetic, wanted=wanted, values_per_row=values_per_row
+        )
 
 
 class _InKernels(Additive):

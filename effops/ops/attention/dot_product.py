@@ -49,8 +49,10 @@ class ScaledDotProducts:
         dimension = max(1, query.shape[-1], summed)
         # Where a block is the only buffer it may be larger than the cache: fewer, longer passes win.
         pair_bytes = tiling.BLOCK_BYTES if summed or any(wanted) else WIDE_BYTES
-        held = softmax.HELD + summed
-        extents = tiling.cut(plan, dimension, arithmetic.itemsize, copies=1.0, held=held, pair_bytes=pair_bytes)
+        values_per_row = softmax.VALUES_PER_ROW + summed
+        extents = tiling.cut(
+            plan, dimension, arithmetic.itemsize, copies=1.0, values_per_row=values_per_row, pair_bytes=pair_bytes
+        )
         wants_query, wants_key = wanted
         products = Products(plan, key, query, arithmetic, extents=extents, wants_loc=wants_key, wants_x=wants_query)
         return ScaledDots(products, self.scale(call))

@@ -190,16 +190,16 @@ def empty(call: LogSparseCall) -> Tensor:
     return call.value.new_empty(call.shape, dtype=call.dtype)
 
 
-def _blocks(call: LogSparseCall, *, kept: bool) -> log_sparse.Blocks:
-    return log_sparse.Blocks(call.pattern, call.tensors, call.batch, call.arithmetic, kept=kept)
+def _blocks(call: LogSparseCall, *, keeps_scores: bool) -> log_sparse.Blocks:
+    return log_sparse.Blocks(call.pattern, call.tensors, call.batch, call.arithmetic, keeps_scores=keeps_scores)
 
 
 def _chunked(call: LogSparseCall) -> Tensor:
-    return log_sparse.forward(_blocks(call, kept=False), *call.tensors, call.factor, empty(call))
+    return log_sparse.forward(_blocks(call, keeps_scores=False), *call.tensors, call.factor, empty(call))
 
 
 def _chunked_backward(dout: Tensor, call: LogSparseCall, wanted: Sequence[bool]) -> Gradients:
-    return log_sparse.backward(_blocks(call, kept=True), dout, *call.tensors, call.factor, wanted)
+    return log_sparse.backward(_blocks(call, keeps_scores=True), dout, *call.tensors, call.factor, wanted)
 
 
 def _flex(call: LogSparseCall) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from effops.dispatch.call import call
-from effops.numerics.directions import about
+from effops.numerics.directions import directions_at_angle
 from effops.numerics.special import digamma_ratio, log_gamma_ratio
 from effops.numerics.values import observed
 from effops.ops.densities.density import LogProb
@@ -92,7 +92,7 @@ def draw(loc: Tensor, scale: Tensor, generator: torch.Generator | None = None) -
     a = scale + b
     toward = _standard_gamma(a, generator=generator).where(a > 0, math.nan)  # else it makes something up
     away = _standard_gamma(torch.full_like(scale, b), generator=generator)
-    return about(loc, away / toward, generator)
+    return directions_at_angle(loc, away / toward, generator)
 
 
 density = Directional(

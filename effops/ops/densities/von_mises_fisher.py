@@ -15,7 +15,7 @@ from torch import Tensor
 
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp
-from effops.numerics.directions import about
+from effops.numerics.directions import directions_at_angle
 from effops.numerics.special import bessel_ratio, log_vmf_normaliser
 from effops.ops.densities.density import LogProb
 from effops.ops.densities.directional import Directional
@@ -111,7 +111,7 @@ def draw(loc: Tensor, concentration: Tensor, generator: torch.Generator | None =
         rejected = d * (v + torch.log1p(-v)) < torch.empty_like(v).uniform_(generator=generator).log()
         ratio[missing] = c_missing * up / down
         missing = missing.masked_scatter(missing, rejected)
-    return about(loc, ratio, generator)
+    return directions_at_angle(loc, ratio, generator)
 
 
 density = Directional(
