@@ -1,8 +1,8 @@
-"""Distributions of directions, and mixtures, over the ops and with the interface of `torch.distributions`.
+"""Distributions of directions, and mixtures: the ops with the interface of `torch.distributions`.
 
 A draw of a directional distribution is x = t loc + sqrt(1 - t^2) w with w uniform and orthogonal to loc. Its mean is
-E[t] loc, its covariance var(t) loc loc^T + q (I - loc loc^T) with q = E[1 - t^2] / (D - 1). Normalisers and moments of
-t are computed in float64 and rounded once, so that they hold at any concentration.
+E[t] loc. Its covariance is var(t) loc loc^T + q (I - loc loc^T) with q = E[1 - t^2] / (D - 1). Normalisers and moments
+of t are computed in float64 and rounded once, so that they are right at any concentration.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class _UnitVector(Constraint):
 
 
 unit_vector = _UnitVector()
-"""Vectors of length 1, but for what rounding to their dtype explains."""
+"""The constraint of vectors of length 1, up to rounding to their dtype."""
 
 
 class _Directional(Distribution):
-    """A density W(s) + s phi(<loc, x>): all but what depends on phi."""
+    """The part of a distribution with log density W(s) + s phi(<loc, x>) that does not depend on phi."""
 
     support = unit_vector
     _concentration_name: ClassVar[str]
@@ -66,7 +66,7 @@ class _Directional(Distribution):
                 f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), "
                 f"{self._concentration_name} {tuple(concentration.shape)}; unsqueeze the axes that should pair up"
             ) from error
-        self._parameters = loc, concentration  # as given: an op broadcasts without expanded gradients
+        self._parameters = loc, concentration  # not expanded, so that an op makes no expanded gradients
         self._expand_parameters(loc, concentration, batch_shape)
         super().__init__(batch_shape, loc.shape[-1:], validate_args)
 
@@ -90,7 +90,7 @@ class _Directional(Distribution):
     def _sample(self, sample_shape: _size) -> Tensor:
         shape = self._extended_shape(sample_shape)
         loc, concentration = (parameter.to(arithmetic_dtype(self.loc.dtype)) for parameter in self._parameters)
-        loc = torch.nn.functional.normalize(loc, dim=-1)  # more exact than a narrow dtype holds it
+        loc = torch.nn.functional.normalize(loc, dim=-1)  # removes the error of its length in a narrow dtype
         x: Tensor = self._draw(loc.expand(shape), concentration.expand(shape[:-1]))
         return x.to(self.loc.dtype)
 
@@ -108,18 +108,18 @@ class _Directional(Distribution):
         return self._parameters[1].double()
 
     def _mean_cosine(self) -> tuple[Tensor, Tensor]:
-        """E t and 1 - E t."""
+        """The mean cosine E t, and 1 - E t."""
         raise NotImplementedError
 
     def _variances(self) -> tuple[Tensor, Tensor]:
-        """Of x along loc, and across: var t and E[1 - t^2] / (D - 1)."""
+        """The variances of x along loc, var t, and across loc, E[1 - t^2] / (D - 1)."""
         raise NotImplementedError
 
     def _entropy(self) -> Tensor:
         raise NotImplementedError
 
     def _gap(self, direction: Tensor) -> Tensor:
-        """E[1 - <direction, x>] = 1 - E t + E t (1 - <direction, loc>)."""
+        """The expectation E[1 - <direction, x>] = 1 - E t + E t (1 - <direction, loc>)."""
         length, rest = self._mean_cosine()
         vectors = (torch.nn.functional.normalize(v.double(), dim=-1) for v in (direction, self._parameters[0]))
         return rest + length * (1 - torch.einsum("...d,...d->...", *vectors))
@@ -142,12 +142,12 @@ class _Directional(Distribution):
 
 
 def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """The tensor itself if it has the shape: leaves of autograd can be copied."""
+    """The tensor expanded to a shape. One of that shape is returned itself, so that autograd can copy a leaf."""
     return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
 class PowerSpherical(_Directional):
-    """Directions about a mean direction; a draw takes no rejection and has gradients.
+    """Directions about a mean direction. A draw needs no rejection and has gradients.
 
         log p(x | loc, s) = W(s) + s log((1 + <loc, x>) / 2)
         W(s) = lgamma(s + 2 b) - lgamma(s + b) - b log(4 pi),    b = (D - 1) / 2
@@ -156,12 +156,12 @@ class PowerSpherical(_Directional):
         loc: mean directions `(*L, D)`, unit vectors, D >= 2
         scale: concentrations `(*S)` or a number, positive
 
-    The batch shape is that to which `L` and `S` broadcast, the event shape `(D,)`. `log_prob` is
+    The batch shape is that to which `L` and `S` broadcast. The event shape is `(D,)`. `log_prob` is
     `effops.power_spherical_log_prob`: it needs no memory for the pairs of values and components. `rsample` is
-    differentiable in loc and scale, once. `variance` is that of each coordinate, `(*batch, D)`, as of torch's
-    MultivariateNormal; that of the package power_spherical is the covariance matrix. Vectors come in the dtype of loc,
-    `entropy` in that of scale. `kl_divergence` is closed to HypersphericalUniform and VonMisesFisher, and from
-    HypersphericalUniform.
+    differentiable in loc and scale, once. `variance` is that of each coordinate, `(*batch, D)`, as in torch's
+    MultivariateNormal. In the package power_spherical it is the covariance matrix instead. Vectors have the dtype of
+    loc, and `entropy` has that of scale. `kl_divergence` has a closed form to HypersphericalUniform and VonMisesFisher,
+    and from HypersphericalUniform.
 
     Raises:
         TypeError: loc is no tensor of a real floating-point dtype
@@ -211,7 +211,7 @@ class PowerSpherical(_Directional):
 
 
 class VonMisesFisher(_Directional):
-    """Directions about a mean direction: a normal distribution, restricted to the unit sphere.
+    """Directions about a mean direction: a normal distribution that is restricted to the unit sphere.
 
         log p(x | loc, k) = W(k) + k (<loc, x> - 1)
         W(k) = (D / 2 - 1) log k - D / 2 log(2 pi) - log I_{D/2-1}(k) + k
@@ -220,11 +220,11 @@ class VonMisesFisher(_Directional):
         loc: mean directions `(*L, D)`, unit vectors, D >= 2
         concentration: k, of shape `(*S)` or a number, not negative; at 0 the distribution is uniform
 
-    The batch shape is that to which `L` and `S` broadcast, the event shape `(D,)`. `log_prob` is
-    `effops.von_mises_fisher_log_prob`: it needs no memory for the pairs of values and components. `sample` is by
-    rejection and has no gradients; there is no `rsample`. `variance` is that of each coordinate, `(*batch, D)`. Vectors
-    come in the dtype of loc, `entropy` in that of concentration. `kl_divergence` is closed to VonMisesFisher and
-    HypersphericalUniform, and from PowerSpherical and HypersphericalUniform.
+    The batch shape is that to which `L` and `S` broadcast. The event shape is `(D,)`. `log_prob` is
+    `effops.von_mises_fisher_log_prob`: it needs no memory for the pairs of values and components. `sample` works by
+    rejection and has no gradients. There is no `rsample`. `variance` is that of each coordinate, `(*batch, D)`. Vectors
+    have the dtype of loc, and `entropy` has that of concentration. `kl_divergence` has a closed form to VonMisesFisher
+    and HypersphericalUniform, and from PowerSpherical and HypersphericalUniform.
 
     Raises:
         TypeError: loc is no tensor of a real floating-point dtype
@@ -264,7 +264,7 @@ class VonMisesFisher(_Directional):
     def _variances(self) -> tuple[Tensor, Tensor]:
         k, dimension = self._wide, self._dimension
         along = -torch.func.grad(lambda k: bessel_ratio(k, dimension)[1].sum())(k)
-        return along, 1 / (dimension + k * bessel_ratio(k, dimension + 2)[0])  # A / k, by the recurrence of the I
+        return along, 1 / (dimension + k * bessel_ratio(k, dimension + 2)[0])  # the recurrence of the I gives A / k
 
     def _entropy(self) -> Tensor:
         return self._wide * self._mean_cosine()[1] - self._log_normaliser()
@@ -276,10 +276,11 @@ class HypersphericalUniform(Distribution):
         log p(x) = lgamma(D / 2) - log 2 - D / 2 log pi
 
     Args:
-        dimension: D, the number of coordinates of a direction, at least 2 (as `dim` of the package power_spherical)
-        device, dtype: of the draws; torch's defaults if None
+        dimension: D, the number of coordinates of a direction, at least 2 (`dim` in the package power_spherical)
+        device, dtype: the device and dtype of draws; torch's defaults if None
 
-    The batch shape is empty (see `expand`), the event shape `(D,)`. `rsample` is `sample`: there are no parameters.
+    The batch shape is empty (see `expand`), and the event shape is `(D,)`. `rsample` is the same as `sample`, since
+    there are no parameters.
 
     Raises:
         ValueError: the dimension is below 2; with validation, which is torch's, a value outside the sphere
@@ -339,7 +340,7 @@ class HypersphericalUniform(Distribution):
         return torch.full((), self._log_area, dtype=torch.float64, device=self._device)
 
     def _gap(self, direction: Tensor) -> Tensor:
-        """E[1 - <direction, x>]"""
+        """The expectation E[1 - <direction, x>]."""
         return torch.ones((), dtype=torch.float64, device=self._device)
 
     @property
@@ -355,7 +356,7 @@ class HypersphericalUniform(Distribution):
 
 
 class Mixture(MixtureSameFamily):
-    """`torch.distributions.MixtureSameFamily` that never holds the log densities of the components.
+    """A `torch.distributions.MixtureSameFamily` that never holds the log densities of the components.
 
         log p(x) = logsumexp_k(log weight_k + log p_k(x))
 
@@ -364,9 +365,9 @@ class Mixture(MixtureSameFamily):
         component_distribution: PowerSpherical, VonMisesFisher or Independent(Normal, 1) of batch shape `(*B, K)`; the
             two `B` broadcast
 
-    `log_prob` is the fused op of the components (`effops.power_spherical_mixture_log_prob` and the like); `sample`
-    draws from the chosen components only: both need memory for the values, not for each value and component. Mean and
-    variance are torch's; there is no `rsample`.
+    `log_prob` is the fused op of the components, for example `effops.power_spherical_mixture_log_prob`. `sample` draws
+    from the chosen components only. Both need memory for the values, not for each pair of value and component. Mean and
+    variance are torch's. There is no `rsample`.
 
     Raises:
         TypeError: another mixture distribution or component
@@ -430,7 +431,7 @@ class Mixture(MixtureSameFamily):
 
 
 def _chosen(vectors: Tensor, index: Tensor) -> Tensor:
-    """vectors (*B, K, D) at index (*S, *B, 1)."""
+    """The vectors (*S, *B, D) that an index (*S, *B, 1) chooses from vectors (*B, K, D)."""
     vectors = vectors.expand(index.shape[:-1] + vectors.shape[-2:])
     index = index.unsqueeze(-1).expand(index.shape + vectors.shape[-1:])
     return vectors.gather(-2, index).squeeze(-2)
@@ -448,7 +449,7 @@ def _base(components: Any) -> Any:
 
 
 def _mixture_op(components: Distribution) -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor]]:
-    """The fused op for mixtures of such components, and the parameters that it takes."""
+    """The fused op for mixtures of these components, and the parameters that it takes."""
     base = _base(components)
     if type(base) not in _MIXTURE_OPS or len(components.event_shape) != 1:
         raise TypeError(

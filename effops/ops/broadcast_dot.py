@@ -1,4 +1,4 @@
-"""Dot product of every broadcast pair of rows: `(a * b).sum(-1)`, without the products.
+"""The dot product of every broadcast pair of rows: `(a * b).sum(-1)`, without the tensor of products.
 
 It is a score of the form that `effops.blocks.dots` computes, with phi(dot) = dot, a scale of 1 and no normaliser.
 """
@@ -110,7 +110,7 @@ def naive(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
 
 
 def einsum(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
-    if a.shape[-1] != b.shape[-1]:  # cast before: the gradient of a single coordinate is summed before it is rounded
+    if a.shape[-1] != b.shape[-1]:  # cast first, so that the gradient of a single coordinate is summed, then rounded
         a, b = _expanded(a.to(arithmetic), b.to(arithmetic))
     return contract(b, a, arithmetic)
 
@@ -196,7 +196,10 @@ add_forms(op, {"naive": naive, "einsum": einsum}, _composed, lambda call: (call.
 
 
 def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward: Any) -> None:
-    """Add a pair of functions of calls with operands of the same last dimension, which is not 0."""
+    """Add a variant from a forward and a backward function.
+
+    Both get calls whose operands have the same last dimension, and not 0.
+    """
 
     def forward(call: DotProductCall) -> Tensor:
         if not call.dimension:
@@ -218,7 +221,7 @@ def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward:
         ]
 
     def summed(operand: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a single coordinate is multiplied with: the sum of all, which have the same gradient."""
+        """An operand summed over its coordinates, each of which the other operand's one coordinate multiplies."""
         if operand.shape[-1] == 1:
             return operand
         return forward(DotProductCall.split((operand, operand.new_ones(1), arithmetic_dtype(dtype)))).unsqueeze(-1)
@@ -254,7 +257,7 @@ def broadcast_dot(a: Tensor, b: Tensor, *, variant: str | None = None) -> Tensor
         The dot products, of the shape to which `A` and `B` broadcast; it may be a permuted view. The dtype is the
         promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    Variants chunked and triton save the two inputs for backward, no more.
+    For backward, variants chunked and triton save the two inputs and no more.
 
     Raises:
         TypeError: an argument is no tensor, or not of a floating-point dtype

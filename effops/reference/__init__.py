@@ -1,10 +1,11 @@
-"""What is right: cases, samples, benchmark sizes, and the float64 bounds of results and gradients: a `Reference` an op.
+"""A `Reference` for each op: its cases, samples and benchmark sizes, and the float64 bounds of results and gradients.
 
-For tests, the benchmark and `effops doctor`; no call needs it. It may import `ops`, `dispatch`, `numerics`, and
-`blocks`, from which `additive.py` takes pieces: its terms of all pairs would not fit into memory in float64.
+Tests, the benchmark and `effops doctor` use it, and no call needs it. It may import `ops`, `dispatch`, `numerics` and
+`blocks`. From `blocks`, `additive.py` takes functions that cut pairs into pieces: its terms of all pairs would not fit
+into memory in float64.
 
-Start with `reference.py`, then `broadcast_dot.py` for an example. All modules here are imported when a reference is
-first asked for, so that a new op needs its own module and no other line.
+Start with `reference.py`, then read `broadcast_dot.py` as an example. The first question for a reference imports all
+modules here. So a new op needs a module of its own and no other line.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["Reference", "error_ratio", "gradient_error_ratio", "reference_of"]
 
 
 def reference_of(op: Op | Callable[..., Tensor]) -> Reference:
-    """The reference of an op, or of a public function."""
+    """The reference of an op, or of a public function's op."""
     _import_all()
     op = op if isinstance(op, Op) else find_op(op)
     reference = REFERENCES.get(op.function)
@@ -39,16 +40,16 @@ def reference_of(op: Op | Callable[..., Tensor]) -> Reference:
 
 
 def error_ratio(op: Op, args: tuple[Any, ...], out: Tensor, **options: Any) -> float:
-    """Error of a forward result in units of its budget: right if at most 1."""
+    """The error of a forward result in units of its budget. The result is right if this is at most 1."""
     return reference_of(op).bounds(op.prepare(*args, **options)).error_ratio(out)
 
 
 def gradient_error_ratio(
     op: Op, args: tuple[Any, ...], dout: Tensor, gradients: tuple[Tensor | None, ...], **options: Any
 ) -> float:
-    """Largest error of the gradients of the arguments in units of their budgets: right if at most 1.
+    """The largest error of the gradients of the arguments in units of their budgets. They are right if it is at most 1.
 
-    A gradient that was not asked for is None; without any, there is nothing right: infinite.
+    A gradient that is not wanted is None. If all are None, the ratio is infinite.
     """
     return worst_error_ratio(reference_of(op).gradient_bounds(op.prepare(*args, **options), dout), gradients)
 

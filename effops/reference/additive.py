@@ -17,16 +17,16 @@ from effops.reference.attention import ExactScores, attention_reference
 from effops.reference.bounds import Bounds
 from effops.reference.reference import Shape, normal_sample
 
-TERM_ERROR = 8  # roundoffs of |weight| by which a term of a score may be off
-SLOPE_ERROR = 24  # roundoffs of |G weight| by which a term of a gradient may be off
-EXACT_VALUES = 2**17  # terms that are computed at once in float64
+TERM_ERROR = 8  # the error that a term of a score may have, in roundoffs times |weight|
+SLOPE_ERROR = 24  # the error that a term of a gradient may have, in roundoffs times |G weight|
+EXACT_VALUES = 2**17  # how many terms are computed at once in float64
 
 
 def exact_scores(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores of operands that broadcast, and how far arithmetic in their dtype may be off, in float64.
+    """The scores of operands that broadcast, and the error that arithmetic in their dtype may have, both in float64.
 
-    (8 + sqrt(D)) u sum_d |weight_d|: the terms are off by 8 u |weight| at most, and so is their sum, but by more where
-    there are many.
+    The error is (8 + sqrt(D)) u sum_d |weight_d|. Each term is off by 8 u |weight| at most, and the sum of many terms
+    adds rounding of its own.
     """
     units = (TERM_ERROR + math.sqrt(query.shape[-1])) * _roundoff(query, key, weight)
     shape = torch.broadcast_shapes(query.shape, key.shape, weight.shape)[:-1]
@@ -40,10 +40,10 @@ def exact_scores(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Te
 def exact_gradients(
     query: Tensor, key: Tensor, weight: Tensor, dout: Tensor, error: Tensor | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """As `exact_scores`, the gradients of query, key and weight, for a gradient `dout` of the scores.
+    """The gradients of query, key and weight for a gradient `dout` of the scores, and the errors that they may have.
 
-    A sum of n terms G weight S, or G tanh, is off by (24 + sqrt(n)) u times the sum of |G weight|, or |G|, and by what
-    `error`, how far `dout` may be off, does to it.
+    A sum of n terms G weight S is off by (24 + sqrt(n)) u times the sum of |G weight|. A sum of n terms G tanh is off
+    by as much of the sum of |G|. `error` is how far `dout` may be off, and adds to both.
     """
     tensors = query, key, weight
     u, values = _roundoff(*tensors), math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
@@ -67,19 +67,19 @@ def exact_gradients(
 
 
 def _add(total: Tensor, pairs: tuple[slice, ...], terms: Tensor, factor: float = 1.0) -> None:
-    """Add the sums of terms along the axes where `total` has size 1."""
+    """Add `factor` times the terms to `total`, summed along the axes where `total` has size 1."""
     target = part(total, pairs)
     shape = tuple(1 if own == 1 else size for own, size in zip(target.shape, terms.shape))
     target.add_(terms.sum_to_size(shape), alpha=factor)
 
 
 def _roundoff(query: Tensor, key: Tensor, weight: Tensor) -> float:
-    """Of the arithmetic."""
+    """The unit roundoff of the arithmetic."""
     return unit_roundoff(arithmetic_dtype(wider(wider(query.dtype, key.dtype), weight.dtype)))
 
 
 def _in_float64(*tensors: Tensor) -> Iterator[tuple[tuple[slice, ...], list[Tensor]]]:
-    """Pieces of all pairs, and the operands there."""
+    """The pairs in pieces, each with the parts of the operands that belong to it, in float64."""
     *pairs, depth = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     views = [_with_axes(tensor, len(pairs) + 1) for tensor in tensors]
     for piece in tiles(whole(tuple(pairs)), fit(tuple(pairs), EXACT_VALUES // max(1, depth))):
@@ -109,12 +109,12 @@ def _broadcast(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pairs_workload(*, B: int, L: int, S: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """A decoder's queries against the keys of long, speech-like inputs, by default."""
+    """Queries, keys and a weight. The default sizes are those of a decoder over a long input, such as speech."""
     return normal_sample((B, L, D), (B, S, D), (D,), **options)
 
 
 def _workload(*, B: int, L: int, S: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """Likewise, with values of the same dimension."""
+    """Queries, keys, values of the same dimension, and a weight, with the same default sizes."""
     return normal_sample((B, L, D), (B, S, D), (B, S, D), (D,), **options)
 
 

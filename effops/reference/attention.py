@@ -1,4 +1,4 @@
-"""What the references of attention share: where correct results and gradients lie, for any scores."""
+"""What the references of attention share: the bounds of correct results and gradients, for any kind of scores."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from effops.reference.reference import Reference, Shape, normal_sample
 
 @dataclass(frozen=True)
 class ExactScores:
-    """Scores in float64.
+    """A kind of scores, computed in float64.
 
     Attributes:
-        of: the scores of a call, without a mask, and by how much correct ones may be off
-        gradient_bounds: where correct gradients of their operands lie, from a call, the gradients of the scores, and by
-            how much those may be off
+        compute: takes a call, and returns its scores without a mask, and by how much correct scores may be off
+        gradient_bounds: takes a call, the gradients of the scores, and by how much these may be off, and returns the
+            bounds of correct gradients of the operands
     """
 
-    of: Callable[[AttentionCall], tuple[Tensor, Tensor]]
+    compute: Callable[[AttentionCall], tuple[Tensor, Tensor]]
     gradient_bounds: Callable[[AttentionCall, Tensor, Tensor], tuple[Bounds, ...]]
 
 
@@ -39,7 +39,7 @@ def attention_reference(
     workload: Callable[..., tuple[Tensor, ...]],
     sizes: Mapping[str, int],
 ) -> Reference:
-    """The reference of an op of attention; variants of it may round weights as PyTorch does."""
+    """The reference of an op of attention. Variants of the op may round weights as PyTorch does."""
     return Reference(
         function,
         cases=cases,
@@ -55,11 +55,11 @@ class _Exact(NamedTuple):
     """A call in float64.
 
     Attributes:
-        scores: masked
+        scores: the scores under the mask
         error: by how much correct scores may be off
-        excluded: where no pair takes part
+        excluded: True for pairs that take no part
         weights: the softmax of the scores
-        relative: by how much correct weights may be off, in proportion
+        relative: the relative error that correct weights may have
     """
 
     scores: Tensor
@@ -69,8 +69,8 @@ class _Exact(NamedTuple):
     relative: Tensor
 
 
-def _exact(of_scores: ExactScores, call: AttentionCall) -> _Exact:
-    scores, error = of_scores.of(call)
+def _exact(exact_scores: ExactScores, call: AttentionCall) -> _Exact:
+    scores, error = exact_scores.compute(call)
     u = unit_roundoff(call.arithmetic)
     excluded = torch.zeros(call.plan.shape, dtype=torch.bool, device=call.device)
     if call.masked and call.mask.dtype == torch.bool:
@@ -84,14 +84,14 @@ def _exact(of_scores: ExactScores, call: AttentionCall) -> _Exact:
         )
     scores = scores.masked_fill(excluded, -math.inf)
     error = torch.where(scores == -math.inf, 0.0, error.expand(scores.shape))
-    nowhere = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(nowhere, 0).softmax(-1).masked_fill(nowhere, 0)
+    no_key = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(no_key, 0).softmax(-1).masked_fill(no_key, 0)
     relative = torch.expm1(error + (weights * error).sum(-1, keepdim=True)) + (8 + scores.shape[-1]) * u
     return _Exact(scores, error, excluded, weights, relative)
 
 
 def bounds(scores: ExactScores, call: AttentionCall, *, rounded: bool) -> Bounds:
-    """Where a correct result lies. If `rounded`, weights may be so to the dtype of a sum, as PyTorch does."""
+    """The bounds of a correct result. If `rounded`, weights may be rounded to the dtype of the sums, as in PyTorch."""
     exact, u = _exact(scores, call), unit_roundoff(call.arithmetic)
     if call.output == "scores":
         return Bounds(exact.scores, exact.error, exact.error, dtype=call.dtype)
@@ -105,12 +105,12 @@ def bounds(scores: ExactScores, call: AttentionCall, *, rounded: bool) -> Bounds
 
 
 def _rounding(call: AttentionCall, rounded: bool) -> float:
-    """Of what is kept for every pair, beyond that of the arithmetic."""
+    """The roundoff of weights that are stored for every pair, beyond that of the arithmetic."""
     return unit_roundoff(call.dtype) if rounded and call.dtype != call.arithmetic else 0.0
 
 
 def gradient_bounds(scores: ExactScores, call: AttentionCall, dout: Tensor, *, rounded: bool) -> tuple[Bounds, ...]:
-    """Where correct gradients lie, of the tensors that a caller gives; `rounded` as for `bounds`."""
+    """The bounds of correct gradients of the tensors that a caller gives. `rounded` is that of `bounds`."""
     exact, u, g = _exact(scores, call), unit_roundoff(call.arithmetic), dout.double()
     weights, relative, keys = exact.weights, exact.relative, exact.weights.shape[-1]
     coarse = _rounding(call, rounded)
@@ -140,7 +140,10 @@ def gradient_bounds(scores: ExactScores, call: AttentionCall, dout: Tensor, *, r
 
 
 def summed_bounds(value: Tensor, error: Tensor, size: Tensor, terms: int, operand: Tensor, u: float) -> Bounds:
-    """The bounds of a gradient that is summed to the shape of its operand; `terms` of `size` were summed before."""
+    """The bounds of a gradient that is summed to the shape of its operand.
+
+    Each entry of `value` is already a sum of `terms` terms. `size` is the sum of their absolute values.
+    """
     value, error, size = (
         tensor.expand(torch.broadcast_shapes(tensor.shape, operand.shape)) for tensor in (value, error, size)
     )

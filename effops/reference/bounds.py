@@ -1,7 +1,7 @@
-"""How right a result is: errors against float64, in units of the budget that rounding leaves a correct variant.
+"""Judge a result: its error against float64, in units of a budget, which is the rounding error of a correct variant.
 
-An error ratio of at most 1 passes. Budgets follow from the dtype of the arithmetic and from how exact a contraction
-may be, not from what some variant happens to reach.
+An error ratio of at most 1 passes. Budgets follow from the dtype of the arithmetic and from the error allowed to a
+contraction, not from the error that some variant happens to have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 class Bounds:
     """The float64 value of a result and how far below and above it a correct result may lie, elementwise.
 
-    NaN is required where `value` is NaN, and accepted where `may_be_nan` holds; so is a result of `dtype`, if given.
+    NaN is required where `value` is NaN, and accepted where `may_be_nan` holds. If `dtype` is given, the result must
+    have it.
     """
 
     value: Tensor
@@ -27,7 +28,7 @@ class Bounds:
     dtype: torch.dtype | None = None
 
     def error_ratio(self, result: Tensor) -> float:
-        """Largest error of `result` in units of its budget; infinite for a wrong shape, dtype or NaN."""
+        """The largest error of `result` in units of its budget. It is infinite for a wrong shape, dtype or NaN."""
         if result.shape != self.value.shape or result.dtype != (self.dtype or result.dtype):
             return float("inf")
         if result.numel() == 0:
@@ -47,13 +48,13 @@ class Bounds:
 
 
 def worst_error_ratio(expected: Sequence[Bounds], results: Sequence[Tensor | None]) -> float:
-    """Largest error of results in units of their budgets; infinite if all are None."""
+    """The largest error of results in units of their budgets. It is infinite if all results are None."""
     found = [(bounds, result) for bounds, result in zip(expected, results, strict=True) if result is not None]
     return max((bounds.error_ratio(result) for bounds, result in found), default=float("inf"))
 
 
 def exact_dot(loc: Tensor, x: Tensor) -> Tensor:
-    """<loc, x> of every pair: in float64, or for float64 inputs, which that would round, in extended precision."""
+    """The dot product <loc, x> of every pair, in float64. For float64 inputs it is computed in extended precision."""
     if torch.float64 not in (loc.dtype, x.dtype):
         return torch.einsum("...d,...d->...", loc.double(), x.double())
     import numpy

@@ -14,12 +14,12 @@ from effops.reference.reference import Reference, normal_sample
 
 
 def _workload(*, M: int, T: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """All pairs of M rows and M others, at T positions: a (M, 1, T, D), b (M, T, D)."""
+    """All pairs of M rows and M other rows, at T positions: a (M, 1, T, D), b (M, T, D)."""
     return normal_sample((M, 1, T, D), (M, T, D), **options)
 
 
 def _bounds(call: DotProductCall) -> Bounds:
-    """Where a correct dot product lies: off by what `contraction_error` allows, in proportion to the lengths."""
+    """The bounds of a correct dot product. Its error is what `contraction_error` allows, times both lengths."""
     arithmetic = arithmetic_dtype(call.dtype)
     error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())
     a, b = (tensor.expand(*tensor.shape[:-1], call.dimension) for tensor in call.tensors)
@@ -28,7 +28,10 @@ def _bounds(call: DotProductCall) -> Bounds:
 
 
 def _gradient_bounds(call: DotProductCall, dout: Tensor) -> tuple[Bounds, Bounds]:
-    """Where correct gradients of a and b lie: a sum of n terms is off by (4 + n) u of the sum of their sizes."""
+    """The bounds of correct gradients of a and b.
+
+    A sum of n terms is off by (4 + n) u times the sum of their absolute values.
+    """
     g, tensors = dout.double(), (call.a.double(), call.b.double())
 
     def pulled_back(weight: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -38,12 +41,12 @@ def _gradient_bounds(call: DotProductCall, dout: Tensor) -> tuple[Bounds, Bounds
     values, sizes = pulled_back(g, *tensors), pulled_back(g.abs(), *(tensor.abs() for tensor in tensors))
     u = unit_roundoff(arithmetic_dtype(call.dtype))
 
-    def of(value: Tensor, size: Tensor, operand: Tensor) -> Bounds:
+    def bounds_of_sum(value: Tensor, size: Tensor, operand: Tensor) -> Bounds:
         terms = g.numel() * call.dimension // max(1, operand.numel())
         radius = (4 + terms) * u * size
         return Bounds(value, radius, radius)
 
-    return of(values[0], sizes[0], call.a), of(values[1], sizes[1], call.b)
+    return bounds_of_sum(values[0], sizes[0], call.a), bounds_of_sum(values[1], sizes[1], call.b)
 
 
 Reference(

@@ -1,4 +1,4 @@
-"""What the references of densities of directions share: where W(s) + s phi(<loc, x>) may lie, cases and samples."""
+"""What the references of densities of directions share: cases, samples, and bounds of W(s) + s phi(<loc, x>)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ CASES: Mapping[str, tuple[Shape, ...]] = {
 
 @dataclass(frozen=True)
 class DirectionalBounds:
-    """Where correct log densities of directions and their gradients lie.
+    """The bounds of correct log densities of directions and of their gradients.
 
     Attributes:
-        density: W and the domain
-        phi: of t = 1 + <loc, x> above the floor, in float64
-        slope: phi' there: positive, and nowhere increasing
-        normaliser_errors: by how much W and W' may be off in float64, from the two and the dimension
+        density: gives W and the domain
+        phi: phi in float64, as a function of t = 1 + <loc, x> above the floor
+        slope: phi' as such a function, which is positive and does not increase
+        normaliser_errors: takes W, W' and the dimension, and returns by how much W and W' may be off in float64
     """
 
     density: Directional
@@ -53,9 +53,9 @@ class DirectionalBounds:
     normaliser_errors: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
     def of_result(self, call: DensityCall) -> Bounds:
-        """Where a correct log density lies, if its dot product is off by what `contraction_error` allows.
+        """The bounds of a correct log density, whose dot product is off by what `contraction_error` allows.
 
-        To either end the rounding of the other steps is added: 2 u (|W| + 2 |s phi| + |out|), and that of W.
+        The rounding of the other steps, 2 u (|W| + 2 |s phi| + |out|), and the error of W widen them at either end.
         """
         u, tolerance = unit_roundoff(call.arithmetic), self.density.tolerance(call.loc, call.x, call.dtype)
         floor = self.density.floor(call.arithmetic)
@@ -80,16 +80,16 @@ class DirectionalBounds:
     def of_gradients(
         self, call: DensityCall, dout: Tensor, dout_error: Tensor | float = 0.0
     ) -> tuple[Bounds, Bounds, Bounds]:
-        """Where correct gradients of loc, scale and x lie, if the upstream gradient may be off by `dout_error`.
+        """The bounds of correct gradients of loc, scale and x, if the upstream gradient may be off by `dout_error`.
 
-        A weight G = dout s phi' may move as far as t can; a sum of n terms is off by n u at most.
+        The error of t moves a weight G = dout s phi'. A sum of n terms is off by n u at most.
         """
         u, tolerance = unit_roundoff(call.arithmetic), self.density.tolerance(call.loc, call.x, call.dtype)
         floor = self.density.floor(call.arithmetic)
         loc, scale, x = (tensor.double() for tensor in call.tensors)
         g, t, error = dout.double(), 1 + exact_dot(call.loc, call.x), _dot_error(call)
 
-        # phi', 0 below the floor, and the ends of where it may lie
+        # The slope phi', which is 0 below the floor, and the lowest and the highest value that it may have.
         slope = torch.where(t < floor, 0, self.slope(t.clamp(min=floor)))
         low = torch.where(t - error < floor, 0, self.slope(t + error))
         high = torch.where(t + error < floor, 0, self.slope((t - error).clamp(min=floor)))
@@ -103,35 +103,36 @@ class DirectionalBounds:
         weight, weight_error = g * scale * slope, (g * scale).abs() * slope_error + dout_error * (scale * slope).abs()
 
         def pulled_back(weight: Tensor, loc: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-            """Gradients of loc and x for a weight of each pair."""
+            """The gradients of loc and x, given the gradient of the dot product of each pair."""
             loc, x = loc.clone().requires_grad_(), x.clone().requires_grad_()
             dot = torch.einsum("...d,...d->...", loc, x).expand(weight.shape)
             return torch.autograd.grad(dot, (loc, x), weight)
 
-        def of(value: Tensor, size: Tensor, error: Tensor, results: int) -> Bounds:
+        def bounds_of_sum(value: Tensor, size: Tensor, error: Tensor, results: int) -> Bounds:
             length = g.numel() // max(1, results)
-            radius = error + (4 + length) * u * size  # terms that are all alike round the same way each time
+            radius = error + (4 + length) * u * size  # rounding adds up: it has one sign if all terms are alike
             return Bounds(value, radius, radius)
 
         values = pulled_back(weight, loc, x)
         sizes = pulled_back(weight.abs(), loc.abs(), x.abs())
         errors = pulled_back(weight_error, loc.abs(), x.abs())
         shape = scale.shape
+        summed, size, error = (tensor.sum_to_size(shape) for tensor in (terms, terms.abs(), terms_error))
         return (
-            of(values[0], sizes[0], errors[0], loc.numel() // call.dimension),
-            of(terms.sum_to_size(shape), terms.abs().sum_to_size(shape), terms_error.sum_to_size(shape), scale.numel()),
-            of(values[1], sizes[1], errors[1], x.numel() // call.dimension),
+            bounds_of_sum(values[0], sizes[0], errors[0], loc.numel() // call.dimension),
+            bounds_of_sum(summed, size, error, scale.numel()),
+            bounds_of_sum(values[1], sizes[1], errors[1], x.numel() // call.dimension),
         )
 
     def _normaliser(self, call: DensityCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """W and W' in float64, and by how much either may be off."""
+        """W and W' in float64, and by how much each may be off."""
         scale, own = call.scale.double(), self.density.map_of(call.loc, call.x, call.dtype)
         normaliser, derivative = own.normaliser(scale), own.normaliser_derivative(scale)
         return normaliser, derivative, *self.normaliser_errors(normaliser, derivative, call.dimension)
 
 
 def _dot_error(call: DensityCall) -> Tensor:
-    """By how much a dot product may be off: of unit vectors, or in proportion to longer ones."""
+    """By how much a dot product of unit vectors may be off. For longer vectors it is in proportion to both lengths."""
     arithmetic = arithmetic_dtype(call.dtype)
     error = contraction_error(call.dimension, arithmetic, torch.get_float32_matmul_precision())
     length: Tensor = call.loc.double().norm(dim=-1) * call.x.double().norm(dim=-1)
@@ -147,7 +148,7 @@ def _sample(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """loc, scale and x of given shapes: directions in general position, and scales of 1 to 100."""
+    """Arguments loc, scale and x of given shapes: random directions, and scales of 1 to 100."""
     scales = 10 ** (2 * torch.rand(scale, dtype=torch.float64, generator=generator))
     return (
         random_directions(loc, generator).to(device, dtype),
@@ -159,7 +160,7 @@ def _sample(
 def directional_reference(
     function: Callable[..., Tensor], bounds: DirectionalBounds, workload: Callable[..., tuple[Tensor, ...]]
 ) -> Reference:
-    """The reference of the log densities of all pairs."""
+    """The reference of an op of the log densities of all pairs."""
     return Reference(
         function,
         cases=CASES,

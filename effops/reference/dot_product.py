@@ -43,12 +43,12 @@ def _gradient_bounds(call: AttentionCall, dscores: Tensor, error: Tensor) -> tup
 
 
 def _pairs_workload(*, B: int, H: int, L: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """Queries and keys of a batch of heads, as one layer of BERT-large has them by default."""
+    """Queries and keys of a batch of heads. The default sizes are those of a layer of BERT-large."""
     return normal_sample((B, H, L, D), (B, H, L, D), **options)
 
 
 def _workload(*, B: int, H: int, L: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """Queries, keys and values, likewise."""
+    """Queries, keys and values of a batch of heads. The default sizes are those of a layer of BERT-large."""
     return normal_sample((B, H, L, D), (B, H, L, D), (B, H, L, D), **options)
 
 

@@ -28,7 +28,7 @@ def _offsets(length: int, local: int, restart: int | None) -> list[int]:
 
 
 class _Pairs:
-    """The pairs of the pattern, in float64: of each row a column for every offset."""
+    """The pairs of the pattern, in float64: a matrix with a column for each offset."""
 
     def __init__(self, call: LogSparseCall) -> None:
         self.length = call.query.shape[-2]
@@ -37,7 +37,7 @@ class _Pairs:
         self.missing = rows.unsqueeze(-1) < torch.tensor(self.offsets, device=call.device)
 
     def _shifted(self) -> Iterator[tuple[int, slice, slice]]:
-        """Of each offset the column, the rows that have it, and their keys."""
+        """For each offset: its column, the rows with a key at it, and these keys."""
         for column, offset in enumerate(self.offsets):
             yield column, slice(offset, self.length), slice(0, self.length - offset)
 
@@ -50,7 +50,7 @@ class _Pairs:
         return products
 
     def gather(self, weights: Tensor, right: Tensor) -> Tensor:
-        """The weighted sum of the rows of `right` that each row is paired with."""
+        """For each row, the weighted sum of the rows of `right` that it is paired with."""
         batch = torch.broadcast_shapes(weights.shape[:-2], right.shape[:-2])
         total = right.new_zeros((*batch, *right.shape[-2:]))
         for column, rows, keys in self._shifted():
@@ -58,7 +58,7 @@ class _Pairs:
         return total
 
     def scatter(self, weights: Tensor, left: Tensor) -> Tensor:
-        """Of each row, the weighted sum of the rows of `left` that are paired with it."""
+        """For each row, the weighted sum of the rows of `left` that are paired with it."""
         batch = torch.broadcast_shapes(weights.shape[:-2], left.shape[:-2])
         total = left.new_zeros((*batch, *left.shape[-2:]))
         for column, rows, keys in self._shifted():
@@ -66,12 +66,15 @@ class _Pairs:
         return total
 
     def lengths(self, left: Tensor, right: Tensor) -> Tensor:
-        """Products of the lengths of the rows."""
+        """For each pair, the product of the lengths of its two rows."""
         return self.multiply(left.norm(dim=-1, keepdim=True), right.norm(dim=-1, keepdim=True))
 
 
 class _Exact(NamedTuple):
-    """Attention in float64: the values, and how far a correct result's may be off."""
+    """Attention in float64: its operands, the shares (softmax), and by how much correct shares may be off.
+
+    `terms` is the number of offsets, and `unit` the unit roundoff of the arithmetic.
+    """
 
     pairs: _Pairs
     query: Tensor
@@ -85,7 +88,7 @@ class _Exact(NamedTuple):
 
 
 def _exact(call: LogSparseCall) -> _Exact:
-    """A score is off by its contraction's error, and its share by what that does in the exponent."""
+    """The call in float64. A score has the error of its contraction, which is in the exponent of its share."""
     query, key, value = (tensor.double() for tensor in call.tensors)
     u, scale = unit_roundoff(call.arithmetic), call.factor
     pairs = _Pairs(call)
@@ -106,7 +109,7 @@ def _contraction_error(call: LogSparseCall, operand: Tensor) -> float:
 
 
 def _bounds(call: LogSparseCall) -> Bounds:
-    """Where a correct result lies."""
+    """The bounds of a correct result."""
     exact = _exact(call)
     sizes = exact.shares_error + (4 + exact.terms) * exact.unit * exact.shares
     radius = exact.pairs.gather(sizes, exact.value.abs())
@@ -114,7 +117,10 @@ def _bounds(call: LogSparseCall) -> Bounds:
 
 
 def _gradient_bounds(call: LogSparseCall, dout: Tensor) -> tuple[Bounds, ...]:
-    """Where correct gradients of query, key and value lie: a sum of n terms is off by (4 + n) u of their sizes."""
+    """The bounds of correct gradients of query, key and value.
+
+    A sum of n terms is off by (4 + n) u times the sum of their absolute values.
+    """
     pairs, query, key, value, scale, shares, shares_error, terms, u = _exact(call)
     dout = dout.double()
     slopes = pairs.multiply(dout, value)
@@ -129,7 +135,9 @@ def _gradient_bounds(call: LogSparseCall, dout: Tensor) -> tuple[Bounds, ...]:
         + shares * (slopes_error + mean_error + 4 * u * (slopes.abs() + mean.abs()))
     )
 
-    def of(operand: Tensor, reduce: Callable[..., Tensor], factors: Tensor, errors: Tensor, others: Tensor) -> Bounds:
+    def bounds_of(
+        operand: Tensor, reduce: Callable[..., Tensor], factors: Tensor, errors: Tensor, others: Tensor
+    ) -> Bounds:
         repeats = math.prod(call.batch) * operand.shape[-1] // max(1, operand.numel() // max(1, operand.shape[-2]))
         count = 4 + repeats * others.shape[-2]
         summed = reduce(factors, others).sum_to_size(operand.shape)
@@ -137,9 +145,9 @@ def _gradient_bounds(call: LogSparseCall, dout: Tensor) -> tuple[Bounds, ...]:
         return Bounds(summed, radius, radius, dtype=operand.dtype)
 
     return (
-        of(call.query, pairs.gather, weights, weights_error, key),
-        of(call.key, pairs.scatter, weights, weights_error, query),
-        of(call.value, pairs.scatter, shares, shares_error, dout),
+        bounds_of(call.query, pairs.gather, weights, weights_error, key),
+        bounds_of(call.key, pairs.scatter, weights, weights_error, query),
+        bounds_of(call.value, pairs.scatter, shares, shares_error, dout),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the references of mixtures share: each is made of the reference of its components' log densities."""
+"""What the references of mixtures share. Each follows from the reference of the log densities of its components."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effops.reference.reference import Reference, Shape
 
 
 def mixture_reference(function: Callable[..., Tensor], log_prob: Reference) -> Reference:
-    """The reference of the mixtures of a density, whose own is `log_prob`."""
+    """The reference of the mixtures of a density. `log_prob` is the reference of its log densities."""
     return Reference(
         function,
         cases=_cases(_scale_dims(log_prob)),
@@ -34,7 +34,7 @@ def _scale_dims(log_prob: Reference) -> int:
 
 
 def _cases(scale_dims: int) -> dict[str, tuple[Shape, ...]]:
-    """Shapes of log_weights, loc, scale and x, the components along the last batch axis: every role of theirs."""
+    """Shapes of log_weights, loc, scale and x. The components lie along the last batch axis, in every possible role."""
     d = (5,) * scale_dims
     return {
         "founding": ((7,), (6, 7, 5), (6, 7, *d), (4, 6, 1, 5)),
@@ -57,14 +57,14 @@ def _cases(scale_dims: int) -> dict[str, tuple[Shape, ...]]:
 def _sample(
     log_prob: Reference, log_weights: Shape, loc: Shape, scale: Shape, x: Shape, **options: Any
 ) -> tuple[Tensor, ...]:
-    """Arguments of given shapes; the weights of the components along the last axis add up to 1."""
+    """Arguments of given shapes. The weights add up to 1 along the last axis, that of the components."""
     tensors = log_prob.sample(loc, scale, x, **options)
     weights = torch.randn(log_weights, dtype=torch.float64, generator=options.get("generator"))
     return weights.log_softmax(-1).to(tensors[0]), *tensors
 
 
 def _workload(log_prob: Reference, **options: Any) -> tuple[Tensor, ...]:
-    """The density's own pairs of points and components, with the components along the last batch axis."""
+    """The workload of the density, with the components moved to the last batch axis."""
     loc, scale, x = log_prob.workload(**options)
     components = len(loc)
     weights = torch.randn(components, dtype=torch.float64, generator=options.get("generator"))
@@ -77,17 +77,19 @@ def _workload(log_prob: Reference, **options: Any) -> tuple[Tensor, ...]:
 
 
 def _logsumexp(values: Tensor, dim: int) -> Tensor:
-    """As `torch.logsumexp`, but where all values are -inf, or there are none, gradients are 0."""
+    """`torch.logsumexp`, except that gradients are 0 where all values are -inf or there are none."""
     return statistics(values, dim).sum(-1)
 
 
 class _Exact(NamedTuple):
-    """A call in float64, and by how much correct numbers may be below and above.
+    """A call in float64, and how far below and above correct numbers may lie.
 
     Attributes:
-        pairs: its pairs, as a call of the density
+        pairs: the pairs of the mixture, as a call of the density
         values: log_weights + log densities
-        out: their logsumexp
+        below, above: how far below and above `values` correct ones may lie
+        out: the logsumexp of `values`
+        out_below, out_above: how far below and above `out` a correct one may lie
     """
 
     pairs: Any
@@ -100,7 +102,7 @@ class _Exact(NamedTuple):
 
 
 def _exact(log_prob: Reference, call: MixtureCall) -> _Exact:
-    """A correct result lies between those of the lowest and the highest log densities."""
+    """The call in float64. A correct result lies between the results of the lowest and the highest log densities."""
     pairs = log_prob.op.prepare(call.loc, call.scale, call.x)._replace(dtype=call.arithmetic, plan=call.plan)
     bounds, weights = log_prob.bounds(pairs), call.log_weights.double()
     values = bounds.value + weights
@@ -114,13 +116,16 @@ def _exact(log_prob: Reference, call: MixtureCall) -> _Exact:
 
 
 def _bounds(log_prob: Reference, call: MixtureCall) -> Bounds:
-    """Where a correct result lies."""
+    """The bounds of a correct result."""
     exact = _exact(log_prob, call)
     return Bounds(exact.out, exact.out_below, exact.out_above, dtype=call.dtype)
 
 
 def _gradient_bounds(log_prob: Reference, call: MixtureCall, dout: Tensor) -> tuple[Bounds, ...]:
-    """Where correct gradients lie: those of the log densities, for an upstream gradient that is off as its share is."""
+    """The bounds of correct gradients.
+
+    Those of loc, scale and x are the bounds of the density, for an upstream gradient with the error of the share.
+    """
     exact = _exact(log_prob, call)
     out = exact.out.unsqueeze(call.dim)
     u = torch.finfo(call.arithmetic).eps / 2

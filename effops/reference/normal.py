@@ -25,7 +25,7 @@ def _sample(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """loc and x normal, scales of 1/2 to 2."""
+    """Arguments loc, scale and x of given shapes: loc and x are normally distributed, scales lie between 1/2 and 2."""
     return (
         torch.randn(loc, dtype=torch.float64, generator=generator).to(device, dtype),
         (2 ** torch.empty(scale, dtype=torch.float64).uniform_(-1, 1, generator=generator)).to(device, dtype),
@@ -42,15 +42,15 @@ def _workload(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of N points and M components, from which they are drawn: loc (M, D), scale (M, 1), x (N, 1, D)."""
+    """All pairs of M components and N points that are drawn from them: loc (M, D), scale (M, 1), x (N, 1, D)."""
     loc, scale, noise = _sample((M, D), (M, 1), (N, D), dtype=torch.float64, generator=generator)
-    of = torch.randint(M, (N,), generator=generator)
-    x = (loc[of] + scale[of] * noise).unsqueeze(1)
+    component = torch.randint(M, (N,), generator=generator)
+    x = (loc[component] + scale[component] * noise).unsqueeze(1)
     return loc.to(device, dtype), scale.to(device, dtype), x.to(device, dtype)
 
 
 def _bounds(call: DensityCall) -> Bounds:
-    """Where a correct log density lies: a sum of squares, all of one sign, is off in proportion to itself."""
+    """The bounds of a correct log density. A sum of squares has terms of one sign, so its error is relative to it."""
     u, scale = unit_roundoff(call.arithmetic), call.scale.double()
     normaliser = density.normaliser(scale, call.dimension)
     half = torch.zeros(call.shape, dtype=torch.float64, device=call.device)
@@ -65,7 +65,7 @@ def _bounds(call: DensityCall) -> Bounds:
 def _gradient_bounds(
     call: DensityCall, dout: Tensor, dout_error: Tensor | float = 0.0
 ) -> tuple[Bounds, Bounds, Bounds]:
-    """Where correct gradients of loc, scale and x lie: sums of terms that are off by some u each."""
+    """The bounds of correct gradients of loc, scale and x: sums of terms, each of which is off by a few u."""
     g, u = dout.double(), unit_roundoff(call.arithmetic)
     error = g.abs() * (8 * u) + dout_error
     values: list[list[Tensor]] = [[], [], []]
@@ -82,7 +82,7 @@ def _gradient_bounds(
             sizes[i].append((g.abs() * size).sum_to_size(shapes[i]))
             errors[i].append((error * size).sum_to_size(shapes[i]))
 
-    def of(i: int) -> Bounds:
+    def bounds_of_operand(i: int) -> Bounds:
         operand = call.tensors[i]
         value, size, error = (
             torch.stack(parts[i], -1).sum_to_size(operand.shape) if parts[i] else operand.double() * 0
@@ -92,18 +92,18 @@ def _gradient_bounds(
         radius = error + (4 + terms) * u * size
         return Bounds(value, radius, radius)
 
-    return of(0), of(1), of(2)
+    return bounds_of_operand(0), bounds_of_operand(1), bounds_of_operand(2)
 
 
 def _coordinates(call: DensityCall) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """loc, scale and x of one coordinate after the other, in float64."""
+    """The values of loc, scale and x for one coordinate after the other, in float64."""
     loc, scale, x = (tensor.double() for tensor in call.tensors)
     for d in range(call.dimension):
         yield loc[..., d], scale[..., d if scale.shape[-1] > 1 else 0], x[..., d]
 
 
 def _normaliser_error(scale: Tensor, dimension: int) -> Tensor:
-    """By how much W may be off in float64: its terms may be opposite."""
+    """By how much W may be off in float64. Its terms may have opposite signs, so their absolute values count."""
     repeats = dimension // max(1, scale.shape[-1])
     return 4 * unit_roundoff(torch.float64) * repeats * (scale.log().abs() + math.log(2 * math.pi)).sum(-1)
 

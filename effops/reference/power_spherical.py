@@ -27,7 +27,7 @@ def _slope(t: Tensor) -> Tensor:
 
 
 def _normaliser_errors(normaliser: Tensor, derivative: Tensor, dimension: int) -> tuple[Tensor, Tensor]:
-    # W has two parts, which are larger than their sum.
+    # W is a sum of two parts, each of which may be larger than the sum.
     parts = normaliser.abs() + (dimension - 1) * math.log(4 * math.pi)
     u = unit_roundoff(torch.float64)
     return 4 * u * parts, 4 * u * derivative.abs()
@@ -42,7 +42,10 @@ def _workload(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of M components and a draw from each, at T positions: loc (M, T, D), scale (M, T), x (M, 1, T, D)."""
+    """All pairs of M components and a draw from each, at T positions.
+
+    The arguments are loc (M, T, D), scale (M, T), x (M, 1, T, D).
+    """
     vectors = torch.randn(M, T, D, dtype=torch.float64, generator=generator)
     scale = vectors.norm(dim=-1)
     loc = vectors / scale.unsqueeze(-1)

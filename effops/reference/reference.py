@@ -1,4 +1,4 @@
-"""What every op is tried with and judged by: the `Reference` of an op, found by the op's public function."""
+"""The `Reference` of an op, found by its public function: inputs to try the op with, and bounds of right results."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ Shape = tuple[int, ...]
 
 @dataclass
 class Reference:
-    """What an op is tried with, and where its results may lie. Making one is enough for `reference_of` to find it.
+    """The inputs to try an op with, and the bounds of right results. `reference_of` finds every instance.
 
     Attributes:
         function: the op's public function
-        cases: shapes of the arguments, by a short name, that every test runs
+        cases: shapes of the arguments that every test runs, each under a short name
         sample: makes arguments of given shapes: `sample(*shapes, dtype=, device=, generator=)`
         workload: makes the arguments of the benchmark: `workload(**sizes, dtype=, device=, generator=)`
         sizes: the benchmark's default sizes
-        bounds: where a right result lies, from a call
-        gradient_bounds: the same for the gradient of each tensor argument, from a call and the upstream gradient
+        bounds: takes a call, and returns the bounds of a right result
+        gradient_bounds: takes a call and the upstream gradient, and returns the bounds of the gradient of each tensor
+            argument
         op: the op behind the function
     """
 
@@ -44,11 +45,11 @@ class Reference:
         REFERENCES[self.function] = self
 
     def sample_case(self, case: str, **options: Any) -> tuple[Tensor, ...]:
-        """Arguments of the shapes of a case; options are those of `sample`."""
+        """Arguments with the shapes of a case. The options are those of `sample`."""
         return self.sample(*self.cases[case], **options)
 
 
-REFERENCES: dict[Any, Reference] = {}  # by the op's public function
+REFERENCES: dict[Any, Reference] = {}  # the reference of each public function
 
 
 def normal_sample(
@@ -57,5 +58,5 @@ def normal_sample(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, ...]:
-    """Normal tensors of given shapes: the `sample` of an op that takes any values."""
+    """Normally distributed tensors of given shapes: the `sample` of an op that takes any values."""
     return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype) for shape in shapes)

@@ -25,7 +25,7 @@ def _slope(t: Tensor) -> Tensor:
 
 
 def _normaliser_errors(normaliser: Tensor, derivative: Tensor, dimension: int) -> tuple[Tensor, Tensor]:
-    accuracy = (2e-14, 1e-13) if dimension < 64 else (1e-15, 3e-15)  # those of `effops.numerics.special`
+    accuracy = (2e-14, 1e-13) if dimension < 64 else (1e-15, 3e-15)  # as `effops.numerics.special` states
     return accuracy[0] * (normaliser.abs() + 1), accuracy[1] * derivative
 
 
@@ -38,7 +38,10 @@ def _workload(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of M components and a draw from each, at T positions: loc (M, T, D), k (M, T), x (M, 1, T, D)."""
+    """All pairs of M components and a draw from each, at T positions.
+
+    The arguments are loc (M, T, D), concentration (M, T), x (M, 1, T, D).
+    """
     loc = random_directions((M, T, D), generator)
     concentration = 10 ** (2 * torch.rand(M, T, dtype=torch.float64, generator=generator))
     x = draw(loc, concentration, generator).unsqueeze(1)

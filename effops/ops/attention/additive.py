@@ -1,4 +1,4 @@
-"""Additive attention (Bahdanau): scores that no product of matrices gives, and the sums of values they weigh.
+"""Additive attention (Bahdanau): its scores, which no matrix product computes, and the weighted sums of values.
 
     score = sum_d weight_d tanh(query_d + key_d)
 
@@ -29,7 +29,7 @@ def naive(query: Tensor, key: Tensor, weight: Tensor, scale: float, arithmetic: 
 
 
 class Additive:
-    """sum_d weight_d tanh(query_d + key_d), as an `effops.ops.attention.call.Kind`."""
+    """The scores sum_d weight_d tanh(query_d + key_d), as an `effops.ops.attention.call.Kind`."""
 
     operands: Mapping[str, int] = {"query": 2, "key": 2, "weight": 3}
     forms: Mapping[str, Form] = {"naive": naive}
@@ -46,7 +46,7 @@ class Additive:
 
 
 class _InKernels(Additive):
-    """The same kind, with the scores of blocks by kernels."""
+    """The same kind of scores, with Triton kernels for the scores of a block."""
 
     def blocks(self, call: AttentionCall, wanted: Sequence[bool]) -> Scores:
         return triton.AdditiveScores(call.plan, *call.pairs, call.scored[2], call.arithmetic, wanted)
@@ -103,7 +103,7 @@ def additive_attention_scores(query: Tensor, key: Tensor, weight: Tensor, *, var
         The scores `(*batch, L, S)`, in the dtype to which the tensors promote (under autocast float32 or wider). The
         arithmetic is float32, or float64 for float64; errors are absolute, in proportion to the sum of |weight|.
 
-    Variants chunked and triton save the inputs for backward, no more.
+    For backward, variants chunked and triton save the inputs and no more.
 
     Raises:
         TypeError: an argument is no tensor, or not of a floating-point dtype
@@ -135,14 +135,17 @@ def additive_attention(
         key: `(*batch, S, D)`
         value: `(*batch, S, V)`; batch axes broadcast
         weight: `(D,)`, or whatever broadcasts with the pairs `(*batch, L, S, D)`
-        attn_mask: broadcasts to `(*batch, L, S)`; booleans tell which pairs take part; numbers are added to the scores
+        attn_mask: broadcasts to `(*batch, L, S)`; booleans are True for pairs that take part; numbers are added to the
+            scores
         variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
 
     Returns:
-        `(*batch, L, V)`, 0 for a query that takes part with no key. Dtypes are as for `effops.attention`: under
-        autocast the operands are rounded, otherwise the arithmetic is float32, or float64 for float64.
+        The attention `(*batch, L, V)`. It is 0 for a query that takes part with no key. Dtypes are those of
+        `effops.attention`. Under autocast the operands are rounded. Otherwise the arithmetic is float32, or float64 for
+        float64.
 
-    Variants chunked and triton save the inputs for backward, no more. Raises what `additive_attention_scores` does.
+    For backward, variants chunked and triton save the inputs and no more. Errors are those of
+    `additive_attention_scores`.
 
     Example:
         >>> query, key, value = torch.randn(2, 20, 64), torch.randn(2, 300, 64), torch.randn(2, 300, 80)

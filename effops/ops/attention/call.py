@@ -1,6 +1,6 @@
-"""Calls of attention: masked scores of all pairs of queries and keys, their softmax, or the sums of values it weighs.
+"""Calls of attention: masked scores of all pairs of queries and keys, their softmax, or the weighted sums of values.
 
-What scores are is a `Kind`: scaled dot products, additive ones.
+A `Kind` tells how scores are computed: as scaled dot products or as additive scores.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 def join_arguments(scored: Iterable[T], value: Iterable[T], *masks: T) -> tuple[T, ...]:
-    """What belongs to the tensors of a call, in the order of the public function: the value, if any, after the key."""
+    """Join one item per tensor of a call, in the order of the public function: the value, if any, follows the key."""
     query, key, *others = scored
     return query, key, *value, *others, *masks
 
 
 def split_arguments(output: str, tensors: Sequence[T]) -> tuple[tuple[T, ...], T | None, T, T | None]:
-    """What belongs to the operands of the scores, the value, the mask and the seed, of all tensors `join_arguments`."""
+    """The inverse of `join_arguments`: the items of the operands of the scores, the value, the mask and the seed."""
     if output != "sums":
         *scored, mask = tensors
         return tuple(scored), None, mask, None
@@ -48,14 +48,14 @@ class AttentionCall(NamedTuple):
     """A validated call.
 
     Attributes:
-        output: the "scores" of all pairs, the "weights", their softmax, or the "sums" of values that it weighs
+        output: "scores" of all pairs, "weights" (their softmax), or "sums" of values, weighted by it
         scored: the operands of the scores, query and key first
-        value: what the weights sum, or None
-        mask: a boolean tensor of one element if there is none
-        seed: of dropout; only where there is a value
+        value: the values that are summed, or None
+        mask: a boolean tensor of one element if no mask was given
+        seed: the seed of dropout, or None without a value
         masked: whether a mask was given
-        scale: of the scores; None for the kind's own
-        dtype: of the result
+        scale: the factor of the scores; None for that of the kind
+        dtype: the dtype of the result
     """
 
     output: str
@@ -77,7 +77,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """As the public function takes them, and the seed."""
+        """The tensors in the order of the public function, and then the seed."""
         return join_arguments(self.scored, _given(self.value), self.mask, *_given(self.seed))
 
     @property
@@ -102,14 +102,17 @@ class AttentionCall(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """Of all pairs. Wherever anything but the queries varies they are expanded: rows are theirs alone."""
+        """The plan of all pairs.
+
+        Along axes where another operand varies the queries are expanded. So only queries vary along the rows.
+        """
         query, key = self.pairs
         weights = (weight.shape[:-1] for weight in self.scored[2:])
         return broadcast_plan(query.shape[:-1], key.shape[:-1], self.mask.shape, *weights)
 
     @property
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """query (*batch, queries, 1, D) and key (*batch, 1, keys, D)."""
+        """The operands query (*batch, queries, 1, D) and key (*batch, 1, keys, D)."""
         query, key = self.scored[:2]
         shapes = self._keyed, self.mask.shape[:-2]
         batch = torch.broadcast_shapes(query.shape[:-2], *shapes)
@@ -120,20 +123,20 @@ class AttentionCall(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """value (*batch, 1, keys, V)."""
+        """The operand value (*batch, 1, keys, V)."""
         assert self.value is not None
         return _expand(self.value, self._keyed).unsqueeze(-3)
 
     @property
     def _keyed(self) -> Shape:
-        """Batch axes along which keys, values or weights vary."""
+        """The shape to which the batch axes of keys, values and weights broadcast."""
         values = () if self.value is None else (self.value.shape[:-2],)
         weights = (weight.shape[:-3] for weight in self.scored[2:])
         return tuple(torch.broadcast_shapes(self.scored[1].shape[:-2], *values, *weights))
 
     @property
     def result(self) -> Plan:
-        """The plan of the result: sums have the dimension of a value where pairs have the keys."""
+        """The plan of the result. The last axis of sums is the dimension of the values, not that of the keys."""
         plan = self.plan
         return plan if self.value is None else replace(plan, shape=(*plan.shape[:-1], self.value.shape[-1]))
 
@@ -143,7 +146,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def drawn_seed(self) -> int:
-        """The seed as a number; there is one for a call, not for each example of a batch."""
+        """The seed as a number. A call has one seed, even for a batch of examples."""
         if self.seed is None or self.seed.numel() != 1:
             raise NotImplementedError(
                 "attention: vmap(randomness='different') cannot be had with dropout in this variant; give "
@@ -153,7 +156,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def dimension(self) -> int:
-        """How many coordinates of its operands a pair takes."""
+        """How many coordinates of query and value a pair needs."""
         return self.scored[0].shape[-1] + (0 if self.value is None else self.value.shape[-1])
 
 
@@ -165,16 +168,16 @@ def _expand(tensor: Tensor, batch: Shape) -> Tensor:
     return tensor if tensor.shape[:-2] == batch else tensor.expand(*batch, *tensor.shape[-2:])
 
 
-Form = Callable[..., Tensor]  # of the operands of the scores, scale and dtype of the arithmetic; scriptable
+Form = Callable[..., Tensor]  # a scriptable function of the operands of the scores, the scale, and the arithmetic dtype
 
 
 class Kind(Protocol):
-    """What scores are.
+    """A kind of scores.
 
     Attributes:
-        operands: the tensors that make them, query and key first, and how many of their last dimensions are no batch
-            axes
-        forms: the scores by PyTorch operations, naive and, where it differs, einsum
+        operands: the names of the operands, query and key first, and how many of the last dimensions of each are no
+            batch axes
+        forms: functions that compute the scores by PyTorch operations: naive and, where it differs, einsum
     """
 
     @property
@@ -246,7 +249,7 @@ def prepare(
         dtype = torch.float32
     mask = query.new_ones((1, 1), dtype=torch.bool) if attn_mask is None else attn_mask
     seed = None
-    if value is not None:  # drawn where it is needed
+    if value is not None:  # without dropout no seed is drawn
         seed = torch.randint(2**62, ()) if dropout_p else query.new_zeros((), dtype=torch.int64)
     causal, factor = bool(is_causal), None if scale is None else float(scale)
     return AttentionCall(output, tuple(scored), value, mask, seed, bool(masks), causal, factor, float(dropout_p), dtype)
@@ -258,7 +261,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def rounded_by_autocast(function: str, query: Tensor, **others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """In this context autocast is off; gives the tensors as it would round them."""
+    """A context in which autocast is off. It gives the tensors as autocast would round them."""
     check_operand(function, "query", query, dims=2)
     for name, tensor in others.items():
         if isinstance(tensor, Tensor):
@@ -299,5 +302,5 @@ def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, 
 
 
 def _widens(own: Shape, pairs: tuple[int, int]) -> bool:
-    """Whether the last two axes of a shape would broadcast those of the pairs, not with them."""
+    """Whether the last two axes of a shape would enlarge those of the pairs, not just broadcast to them."""
     return any(size not in (1, wanted) for size, wanted in zip((1, 1, *own)[-2:], pairs))

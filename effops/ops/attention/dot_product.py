@@ -1,4 +1,4 @@
-"""Attention by scaled dot products: scores, weights, and `F.scaled_dot_product_attention`."""
+"""Attention with scaled dot products: its scores, its weights, and `F.scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WIDE_BYTES = 2 * 1024 * 1024
 
 
 class ScaledDotProducts:
-    """scale <query, key>, as an `effops.ops.attention.call.Kind`."""
+    """The scores scale <query, key>, as an `effops.ops.attention.call.Kind`."""
 
     operands: Mapping[str, int] = {"query": 2, "key": 2}
     forms: Mapping[str, Form] = {"naive": naive, "einsum": einsum}
@@ -47,7 +47,7 @@ class ScaledDotProducts:
         plan, arithmetic = call.plan, call.arithmetic
         summed = 0 if call.value is None else call.value.shape[-1]
         dimension = max(1, query.shape[-1], summed)
-        # Where a block is the only buffer it may be larger than the cache: fewer, longer passes win.
+        # If a block is the only buffer, it may be larger than the cache: fewer, longer passes are faster.
         pair_bytes = tiling.BLOCK_BYTES if summed or any(wanted) else WIDE_BYTES
         values_per_row = softmax.VALUES_PER_ROW + summed
         extents = tiling.cut(
@@ -129,8 +129,8 @@ def attention_scores(
     Args:
         query: `(*batch, L, D)`
         key: `(*batch, S, D)`; batch axes, heads among them, broadcast
-        attn_mask: broadcasts to the result `(*batch, L, S)`; booleans tell which pairs take part, the others score
-            -inf; numbers are added
+        attn_mask: broadcasts to the result `(*batch, L, S)`; booleans are True for pairs that take part, and other
+            pairs score -inf; numbers are added
         is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
         scale: `1 / sqrt(D)` if None
         variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
@@ -139,7 +139,7 @@ def attention_scores(
         The scores `(*batch, L, S)`, in the dtype to which the tensors promote (under autocast float32 or wider). The
         arithmetic is float32, or float64 for float64.
 
-    Variant chunked saves its inputs for backward, no more.
+    For backward, variant chunked saves its inputs and no more.
 
     Raises:
         TypeError: an argument is no tensor, or not of a floating-point dtype
@@ -166,10 +166,10 @@ def attention_weights(
 ) -> Tensor:
     """The softmax of attention scores over the keys: `softmax(attention_scores(...), -1)`, written once.
 
-    Arguments, errors and dtypes are those of `attention_scores`. The weights of a query that takes part with no key are
-    0, as inside `F.scaled_dot_product_attention`, and so are their gradients.
+    Arguments, errors and dtypes are those of `attention_scores`. A query that takes part with no key has weights of 0,
+    as inside `F.scaled_dot_product_attention`, and gradients of 0.
 
-    Variant chunked saves its inputs for backward, no more.
+    For backward, variant chunked saves its inputs and no more.
 
     Example:
         >>> query, key = torch.randn(2, 8, 100, 64), torch.randn(2, 8, 120, 64)
@@ -194,29 +194,32 @@ def attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, which never holds queries times keys by default.
 
-    `softmax(scale * query @ key.mT + attn_mask) @ value`. Where PyTorch fuses this, its kernels run (variant sdpa);
-    where it would hold the weights of all pairs, as on a CPU for dropout, for a mask that requires gradients, and for
-    values of another dimension than keys, variant chunked runs instead. Of a boolean mask PyTorch makes numbers, of the
-    mask's own size.
+    It computes `softmax(scale * query @ key.mT + attn_mask) @ value`. Where PyTorch fuses this, its kernels run
+    (variant sdpa). Where PyTorch would hold the weights of all pairs, variant chunked runs instead. On a CPU that is so
+    with dropout, for a mask that requires gradients, and for values of another dimension than keys. PyTorch converts a
+    boolean mask to numbers, in a tensor of the mask's own size.
 
     Args:
         query: `(*batch, L, D)`
         key: `(*batch, S, D)`
         value: `(*batch, S, V)`; batch axes, heads among them, broadcast
-        attn_mask: broadcasts to `(*batch, L, S)`; booleans tell which pairs take part; numbers are added to the scores
-        dropout_p: the probability to drop a weight; the others are scaled by 1 / (1 - dropout_p). Which are dropped
-            follows from PyTorch's seed and the variant
+        attn_mask: broadcasts to `(*batch, L, S)`; booleans are True for pairs that take part; numbers are added to the
+            scores
+        dropout_p: the probability to drop a weight; the others are scaled by 1 / (1 - dropout_p). PyTorch's seed and
+            the variant determine which weights are dropped
         is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
         scale: `1 / sqrt(D)` if None
         enable_gqa: several heads of queries, axis -3, share one of keys and values
         variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
 
     Returns:
-        `(*batch, L, V)`, in the dtype to which the tensors promote, 0 for a query that takes part with no key. Under
-        autocast the operands are rounded as PyTorch's function does. Variant sdpa rounds weights to 16 bits where
-        the operands have as many; the arithmetic of all others is float32, or float64 for float64.
+        The attention `(*batch, L, V)`, in the dtype to which the tensors promote. It is 0 for a query that takes part
+        with no key. Under autocast the operands are rounded as PyTorch's function rounds them. Variant sdpa rounds
+        weights to 16 bits if the operands have 16 bits. The arithmetic of all other variants is float32, or float64 for
+        float64.
 
-    Variant chunked saves its inputs for backward, sdpa two more tensors: the result and a number for each query.
+    For backward, variant chunked saves its inputs. Variant sdpa saves two more tensors: the result, and a number for
+    each query.
 
     Raises:
         TypeError: an argument is no tensor, or not of a floating-point dtype
@@ -237,7 +240,7 @@ def attention(
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
-    """(*batch, heads, L, D) as (*batch, heads of keys, group, L, D), and the others so that they broadcast."""
+    """The query (*batch, heads, L, D) as (*batch, heads of keys, group, L, D), and the others to broadcast with it."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_operand("attention", name, tensor, dims=3)
     heads, shared = query.shape[-3], key.shape[-3]

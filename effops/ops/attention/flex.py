@@ -1,4 +1,4 @@
-"""Log-sparse attention by PyTorch's FlexAttention, which computes the blocks of pairs that hold any of the pattern."""
+"""Log-sparse attention by PyTorch's FlexAttention, which computes every block that has a pair of the pattern."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from effops.blocks.log_sparse import Pattern, allowed
 from effops.dispatch.custom_op import is_plain, requires_grad
 from effops.dispatch.jit import compile_by_signature
 
-BLOCK = 128  # positions of a block, as FlexAttention has by default
+BLOCK = 128  # positions of a block, the default of FlexAttention
 
 
 class Call(Protocol):
@@ -40,7 +40,7 @@ def requires_flex(call: Call) -> str:
 
 
 def forward(tensors: Sequence[Tensor], pattern: Pattern, scale: float) -> Tensor:
-    """The attention of queries (batch, L, E) to keys (batch, L, E), of values (batch, L, F)."""
+    """The attention of queries (batch, L, E) to keys (batch, L, E), with values (batch, L, F)."""
     query, key, value = _operands(tensors)
     counts, indices = _blocks(pattern, query)
     features = query.shape[-1], value.shape[-1]
@@ -48,12 +48,15 @@ def forward(tensors: Sequence[Tensor], pattern: Pattern, scale: float) -> Tensor
 
 
 def _operands(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Laid out as the kernel is compiled for; as an axis of heads it would specialise on the batch."""
+    """The tensors in the layout that the kernel is compiled for.
+
+    Their batch axis stays the batch axis. As an axis of heads, the kernel would be compiled for each size of it.
+    """
     return [tensor.detach().contiguous().unsqueeze(1) for tensor in tensors]
 
 
 def _blocks(pattern: Pattern, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each block of queries, with how many blocks of keys it has pairs, and with which."""
+    """The blocks of keys that each block of queries has pairs with: how many, and which."""
     count = -(-query.shape[-2] // BLOCK)
     offsets = pattern.offsets(query.shape[-2])
     apart = sorted({d for offset in offsets for d in (offset // BLOCK, -(-offset // BLOCK)) if d < count})
@@ -75,7 +78,7 @@ def _compiled(
     scale: float,
     *features: int,
 ) -> Tensor:
-    """`features` belong to the signature: the kernel specialises on them."""
+    """The compiled kernel. `features` are arguments since the kernel is compiled for each number of features."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     def mask(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -89,9 +92,9 @@ def _compiled(
 
 
 def allocate(tensors: Sequence[Tensor]) -> Tensor:
-    """Allocate what the forward pass does on a CPU, for its kernel cannot run on fake tensors.
+    """Allocate what the forward pass allocates on a CPU, since its kernel cannot run on fake tensors.
 
-    These are copies of keys and values and, for each thread, blocks of pairs and of rows.
+    It allocates copies of keys and values and, for each thread, blocks of pairs and of rows.
     """
     query, key, value = _operands(tensors)
     block = min(BLOCK, query.shape[-2])

@@ -30,7 +30,7 @@ from effops.ops.attention.call import rounded_by_autocast
 from effops.prediction import inductor
 
 NAME = "log_sparse_attention"
-FEATURES = 2048  # as many as the kernels take
+MAX_FEATURES = 2048  # the most features that the Triton kernels take
 CORE_DIMS = {"query": 2, "key": 2, "value": 2}
 PARAMETERS = {
     **dict.fromkeys(CORE_DIMS, Tensor),
@@ -75,7 +75,7 @@ class LogSparseCall(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """What scores are multiplied with."""
+        """The factor of the scores."""
         return factor(self.query, self.scale)
 
     @property
@@ -92,7 +92,7 @@ class LogSparseCall(NamedTuple):
 
     @property
     def operations(self) -> int:
-        """Of the pairs of the pattern."""
+        """About how many floating-point operations the pairs of the pattern take."""
         return _operations(self, self.pattern.pairs(self.query.shape[-2]))
 
 
@@ -154,7 +154,7 @@ def _check_pattern(local: int, restart: int | None) -> None:
 
 
 def factor(query: Tensor, scale: float | None) -> float:
-    """What scores are multiplied with."""
+    """The factor of the scores: `scale`, or 1 / sqrt(E) if it is None."""
     if scale is None:
         return 1.0 / math.sqrt(max(1, query.shape[-1]))
     return scale
@@ -178,7 +178,7 @@ def naive(
 
 
 def settings(call: LogSparseCall) -> tuple[Any, ...]:
-    """What `naive` takes besides the tensors."""
+    """The arguments of `naive` after the tensors."""
     return call.dtype, call.arithmetic, call.local, call.restart, call.scale
 
 
@@ -219,7 +219,7 @@ def _scale(call: LogSparseCall) -> Tensor:
 
 
 def _operations(call: LogSparseCall, pairs: int) -> int:
-    """A multiplication and an addition a feature of keys and values, and the softmax."""
+    """A multiplication and an addition for each feature of keys and values, and the operations of the softmax."""
     return math.prod(call.batch) * pairs * 2 * (call.query.shape[-1] + call.value.shape[-1] + 4)
 
 
@@ -261,8 +261,8 @@ def _custom_op(variant: str, forward: Callable[..., Tensor], backward: Callable[
 
 def _few_features(call: LogSparseCall) -> str:
     widest = max(call.query.shape[-1], call.value.shape[-1])
-    reason = f"needs at most {FEATURES} features, which a row keeps in registers; got {widest}"
-    return reason if widest > FEATURES else ""
+    reason = f"needs at most {MAX_FEATURES} features, which a row keeps in registers; got {widest}"
+    return reason if widest > MAX_FEATURES else ""
 
 
 def _flex_cost(call: LogSparseCall) -> Cost:
@@ -292,26 +292,27 @@ def log_sparse_attention(
 ) -> Tensor:
     """Causal attention in which each position attends to O(log L) others.
 
-    Query l attends to key j <= l iff `(l - j) mod restart` is in `{0..local-1}` or `{local-1 + 2^k, k >= 0}`: to itself
-    and the `local - 1` before, then at distances that double, and so again after each `restart` positions.
+    Query l attends to key j <= l iff `(l - j) mod restart` is in `{0..local-1}` or `{local-1 + 2^k, k >= 0}`. So a
+    position attends to itself and the `local - 1` positions before it, and then at distances that double. The same
+    pattern begins again after each `restart` positions.
 
     Args:
         query: `(*Q, L, E)`
         key: `(*K, L, E)`
         value: `(*V, L, F)`; the batch axes of the three broadcast
-        local: number of nearest positions that are all attended to, oneself included
-        restart: length after which the pattern begins anew, at least `local`; None for never
-        scale: of the scores `query @ key.mT`; None for `1 / sqrt(E)`
+        local: how many of the nearest positions are all attended to, the position itself included
+        restart: length after which the pattern begins again, at least `local`; None for never
+        scale: the factor of the scores `query @ key.mT`; None for `1 / sqrt(E)`
         variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
 
     Returns:
         The attention, `(*batch, L, F)`, contiguous. The dtype is the promotion of the inputs'; the arithmetic is
-        float32, or float64 for float64. Under autocast the tensors are cast to its dtype first, but for float64, as by
-        `torch.nn.functional.scaled_dot_product_attention`.
+        float32, or float64 for float64. Under autocast the tensors are first cast to its dtype, except float64 tensors,
+        as `torch.nn.functional.scaled_dot_product_attention` does.
 
-    Variants chunked and triton save the three tensors for backward, no more, and take O(L log L) time and memory.
-    Variant flex, PyTorch's FlexAttention, computes no gradients, takes float32 alone and compiles for seconds for each
-    pattern, scale and number of features; it has not run on CUDA yet. It is never chosen unless it is named.
+    For backward, variants chunked and triton save the three tensors and no more. They take O(L log L) time and memory.
+    Variant flex is PyTorch's FlexAttention. It computes no gradients and takes float32 only. It compiles for seconds
+    for each pattern, scale and number of features. It has not run on CUDA yet. It runs only if a call names it.
 
     Raises:
         TypeError: a tensor is none, or not of a floating-point dtype; `local` or `restart` is no integer

@@ -1,4 +1,4 @@
-"""`F.scaled_dot_product_attention` as a variant: PyTorch's own fused kernels where it has them."""
+"""Variant sdpa: `F.scaled_dot_product_attention`, which runs PyTorch's own fused kernels where it has them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from effops.pytorch import _fused_sdp_choice
 
 
 class _FourAxes:
-    """The operands of a call for `scaled_dot_product_attention`, which is fused for four axes alone.
+    """The operands of a call, with four axes, since `scaled_dot_product_attention` is fused for no other number.
 
-    Where groups of heads share keys and values (*batch, heads, 1, keys, D), they become heads of their own.
+    Where groups of query heads share keys and values (*batch, heads, 1, keys, D), groups and heads become one axis of
+    heads.
     """
 
     def __init__(self, call: AttentionCall) -> None:
@@ -47,7 +48,7 @@ class _FourAxes:
         return tensor.flatten(0, -4) if len(batch) > 2 else tensor[(None,) * (2 - len(batch))]
 
     def _mask(self) -> Tensor:
-        """With axes of size 1 wherever it broadcasts, for PyTorch makes numbers of a boolean mask of that size."""
+        """The mask with axes of size 1 where it broadcasts. PyTorch makes a tensor of this size of a boolean mask."""
         mask = self.call.mask
         if mask.dtype != torch.bool:
             mask = mask.to(self.query.dtype)
@@ -91,7 +92,7 @@ def forward(kind: Kind, call: AttentionCall) -> Tensor:
 
 @contextmanager
 def _seeded(call: AttentionCall) -> Iterator[None]:
-    """In this context PyTorch drops as the call's seed says, so that backward can do so again."""
+    """A context in which the call's seed determines what PyTorch drops, so that backward can drop the same."""
     if call.dropout_p and call.seed is not None and is_plain(call.tensors):
         with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
             torch.manual_seed(call.drawn_seed)
@@ -101,7 +102,11 @@ def _seeded(call: AttentionCall) -> Iterator[None]:
 
 
 def backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
-    """Where PyTorch's own backward pass is not at hand: once more, or, inside of an operator, in blocks."""
+    """The gradients, where the graph of PyTorch's own backward pass is not at hand.
+
+    The forward pass runs again for this graph. Inside of an operator there is no graph, and blocks compute the
+    gradients.
+    """
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_(is_wanted) for tensor, is_wanted in zip(call.tensors, wanted)]
         result = forward(kind, AttentionCall.split(call.output, (*leaves, *call.settings)))
@@ -118,9 +123,11 @@ def backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[boo
 
 
 def cost(kind: Kind, call: AttentionCall) -> Cost:
-    """As predicted by fake tensors, which do not see what the kernels of a CPU hold for each thread: a block of pairs,
-    rounded too if the operands are, two statistics of its queries and their sums. Where oneDNN multiplies, the kernel
-    is named as unknown."""
+    """The cost that fake tensors predict, plus what the kernels of a CPU hold for each thread, which they do not see.
+
+    A thread holds a block of pairs (also in the dtype of the operands if that is narrower), two statistics of each of
+    its queries, and their sums. Where oneDNN multiplies, the kernel is named as unknown.
+    """
     split = functools.partial(AttentionCall.split, call.output)
     found = predicted(split, call, functools.partial(forward, kind))
     if call.device.type != "cpu" or not is_fused(kind, call):

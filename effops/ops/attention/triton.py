@@ -1,7 +1,7 @@
-"""Attention by Triton kernels: calls as the operands of the kernels, with gradients of the operands' own shapes.
+"""Attention by Triton kernels: bring calls into the layout of the kernels, and gradients back from it.
 
 The kernels of scaled dot products take four axes (batch, heads, rows, columns), with stride 0 where an operand
-broadcasts. An operand whose batch axes do not collapse into these is copied.
+broadcasts. An operand whose batch axes do not collapse into batch and heads is copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from effops.ops.attention.call import AttentionCall, Kind, split_arguments
 from effops.ops.attention.variants import custom_op
 from effops.ops.densities.triton import stored_dtype
 
-KERNEL_BYTES = 2**24  # of the scores that kernels compute at once for a reduction
+KERNEL_BYTES = 2**24  # size of the additive scores that kernels compute at once
 
 
 def add(op: Op, kind: Kind, output: str) -> None:
@@ -63,7 +63,7 @@ def _backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bo
     upstream = dout.reshape(*_outer(call), *call.shape[-2:])
 
     def gradient(tensor: Tensor, is_wanted: bool) -> Tensor | None:
-        """In four axes; wide if it is yet to be summed."""
+        """An uninitialised gradient with four axes, in the dtype of the arithmetic if it will be summed."""
         shape = (*_outer(call), *tensor.shape[-2:])
         summed = math.prod(shape) != tensor.numel()
         dtype = call.arithmetic if summed else stored_dtype(tensor.dtype, call.device)
@@ -89,7 +89,7 @@ def _backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bo
 
 
 def _restored(call: AttentionCall, gradient: Tensor, tensor: Tensor) -> Tensor:
-    """A gradient in four axes, in the shape and dtype of its operand."""
+    """A gradient with four axes, brought to the shape and dtype of its operand."""
     outer = list(call.shape[:-3])
     outer = outer if gradient.shape[0] == math.prod(outer) else [1] * len(outer)
     axes = (*outer, gradient.shape[1], *gradient.shape[2:])
@@ -99,7 +99,7 @@ def _restored(call: AttentionCall, gradient: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _outer(call: AttentionCall) -> tuple[int, int]:
-    """Batch and heads."""
+    """The sizes of the axes batch and heads."""
     batch = call.shape[:-2]
     return math.prod(batch[:-1]), math.prod(batch[-1:])
 
@@ -113,7 +113,7 @@ def _mask(call: AttentionCall) -> Tensor | None:
 
 
 def _mask_sizes(call: AttentionCall) -> Shape:
-    """The shape of the gradient of a mask: 1 along an axis over which it is summed."""
+    """The shape of the gradient of a mask. An axis over which the kernel sums has size 1."""
     outer = call.shape[:-3]
     sizes = (1,) * (len(outer) + 3 - call.mask.ndim) + tuple(call.mask.shape)
     varies = any(size != 1 for size in sizes[: len(outer)])
@@ -136,7 +136,7 @@ def _settings(kind: Kind, call: AttentionCall) -> dict[str, Any]:
 
 
 class AdditiveScores:
-    """Additive scores by kernels, as `Scores`: of larger blocks than a cache holds."""
+    """Additive scores by kernels, as `Scores`. Blocks are larger than a cache."""
 
     def __init__(
         self, plan: Plan, query: Tensor, key: Tensor, weight: Tensor, arithmetic: torch.dtype, wanted: Sequence[bool]
@@ -191,16 +191,16 @@ class AdditiveScores:
         return block.batch + block.rows, block.batch + block.columns, block.batch
 
     def _sizes(self, block: Block) -> tuple[int, ...]:
-        """Of a block as batch, rows and columns."""
+        """The sizes of a block that has three axes: batch, rows and columns."""
         return tuple(math.prod(sizes(axes)) for axes in block)
 
     def _target(self, block: Block, out: Tensor) -> Tensor:
-        """`out` as batch, rows and columns, or room for it."""
+        """`out` viewed as batch, rows and columns, or memory of that shape if `out` is not contiguous."""
         shape = self._sizes(block)
         return out.view(shape) if out.is_contiguous() else out.new_empty(shape)
 
     def _operands(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """query (batch, rows, D), key (batch, columns, D) and weight (batch, D) of a block."""
+        """The operands query (batch, rows, D), key (batch, columns, D) and weight (batch, D) of a block."""
         batch, rows, columns = self._sizes(block)
         dimension = self.views[0].shape[-1]
         query, key, weight = (
@@ -214,7 +214,7 @@ class AdditiveScores:
 
 
 def log_sparse(tensors: Sequence[Tensor], out: Tensor, scale: Tensor, local: int, restart: int | None) -> Tensor:
-    """Log-sparse attention of query, key and value, laid out and rounded as `out` is."""
+    """Log-sparse attention of query, key and value, in the layout and dtype of `out`."""
     from effops.kernels import log_sparse as kernels
 
     stored = out.to(stored_dtype(out.dtype, out.device))
@@ -231,7 +231,7 @@ def log_sparse_backward(
     operands = matrices(tensors)
 
     def empty(tensor: Tensor, operand: Tensor) -> Tensor:
-        is_summed = tensor.numel() != operand.numel()  # over an axis that is shared: not rounded before
+        is_summed = tensor.numel() != operand.numel()  # a sum over shared axes follows, before which it is not rounded
         return operand.new_empty(
             operand.shape, dtype=scale.dtype if is_summed else stored_dtype(tensor.dtype, tensor.device)
         )
@@ -248,7 +248,7 @@ def log_sparse_backward(
 
 
 def matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with one batch axis, that to which theirs broadcast."""
+    """The tensors with one batch axis. It merges the axes of the shape to which their batch axes broadcast."""
     batch = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors))
     return [_matrix(tensor.expand(*batch, *tensor.shape[-2:])) for tensor in tensors]
 

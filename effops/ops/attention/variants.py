@@ -1,6 +1,6 @@
-"""Ops of attention: of the scores of a kind, of their softmax, and of attention itself.
+"""Make ops of a kind of scores: the scores, their softmax, and attention itself.
 
-Each has the variants made of PyTorch operations and of blocks; `custom_op` makes the operators of others.
+Each op gets the variants made of PyTorch operations and of blocks. `custom_op` makes the operators of other variants.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def attention_op(
 ) -> Op:
     """The op of the scores, the weights or the sums of a kind.
 
-    `arguments` takes what the public function takes and returns the operands of the scores, value, mask, is_causal,
-    scale and dropout_p.
+    `arguments` takes the arguments of the public function. It returns the operands of the scores, value, mask,
+    is_causal, scale and dropout_p.
     """
 
     def prepare_call(*args: Any, **options: Any) -> AttentionCall:
@@ -85,7 +85,11 @@ def custom_op(
     empty_gradients: Callable[[AttentionCall], Sequence[Tensor]] | None = None,
     native: bool = False,
 ) -> CustomOp:
-    """The operator of a pair of functions: of a call, and of an upstream gradient, a call and what is wanted."""
+    """The operator of a forward and a backward function.
+
+    `compute` takes the kind and a call. `compute_backward` takes the kind, the upstream gradient, a call, and which
+    gradients are wanted.
+    """
 
     def composite(call: AttentionCall) -> Tensor:
         if call.dropout_p:
@@ -111,7 +115,7 @@ def custom_op(
 
 
 def by_operations(kind: Kind, form: Form, call: AttentionCall) -> Tensor:
-    """The result of PyTorch operations, from scores by a form."""
+    """The result by PyTorch operations, from the scores that a form computes."""
     scores = form(*call.scored, kind.scale(call), call.arithmetic)
     if call.masked:
         mask = call.mask
@@ -122,9 +126,9 @@ def by_operations(kind: Kind, form: Form, call: AttentionCall) -> Tensor:
     if call.output == "scores":
         return scores.to(call.dtype)
     if call.masked:
-        nowhere = (scores == -math.inf).all(-1, keepdim=True)
-        weights = torch.softmax(torch.where(nowhere, 0, scores), -1)
-        weights = torch.where(nowhere, 0, weights)
+        no_key = (scores == -math.inf).all(-1, keepdim=True)
+        weights = torch.softmax(torch.where(no_key, 0, scores), -1)
+        weights = torch.where(no_key, 0, weights)
     else:
         weights = torch.softmax(scores, -1)
     if call.value is None:
@@ -135,7 +139,7 @@ def by_operations(kind: Kind, form: Form, call: AttentionCall) -> Tensor:
 
 
 def in_blocks(kind: Kind, call: AttentionCall) -> Tensor:
-    """The result block by block."""
+    """The result, computed block by block."""
     scores = Masked(kind.blocks(call, (False,) * len(call.scored)), call.mask if call.masked else None, call.is_causal)
     out = call.result.empty(call.mask, call.dtype)
     if call.output == "scores":
@@ -152,7 +156,7 @@ def _dropout(call: AttentionCall) -> softmax.Dropout | None:
 
 
 def in_blocks_backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
-    """Gradients of the tensors of a call, each where `wanted` asks for it."""
+    """The gradients of the tensors of a call that `wanted` asks for, computed block by block."""
     given = call.tensors
     wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
     call = _widened(call)
@@ -167,7 +171,7 @@ def in_blocks_backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Se
 
 
 def _widened(call: AttentionCall) -> AttentionCall:
-    """With operands in the dtype of the arithmetic where they are expanded: their gradients are sums to be rounded."""
+    """The call with expanded operands in the dtype of the arithmetic: their gradients are summed, then rounded."""
     (query, key, *others), value = call.scored, call.value
     batch = call.plan.shape[:-2]
 
@@ -180,7 +184,7 @@ def _widened(call: AttentionCall) -> AttentionCall:
 def _restored(
     call: AttentionCall, of_scores: Sequence[Tensor | None], dvalue: Tensor | None, tensors: Sequence[Tensor]
 ) -> Gradients:
-    """Gradients of the tensors of a call, from those of what its operands were expanded to and of the mask."""
+    """The gradients of the tensors of a call, from the gradients of its expanded operands and of the mask."""
     dquery, dkey, *others, dmask = of_scores
     scored = None if dquery is None else dquery.squeeze(-2), None if dkey is None else dkey.squeeze(-3), *others
     summed = [None if dvalue is None else dvalue.squeeze(-3)] if call.value is not None else []
@@ -194,7 +198,7 @@ def _restored(
 
 
 def gradients_of_blocks(call: AttentionCall) -> Sequence[Tensor]:
-    """Uninitialised, laid out as those of blocks and kernels."""
+    """Uninitialised gradients, with the layout that `in_blocks_backward` gives them."""
     plan, (query, key) = call.plan, call.pairs
     dvalue = None
     if call.value is not None:

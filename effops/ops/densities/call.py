@@ -1,4 +1,4 @@
-"""Calls of log densities: their arguments validated, with the plan of their pairs."""
+"""Calls of log densities: their validated arguments, and the plan of their pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DensityCall(NamedTuple):
 
     @classmethod
     def split(cls, scale_dims: int, arguments: Sequence[Any]) -> DensityCall:
-        """The inverse of `arguments`; `scale_dims` of the last dimensions of scale are no batch axes."""
+        """The inverse of `arguments`. The last `scale_dims` dimensions of scale are no batch axes."""
         loc, scale, x, dtype = arguments
         return cls(loc, scale, x, plan_of(scale_dims, loc, scale, x), dtype)
 
@@ -59,7 +59,7 @@ class DensityCall(NamedTuple):
 
 
 class Arguments(Protocol):
-    """What validation asks of a family of densities."""
+    """What validation needs to know of a family of densities."""
 
     @property
     def scale_name(self) -> str:
@@ -71,11 +71,11 @@ class Arguments(Protocol):
 
     @property
     def smallest(self) -> int:
-        """The smallest dimension of x."""
+        """The smallest last dimension that x may have."""
 
 
 def plan_of(scale_dims: int, loc: Tensor, scale: Tensor, x: Tensor, *others: Tensor) -> Plan:
-    """The plan of a call; operands `others` have batch axes alone."""
+    """The plan of a call. Operands `others` have batch axes only."""
     scale_shape = scale.shape[: scale.ndim - scale_dims]
     return broadcast_plan(x.shape[:-1], loc.shape[:-1], scale_shape, *(other.shape for other in others))
 
@@ -95,7 +95,7 @@ def prepare(density: Arguments, function: str, loc: Tensor, scale: Tensor | floa
             f"{function}: the last dimension must be at least {density.smallest}; got x {tuple(x.shape)}; "
             "put the coordinates of a point into the last dimension"
         )
-    if loc.device != x.device:  # costs less than the call
+    if loc.device != x.device:  # this costs less than a call of `check_devices`
         check_devices(function, loc=loc, x=x)
     common = wider(loc.dtype, x.dtype)
     given, scale = scale, _prepare_scale(density, function, scale, common, x)

@@ -1,7 +1,7 @@
-"""Log densities of every broadcast pair as ops: what a family of densities brings, and the variants made of it.
+"""Make ops of log densities: a `Density` describes a family of densities, and `LogProb` makes an op of all its pairs.
 
-A log density is `normaliser(scale) + scores`, with scores of its own for every pair of loc and x. What a family brings
-is a `Density`. `LogProb` makes the op of its pairs, and `effops.ops.densities.mixture` that of their logsumexp.
+A log density is `normaliser(scale)` plus a part that depends on loc and x too. Both together are the score of a pair.
+`effops.ops.densities.mixture` makes the op of their logsumexp.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from effops.ops.densities.call import Arguments, DensityCall, prepare
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
 
-# loc, scale in float64, its normaliser, x, dtype of the arithmetic, tolerance -> scores in that dtype; scriptable
+# A scriptable function of loc, scale in float64, the normaliser of scale, x, the dtype of the arithmetic, and the
+# tolerance. It returns the scores in that dtype.
 Form = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype, float], Tensor]
-Wanted = Sequence[bool]  # whether the gradients of loc, scale and x are
+Wanted = Sequence[bool]  # whether the gradients of loc, scale and x are wanted
 
 
 class Density(Arguments, Protocol):
@@ -43,19 +44,19 @@ class Density(Arguments, Protocol):
 
     @property
     def normaliser(self) -> Callable[[Tensor, int], Tensor]:
-        """What depends on a float64 scale and the dimension alone, in float64, differentiable."""
+        """A differentiable function of a float64 scale and the dimension: the part that depends on these alone."""
 
     def kernels(self, tolerance: float) -> triton.Kernels:
         """The Triton kernels."""
 
     def tolerance(self, loc: Tensor, x: Tensor, dtype: torch.dtype) -> float:
-        """What rounding may do to a score of inputs on the boundary of their domain."""
+        """How far rounding may take inputs on the boundary of the domain beyond it, in the argument of phi."""
 
     def blocks(self, call: Any, *, scored: bool = True, wanted: Wanted = (False, False, False)) -> Scores:
         """The scores of a call of either op, block by block, and the gradients that `wanted` asks for."""
 
     def at_once(self, call: DensityCall) -> Tensor | None:
-        """The result of a call that is too small to be cut into blocks, else None."""
+        """The result of a call that is too small to be cut into blocks, or None for a larger one."""
 
 
 class LogProb:
@@ -102,7 +103,7 @@ class LogProb:
         return triton.Layout.of_pairs(call.plan).obstacle(call.scale, self.density.scale_dims)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:
-        """The op by a form, as a function of the tensors of a call and of its `settings`."""
+        """The op as a form computes it: a function of the tensors of a call and of its `settings`."""
         density = self.density
 
         def log_prob(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float) -> Tensor:
@@ -114,7 +115,7 @@ class LogProb:
         return call.dtype, self.density.tolerance(call.loc, call.x, call.dtype)
 
     def composite(self, call: DensityCall) -> Tensor:
-        """The result of differentiable PyTorch operations, by the form with the least memory."""
+        """The result by differentiable PyTorch operations, in the form with the least memory."""
         return self.best(*call.tensors, *self.settings(call))
 
     def empty(self, call: DensityCall) -> Tensor:
@@ -144,13 +145,13 @@ def tensor_dims(density: Arguments) -> dict[str, int]:
 
 
 def preference(density: Density) -> tuple[str, ...]:
-    """The names of the variants, the best first."""
+    """The names of the variants, from the best on."""
     everywhere = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
     return tuple(name for name in everywhere if name != "einsum" or name in density.forms)
 
 
 def empty_gradients(scale_dims: int, call: Any) -> tuple[Tensor, ...]:
-    """Uninitialised gradients of loc, scale and x, laid out as those of blocks and kernels."""
+    """Uninitialised gradients of loc, scale and x, with the layout that blocks and kernels give them."""
     plan = call.plan
     return (
         plan.empty_gradient(call.loc, plan.batch + plan.columns, trailing=1),
@@ -162,8 +163,8 @@ def empty_gradients(scale_dims: int, call: Any) -> tuple[Tensor, ...]:
 def scores(
     density: Density, form: Form, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float
 ) -> Tensor:
-    """All scores by a form, in the dtype of the arithmetic for a result in `dtype`."""
-    wide = scale.double()  # once, so that the two parts of its gradient cancel before they are rounded
+    """All scores as a form computes them, in the dtype of the arithmetic for a result in `dtype`."""
+    wide = scale.double()  # one conversion, so that the two parts of its gradient cancel before they are rounded
     return form(loc, wide, density.normaliser(wide, x.shape[-1]), x, arithmetic_dtype(dtype), tolerance)
 
 

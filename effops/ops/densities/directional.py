@@ -1,7 +1,7 @@
-"""Log densities of directions about a mean direction: W(s) + s phi(<loc, x>) of every broadcast pair.
+"""What log densities of directions about a mean direction share: W(s) + s phi(<loc, x>) of every broadcast pair.
 
-All that such densities share, as a `Density`. A density brings phi and W: as a `DotMap`, in place, and as functions of
-PyTorch operations, where phi is scriptable.
+`Directional` makes a `Density` of phi and W. A family gives both twice: as a `DotMap`, which works in place, and as
+functions of PyTorch operations. The latter phi is scriptable.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Directional:
     """A density W(s) + s phi(<loc, x>), as `effops.ops.densities.density.Density`.
 
     Attributes:
-        name: of the family
-        scale_name: name of the argument s
-        phi: of the dot products, and the tolerance of `rounding`; scriptable
-        normaliser: W of a float64 scale and the dimension
-        map: phi and W, of the dimension, the dtype of the arithmetic, `floor` and `tolerance`
-        kernel: the module of `effops.kernels` whose MAP has both as Triton functions
-        singular: whether phi is singular at t = 0
+        name: the name of the family
+        scale_name: the name of the argument s
+        phi: a scriptable function of the dot products and of `tolerance`
+        normaliser: W, a function of a float64 scale and the dimension
+        map: makes the `DotMap` of phi and W from the dimension, the dtype of the arithmetic, `floor` and `tolerance`
+        kernel: the module of `effops.kernels` whose MAP has phi and W as Triton functions
+        singular: whether phi is singular at t = 1 + <loc, x> = 0
     """
 
     name: str
@@ -66,7 +66,7 @@ class Directional:
         return {"naive": naive, "einsum": einsum}
 
     def tolerance(self, loc: Tensor, x: Tensor, dtype: torch.dtype) -> float:
-        """How far below 0 rounding may take t in a call with a result of `dtype`."""
+        """How far below 0 rounding may take t = 1 + <loc, x> in a call with a result of `dtype`."""
         if not self.singular:
             return math.inf
         return sphere_tolerance(x.shape[-1], arithmetic_dtype(dtype), (loc.dtype, x.dtype))
@@ -76,7 +76,7 @@ class Directional:
         return self.map(x.shape[-1], arithmetic, self.floor(arithmetic), self.tolerance(loc, x, dtype))
 
     def floor(self, arithmetic: torch.dtype) -> float:
-        """The smallest t that rounding can tell from 0."""
+        """The smallest t that differs from 0 by more than rounding."""
         return unit_roundoff(arithmetic) if self.singular else -math.inf
 
     def kernels(self, tolerance: float) -> triton.Kernels:

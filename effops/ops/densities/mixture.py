@@ -1,10 +1,10 @@
-"""Mixtures as ops: the logsumexp of the weighted log densities along an axis, without keeping the pairs.
+"""Make ops of mixtures: the logsumexp of the weighted log densities along an axis, without keeping the pairs.
 
     out = log sum_n exp(log_weights_n + log p(x | loc_n, scale_n))
 
-Blocks and kernels compute two statistics of every row, the maximum and the logarithm of the sum of the exponentials
-without it. Their sum is the result; both are saved for backward besides the inputs, for in float32 the result alone
-would leave shares of the components that do not add up to 1.
+Blocks and kernels compute two statistics of every result: the maximum, and the logarithm of the sum of
+exp(value - maximum). Their sum is the result. Backward needs both, besides the inputs. From the result alone, in
+float32, the shares of the components would not add up to 1.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ from effops.ops.densities import triton
 from effops.ops.densities.call import plan_of, prepare
 from effops.ops.densities.density import Density, Form, compiled_bytes, empty_gradients, preference, scores, tensor_dims
 
-SLAB = 65536  # results whose statistics are held at once, unless backward needs those of all
+SLAB = 65536  # how many results have their statistics kept at a time, unless backward needs those of all
 
 
 class MixtureCall(NamedTuple):
-    """A validated call.
+    """A validated call: its tensors, the plan of their pairs, the axis of the components, and the dtype of the result.
 
-    Its tensors, the plan of their pairs, the axis of the components, counted from the last one: -1, -2, .., and the
-    dtype of the result.
+    `dim` counts axes from the last one: -1, -2, ..
     """
 
     log_weights: Tensor
@@ -60,7 +59,7 @@ class MixtureCall(NamedTuple):
 
     @classmethod
     def split(cls, scale_dims: int, arguments: Sequence[Any]) -> MixtureCall:
-        """The inverse of `arguments`; `scale_dims` of the last dimensions of scale are no batch axes."""
+        """The inverse of `arguments`. The last `scale_dims` dimensions of scale are no batch axes."""
         log_weights, loc, scale, x, dim, dtype = arguments
         return cls(log_weights, loc, scale, x, plan_of(scale_dims, loc, scale, x, log_weights), dim, dtype)
 
@@ -103,12 +102,12 @@ class MixtureCall(NamedTuple):
 
 
 def statistics(values: Tensor, dim: int) -> Tensor:
-    """Along a new last axis the maximum, without a gradient, and the logarithm of the sum of exp(values - maximum)."""
+    """The maximum, without a gradient, and the logarithm of the sum of exp(values - maximum), along a new last axis."""
     if values.shape[dim] == 0:
         empty = values.sum(dim).unsqueeze(-1)
         return (empty - torch.inf).expand([*empty.shape[:-1], 2])
     maximum = values.amax(dim, keepdim=True).detach()
-    shift = maximum.nan_to_num(neginf=0.0)  # beside +inf all else vanishes
+    shift = maximum.nan_to_num(neginf=0.0)  # +inf becomes the largest number, and other terms vanish
     total = torch.exp(values - shift).sum(dim)
     log_total = torch.where(total == 0, -torch.inf, torch.log(torch.where(total == 0, 1.0, total)))
     return torch.stack((maximum.squeeze(dim), log_total), -1)
@@ -196,7 +195,7 @@ class Mixture:
         add(self.op, custom, variant, run=run, cost=cost, **options)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:
-        """The statistics by a form, as a function of the tensors of a call and of its `settings`."""
+        """The statistics as a form computes them: a function of the tensors of a call and of its `settings`."""
         density = self.density
 
         def log_prob(
@@ -210,7 +209,7 @@ class Mixture:
         return call.dim, call.dtype, self.density.tolerance(call.loc, call.x, call.dtype)
 
     def composite(self, call: MixtureCall) -> Tensor:
-        """The statistics of differentiable PyTorch operations, by the form with the least memory."""
+        """The statistics by differentiable PyTorch operations, in the form with the least memory."""
         return self.best(*call.tensors, *self.settings(call))
 
     def empty(self, call: MixtureCall) -> Tensor:
@@ -223,7 +222,7 @@ class Mixture:
         return of_weights, *empty_gradients(self.density.scale_dims, call)
 
     def run(self, custom: CustomOp, call: MixtureCall) -> Tensor:
-        """The result. Statistics of all results are held at once where backward takes them, or where they are few."""
+        """The result. All statistics are kept at once where backward needs them, or where there are few."""
         if self._keeps_statistics(call) or not is_plain(call.tensors):
             return self.op.finish(call, custom(call))
         return self._by_slabs(custom, call)
@@ -237,14 +236,14 @@ class Mixture:
         return requires_grad(call.tensors) or math.prod(call.shape) <= SLAB
 
     def _by_slabs(self, custom: CustomOp, call: MixtureCall) -> Tensor:
-        """The result, with the statistics of a slab of results at a time."""
+        """The result, computed with the statistics of one slab of results at a time."""
         out = call.x.new_empty(call.shape, dtype=call.dtype)
         for block, some in self._slabs(call):
             out[block] = custom.forward(some).sum(-1)
         return out
 
     def _slabs(self, call: MixtureCall) -> Iterator[tuple[Slices, MixtureCall]]:
-        """Blocks of results, none larger than the first, and the call of each."""
+        """Blocks of results with the call of each. No block is larger than the first."""
         core_dims = self.op.core_dims.values()
         for block in tiles(whole(call.shape), fit(call.shape, SLAB)):
             pairs = (*block[: call.axis], slice(None), *block[call.axis :])

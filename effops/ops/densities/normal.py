@@ -1,9 +1,9 @@
-"""Log density of independent normal coordinates, of every broadcast pair.
+"""The log density of independent normal coordinates, of every broadcast pair.
 
     log p(x | loc, s) = W(s) - 1/2 sum_d ((x_d - loc_d) / s_d)^2,    W(s) = - sum_d log s_d - D / 2 log(2 pi)
 
-The matrix product that |x|^2 - 2 <x, loc> + |loc|^2 asks for cancels where x is close to loc, or both far from 0. So
-no variant takes it as it stands; see `effops.blocks.distances` for when one may.
+The squared distance |x|^2 - 2 <x, loc> + |loc|^2 would be a matrix product. But it cancels where x is close to loc, or
+both are far from 0. So no variant uses it as it stands. `effops.blocks.distances` tells when a variant may use it.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def normal_log_prob(loc: Tensor, scale: Tensor | float, x: Tensor, *, variant: s
         The log densities, of the shape to which `L`, `S` and `X` broadcast; it may be a permuted view. The dtype is the
         promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    Squared distances keep their digits where x is close to loc, and where both are far from 0. Variant chunked saves
-    the three inputs for backward, no more. Values are not validated: a negative or NaN scale gives NaN.
+    Squared distances keep their digits where x is close to loc, and where both are far from 0. For backward, variant
+    chunked saves the three inputs and no more. Values are not validated: a negative or NaN scale gives NaN.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (loc, x: floating-point) dtype
@@ -122,10 +122,10 @@ def normal_mixture_log_prob(
         The log densities, of that shape without `dim`; it may be a permuted view. The dtype is the promotion of the
         inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    Variant chunked saves the four inputs for backward and two numbers for each result, in the dtype of the arithmetic.
-    Without a component, or with weights of 0 alone, the result is -inf and its gradients are 0; +inf and NaN are as in
-    `torch.logsumexp`, but variant triton leaves a component of weight 0 out even where its density is NaN. Values are
-    not validated: see `normal_log_prob`.
+    For backward, variant chunked saves the four inputs, and two numbers for each result in the dtype of the arithmetic.
+    Without a component, or if all weights are 0, the result is -inf and its gradients are 0. +inf and NaN are as in
+    `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its density is
+    NaN. Values are not validated: see `normal_log_prob`.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (all but scale: floating-point) dtype

@@ -1,12 +1,12 @@
-"""PowerSpherical log density of every broadcast pair.   De Cao & Aziz 2020, arXiv:2006.04437.
+"""The PowerSpherical log density of every broadcast pair.   De Cao & Aziz 2020, arXiv:2006.04437.
 
     log p(x | loc, s) = W(s) + s log((1 + <loc, x>) / 2)
     W(s) = lgamma(s + 2 b) - lgamma(s + b) - b log(4 pi),    b = (D - 1) / 2
 
-The published form, normaliser + s log1p(<loc, x>), cancels at large s: two terms of about s log 2 each are opposite.
-Here they are one. Near the antipode, with t = 1 + <loc, x>, u the unit roundoff of the arithmetic and tol what rounding
-can do to t: t < -tol is NaN (x or loc is not on the sphere), and -tol <= t < u is taken as t = u with no gradient
-through the dot product, so that the exact antipode is finite.
+The published form, normaliser + s log1p(<loc, x>), cancels at large s: it has two opposite terms of about s log 2. Here
+they are one term. Near the antipode, let t = 1 + <loc, x>, u the unit roundoff of the arithmetic, and tol the largest
+error of t by rounding. t < -tol gives NaN, since x or loc is not on the sphere. -tol <= t < u is taken as t = u, with
+no gradient through the dot product, so that the exact antipode is finite.
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ class HalfLog:
         self.lowest = -0.5 * tolerance
 
     def _to_half_(self, dot: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Overwrite `dot` with (1 + dot) / 2, floored; return where it was below the floor, and the tolerance."""
+        """Overwrite `dot` with (1 + dot) / 2, raised to the floor where it is below.
+
+        Return where it was below the floor and where it was below -tolerance / 2, or None if it was nowhere.
+        """
         torch.add(self.half, dot, alpha=0.5, out=dot)
-        if observed(dot.amin(), ordinary=math.inf) >= self.floor:  # min() would copy a strided block
+        if observed(dot.amin(), ordinary=math.inf) >= self.floor:  # amin(), as min() would copy a strided block
             return None
         low, outside = dot < self.floor, dot < self.lowest
         dot.masked_fill_(low, self.floor)
@@ -85,12 +88,12 @@ class HalfLog:
 def draw(loc: Tensor, scale: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """A draw for each loc (..., D) and scale (...), differentiable in both.
 
-    (1 + <loc, x>) / 2 is a beta variable, toward / (toward + away) of two gamma variables. Their ratio keeps the digits
-    of a small angle, and its gradient those of a large scale, which that of torch's Beta loses in float32.
+    (1 + <loc, x>) / 2 is a beta variable: toward / (toward + away) of two gamma variables. Their ratio keeps the digits
+    of a small angle. Its gradient keeps the digits at a large scale, where torch's Beta loses them in float32.
     """
     b = 0.5 * (loc.shape[-1] - 1)
     a = scale + b
-    toward = _standard_gamma(a, generator=generator).where(a > 0, math.nan)  # else it makes something up
+    toward = _standard_gamma(a, generator=generator).where(a > 0, math.nan)  # for a <= 0 it returns some number
     away = _standard_gamma(torch.full_like(scale, b), generator=generator)
     return directions_at_angle(loc, away / toward, generator)
 
@@ -125,9 +128,9 @@ def power_spherical_log_prob(loc: Tensor, scale: Tensor | float, x: Tensor, *, v
         The log densities, of the shape to which `L`, `S` and `X` broadcast; it may be a permuted view. The dtype is the
         promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    The normaliser is computed in float64. Variants chunked and triton save the three inputs for backward, no more.
-    Values are not validated: a scale at which the density cannot be normalised (s <= -b) or NaN gives NaN, and so does
-    a dot product further below -1 than rounding explains. An exact antipode is finite.
+    The normaliser is computed in float64. For backward, variants chunked and triton save the three inputs and no more.
+    Values are not validated. A scale of NaN, or one at which the density cannot be normalised (s <= -b), gives NaN. So
+    does a dot product further below -1 than rounding explains. An exact antipode is finite.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (loc, x: floating-point) dtype
@@ -173,10 +176,10 @@ def power_spherical_mixture_log_prob(
         The log densities, of that shape without `dim`; it may be a permuted view. The dtype is the promotion of the
         inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    Variants chunked and triton save the four inputs for backward and two numbers for each result, in the dtype of the
-    arithmetic. Without a component, or with weights of 0 alone, the result is -inf and its gradients are 0; +inf and
-    NaN are as in `torch.logsumexp`, but variant triton leaves a component of weight 0 out even where its density is
-    NaN. Values are not validated: see `power_spherical_log_prob`.
+    For backward, variants chunked and triton save the four inputs, and two numbers for each result in the dtype of the
+    arithmetic. Without a component, or if all weights are 0, the result is -inf and its gradients are 0. +inf and NaN
+    are as in `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its
+    density is NaN. Values are not validated: see `power_spherical_log_prob`.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (all but scale: floating-point) dtype

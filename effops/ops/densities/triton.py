@@ -1,7 +1,7 @@
-"""Triton kernels for log densities: operands laid out as the kernels take them, and gradients as those of the operands.
+"""Triton kernels for log densities: bring operands into the layout of the kernels, and gradients back from it.
 
-Kernels take matrices. An operand is a view of one where its strides allow, and is copied where its axes of one role do
-not collapse into one.
+Kernels take matrices. An operand is viewed as a matrix where its strides allow that. It is copied where its axes of one
+role do not collapse into one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from effops.numerics.precision import arithmetic_dtype
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a score. Each writes its results to its last operands, as `effops.kernels.distances` tells.
+    """The kernels of a score. Each writes its results to its last operands: see `effops.kernels.distances`.
 
-    `scale_dims` of the last dimensions of scale are no batch axes.
+    The last `scale_dims` dimensions of scale are no batch axes.
     """
 
     scale_dims: int
@@ -61,7 +61,10 @@ def forward(kernels: Kernels, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor,
 
 
 def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype that a kernel stores: Triton's interpreter, on the CPU, truncates to bfloat16 where it should round."""
+    """The dtype that a kernel stores.
+
+    It is float32 for bfloat16 in Triton's interpreter on the CPU, which truncates to bfloat16 where it should round.
+    """
     return torch.float32 if dtype == torch.bfloat16 and device.type == "cpu" and INTERPRETED else dtype
 
 
@@ -81,7 +84,7 @@ def backward(
     layout = Layout.of_pairs(plan)
     left, right, factor = _matrices(layout, loc, scale, x, kernels.scale_dims)
     own_loc = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
-    # What is summed further down here is not rounded before.
+    # A gradient that `restore` will sum is not rounded before.
     loc_dtype = stored_dtype(loc.dtype, x.device) if own_loc.numel() == right.numel() else arithmetic
     dloc = right.new_empty(right.shape, dtype=loc_dtype) if wants_loc else None
     dscale = layout.empty_sums(scale, arithmetic, trailing=kernels.scale_dims) if wants_scale else None
@@ -104,7 +107,7 @@ def _matrices(layout: Layout, loc: Tensor, scale: Tensor, x: Tensor, scale_dims:
 
 
 class Layout:
-    """Axes of a plan in groups, each of which becomes one: the last two are rows and columns."""
+    """Axes of a plan in groups, each of which becomes one axis. The last two groups are rows and columns."""
 
     def __init__(self, plan: Plan, axes: tuple[Shape, ...]) -> None:
         self.plan, self.axes = plan, axes
@@ -114,7 +117,7 @@ class Layout:
         return cls(plan, (plan.batch, plan.rows, plan.columns))
 
     def matrix(self, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0) -> Tensor:
-        """The operand with one axis for each of the groups, of stride 0 where it does not vary."""
+        """The operand with one axis for each of the groups. An axis along which it does not vary has stride 0."""
         axes: list[int] = []
         sizes: list[int] = []
         merged: list[int] = []
@@ -129,7 +132,7 @@ class Layout:
         return matrix.expand(*(math.prod(self.plan.sizes(self.axes[i])) for i in groups), *last)
 
     def obstacle(self, scale: Tensor, scale_dims: int) -> str:
-        """Why kernels cannot take a scale with a last dimension: `matrix` would copy it for every pair."""
+        """Why kernels cannot take a scale with a last dimension: `matrix` would copy it for every pair. Else empty."""
         varying = [
             {self.plan.varies(scale, (axis,), trailing=scale_dims) for axis in group if self.plan.shape[axis] > 1}
             for group in self.axes
@@ -141,9 +144,12 @@ class Layout:
         )
 
     def empty_sums(self, operand: Tensor, dtype: torch.dtype, *, trailing: int = 0) -> Tensor:
-        """For the gradient of an operand, with an axis for each group: of size 1 where the kernel is to sum over it."""
+        """An uninitialised gradient of an operand, with an axis for each group.
+
+        An axis over which the kernel sums has size 1.
+        """
         *outer, by_rows, by_columns = (self.plan.varies(operand, group, trailing=trailing) for group in self.axes)
-        if not trailing:  # a kernel of dot products sums over the rows or the columns
+        if not trailing:  # a kernel of dot products sums over the rows or over the columns, not over both
             outer, by_columns = [True] * len(outer), by_columns or not by_rows
         sizes = (
             math.prod(self.plan.sizes(group)) if varies else 1
@@ -152,7 +158,7 @@ class Layout:
         return operand.new_empty((*sizes, *operand.shape[operand.ndim - trailing :]), dtype=dtype)
 
     def restore(self, gradient: Tensor, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0) -> Tensor:
-        """A gradient with an axis for each of the groups, of size 1 where it was summed: that of the operand."""
+        """The gradient of the operand, from one with an axis for each group, of size 1 where the kernel summed."""
         axes = sum((self.axes[i] for i in groups), ())
         sizes: list[int] = []
         for i, size in zip(groups, gradient.shape):
@@ -164,16 +170,16 @@ class Layout:
 
 
 def component_groups(plan: Plan, axis: int) -> tuple[Shape, ...]:
-    """The axes of a logsumexp along `axis`: batch, what varies as the components do, points, components."""
+    """The groups of axes of a logsumexp along `axis`: batch, other axes of the components' role, points, components."""
     rows, columns = (plan.columns, plan.rows) if axis in plan.rows else (plan.rows, plan.columns)
     return plan.batch, tuple(other for other in columns if other != axis), rows, (axis,)
 
 
 class Groups(Layout):
-    """A logsumexp as `effops.kernels` take it: axes of the plan in four groups.
+    """A logsumexp as `effops.kernels` take it: the axes of the plan in four groups.
 
-    The components are the last group. One of x and loc varies along it, the other does not: which is which tells
-    `left`, the points, from `right`; along the second group only `right` and further operands vary.
+    The components are the last group. One of x and loc varies along it and is `right`. The other does not and is
+    `left`, the points. Along the second group only `right` and further operands vary.
     """
 
     def __init__(self, reduction: Reduction, loc: Tensor, x: Tensor) -> None:
@@ -183,7 +189,7 @@ class Groups(Layout):
         super().__init__(plan, component_groups(plan, axis))
 
     def of_result(self, tensor: Tensor, *, trailing: int = 0) -> Tensor:
-        """A tensor of the shape of the result, with an axis for each of the first three groups."""
+        """A tensor with the shape of the result, viewed with an axis for each of the first three groups."""
         reduced, axis = self.reduction.reduced, self.reduction.axis
         groups = [tuple(other - (other > axis) for other in group) for group in self.axes[:3]]
         view = reduced.view(tensor, sum(groups, ()), trailing=trailing)
@@ -200,7 +206,7 @@ def forward_logsumexp(
     x: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The statistics of the reduction, as `effops.blocks.logsumexp.forward` gives them."""
+    """The statistics of the reduction, as `effops.blocks.logsumexp.forward` computes them."""
     groups = Groups(reduction, loc, x)
     statistics = reduction.empty(x, arithmetic_dtype(dtype))
     kernels.forward_logsumexp(

@@ -3,7 +3,7 @@
     log p(x | loc, k) = W(k) + k (<loc, x> - 1)
     W(k) = (D / 2 - 1) log k - D / 2 log(2 pi) - log I_{D/2-1}(k) + k
 
-With the maximum of the exponential taken out, neither term overflows; W is `log_vmf_normaliser`.
+The maximum of the exponential is taken out, so neither term overflows. W is `log_vmf_normaliser`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class NormaliserCall(NamedTuple):
         return torch.mul(dout, slope, out=self.empty())
 
 
-# One operator, since its recurrence is long: compilers take a minute over it, and autograd keeps every step.
+# The normaliser is an operator, since its recurrence is long: a compiler would take a minute, and autograd would keep
+# every step.
 _operator = CustomOp(
     "von_mises_fisher_normaliser",
     parameters={"concentration": Tensor, "dimension": int},
@@ -95,11 +96,13 @@ class CosineMinusOne:
 
 
 def draw(loc: Tensor, concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """A draw for each loc (..., D) and concentration (...), by rejection.   Wood 1994, Simulation of the von Mises
-    Fisher distribution.
+    """A draw for each loc (..., D) and concentration (...), by rejection.
 
-    The proposal is tan(angle / 2)^2 = c up / down with two gamma variables, and Wood's log acceptance ratio
-    k (w - w0) + d log((1 - w0 w) / (1 - w0^2)), d = D - 1, is d (v + log(1 - v)), where nothing cancels at large k.
+    The proposal is tan(angle / 2)^2 = c up / down with two gamma variables. Wood's log acceptance ratio is
+    k (w - w0) + d log((1 - w0 w) / (1 - w0^2)) with d = D - 1. It equals d (v + log(1 - v)), where nothing cancels at
+    large k.
+
+    Source: Wood 1994, Simulation of the von Mises Fisher distribution.
     """
     d = loc.shape[-1] - 1
     c = d / (2 * concentration + torch.hypot(2 * concentration, concentration.new_full((), d)))
@@ -146,7 +149,7 @@ def von_mises_fisher_log_prob(
         The log densities, of the shape to which `L`, `S` and `X` broadcast; it may be a permuted view. The dtype is the
         promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    The normaliser is computed in float64. Variants chunked and triton save the three inputs for backward, no more.
+    The normaliser is computed in float64. For backward, variants chunked and triton save the three inputs and no more.
     Values are not validated: a negative, infinite or NaN concentration gives NaN.
 
     Raises:
@@ -193,10 +196,10 @@ def von_mises_fisher_mixture_log_prob(
         The log densities, of that shape without `dim`; it may be a permuted view. The dtype is the promotion of the
         inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    Variants chunked and triton save the four inputs for backward and two numbers for each result, in the dtype of the
-    arithmetic. Without a component, or with weights of 0 alone, the result is -inf and its gradients are 0; +inf and
-    NaN are as in `torch.logsumexp`, but variant triton leaves a component of weight 0 out even where its density is
-    NaN. Values are not validated: see `von_mises_fisher_log_prob`.
+    For backward, variants chunked and triton save the four inputs, and two numbers for each result in the dtype of the
+    arithmetic. Without a component, or if all weights are 0, the result is -inf and its gradients are 0. +inf and NaN
+    are as in `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its
+    density is NaN. Values are not validated: see `von_mises_fisher_log_prob`.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (all but concentration: floating-point) dtype
