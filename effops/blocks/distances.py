@@ -23,8 +23,9 @@ The constant k = -sum_d log s - D/2 log 2 pi of its column shows where that matt
 score = k - q/2 with q >= 0, |k| >= 2 E / t means E <= t max(|score|, q/2), with t = `TOLERANCE`. Where this does not
 hold, pairs with q/2 < E / t are near-duplicates. They are computed directly: alone, or with their block if they are
 many. A float32 result holds no more than 2^-24 of |score|, so that is as right as q itself where q can be seen.
-Gradients of loc and x are off by c u sum |G x| / s^2, which is what moving x by 2^-29 c of itself does. Float32 values
-that differ do so by 2^-24 at least, so the sum of |G (x - loc)| / s^2 over pairs that differ outweighs it by 2^29 / c.
+Gradients of loc and x are off by c u sum |G x| / s^2. That is what a shift of x by 2^-29 c of itself does. Float32
+values that differ do so by 2^-24 at least. So the sum of |G (x - loc)| / s^2 over pairs that differ outweighs the error
+by 2^29 / c.
 This also holds for values less a centre, unless subtraction makes them larger. A coordinate where it would make columns
 larger has no centre. Where it makes rows larger, the block adds to the gradients by the direct form.
 The gradient of a scale can lose its (x - loc)^2, but has the terms |G| / s too. If its error is within `TOLERANCE` of

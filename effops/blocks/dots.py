@@ -216,8 +216,10 @@ class DotScores:
 
     Args:
         scored: whether the scores are wanted, besides gradients
-        wanted: which gradients of loc, scale and x are wanted; those of loc and x are those of the products for
-            G = weight * scale * phi'(<x, loc>), and    dscale = sum weight * (normaliser'(scale) + phi)
+        wanted: which gradients of loc, scale and x are wanted
+
+    For a gradient `weight` of the scores, the products have the gradient G = weight * scale * phi'(<x, loc>), which
+    gives those of loc and x.    dscale = sum weight * (normaliser'(scale) + phi)
     """
 
     def __init__(

@@ -23,8 +23,8 @@ class ExactScores:
 
     Attributes:
         compute: takes a call, and returns its scores without a mask, and by how much correct scores may be off
-        gradient_bounds: takes a call, the gradients of the scores, and by how much these may be off, and returns the
-            bounds of correct gradients of the operands
+        gradient_bounds: takes a call, the gradients of the scores, and their errors; returns the bounds of correct
+            gradients of the operands
     """
 
     compute: Callable[[AttentionCall], tuple[Tensor, Tensor]]

@@ -1,7 +1,7 @@
 """Judge a result: its error against float64, in units of a budget, which is the rounding error of a correct variant.
 
 An error ratio of at most 1 passes. Budgets follow from the dtype of the arithmetic and from the error allowed to a
-contraction, not from the error that some variant happens to have.
+contraction. They do not follow from the error that some variant happens to have.
 """
 
 from __future__ import annotations

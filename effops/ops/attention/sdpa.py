@@ -125,8 +125,8 @@ def backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[boo
 def cost(kind: Kind, call: AttentionCall) -> Cost:
     """The cost that fake tensors predict, plus what the kernels of a CPU hold for each thread, which they do not see.
 
-    A thread holds a block of pairs (also in the dtype of the operands if that is narrower), two statistics of each of
-    its queries, and their sums. Where oneDNN multiplies, the kernel is named as unknown.
+    A thread holds a block of pairs, two statistics of each of its queries, and their sums. If the operands are rounded,
+    it also holds the block in their dtype. Where oneDNN multiplies, the kernel is named as unknown.
     """
     split = functools.partial(AttentionCall.split, call.output)
     found = predicted(split, call, functools.partial(forward, kind))
