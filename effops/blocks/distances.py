@@ -1,4 +1,4 @@
-"""Normal log densities of every broadcast pair, block by block on a CPU, and the gradients of their operands.
+"""Normal log densities of every broadcast pair, block by block on a CPU: values, and products with their derivatives.
 
     score = -1/2 sum_d ((x - loc) / s)^2 - sum_d log s - D/2 log 2 pi
 
@@ -11,26 +11,25 @@ Nothing cancels, whatever the values, but every pair costs D operations that str
     loc, scale:  [-1/2 s^-2, s^-2 loc, constant]        dloc   = (G^T @ [x] - loc (G^T @ [1])) / s^2
                                                         dscale = G^T @ [(x - loc)^2] / s^3 - (G^T @ [1]) / s
 
-where G is the gradient of the scores and (x - loc)^2 is expanded likewise. x and loc change places where the scale
-varies along rows. sum_d x^2 stands for x^2 where the scale has one value for all coordinates. Results are float32, and
-the factors float64. The factors hold values less a common centre: the median of a few of the block's columns.
+with G the derivatives by the scores and (x - loc)^2 expanded likewise; x and loc change places where the scale varies
+along rows, and sum_d x^2 stands for x^2 where the scale has one value for all coordinates. The factors are float64, for
+results of float32, of values less a common centre: that of a few of the block's columns, by the median.
 
 **Error.** With u = 2^-53 and c = `contraction_error`, a score of the product form is off by at most
 
     E = c u sum_d (x^2 + loc^2) / s^2
 
-The constant k = -sum_d log s - D/2 log 2 pi of its column shows where that matters, without a look at the pairs. Since
-score = k - q/2 with q >= 0, |k| >= 2 E / t means E <= t max(|score|, q/2), with t = `TOLERANCE`. Where this does not
-hold, pairs with q/2 < E / t are near-duplicates. They are computed directly: alone, or with their block if they are
+and the constant k = -sum_d log s - D/2 log 2 pi of its column shows where that matters: score = k - q/2 with q >= 0, so
+that |k| >= 2 E / t means E <= t max(|score|, q/2), with t = `TOLERANCE`, without a look at the pairs. Where it does not
+hold, pairs with q/2 < E / t are near-duplicates, and are computed directly: alone, or with their block if they are
 many. A float32 result holds no more than 2^-24 of |score|, so that is as right as q itself where q can be seen.
-Gradients of loc and x are off by c u sum |G x| / s^2. That is what a shift of x by 2^-29 c of itself does. Float32
-values that differ do so by 2^-24 at least. So the sum of |G (x - loc)| / s^2 over pairs that differ outweighs the error
-by 2^29 / c.
-This also holds for values less a centre, unless subtraction makes them larger. A coordinate where it would make columns
-larger has no centre. Where it makes rows larger, the block adds to the gradients by the direct form.
-The gradient of a scale can lose its (x - loc)^2, but has the terms |G| / s too. If its error is within `TOLERANCE` of
-these, the product form stands; else the block adds to the gradients by the direct form. Values that are not finite fail
-both tests. Rows and columns of a product do not mix, so that no row spoils another.
+Gradients of loc and x are off by c u sum |G x| / s^2, which is what moving x by 2^-29 c of itself does: float32 values
+that differ do so by 2^-24 at least, so the sum of |G (x - loc)| / s^2 over pairs that differ outweighs it by 2^29 / c.
+That holds of values less a centre where they are not larger for it: a coordinate of which columns are has none, and
+where rows are, the block adds to the gradients by the direct form.
+The gradient of a scale can lose its (x - loc)^2, but has the terms |G| / s too, against which it is held to
+`TOLERANCE`: else the block adds to the gradients by the direct form. Values that are not finite fail both tests, and
+rows and columns of a product do not mix, so that no row spoils another.
 """
 
 from __future__ import annotations
