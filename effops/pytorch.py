@@ -6,7 +6,7 @@ nothing, so that no call costs more.
 
 from __future__ import annotations
 
-from torch import _VF, Tensor, _fused_sdp_choice, _standard_gamma
+from torch import _VF, Tensor, _fused_sdp_choice, _standard_gamma, ops
 from torch._C import (  # type: ignore[attr-defined]
     _are_functorch_transforms_active,
     _ConvBackend,
@@ -24,6 +24,7 @@ from torch._C._autograd import DeviceType
 from torch._C._functorch import is_gradtrackingtensor, is_legacy_batchedtensor
 from torch._C._profiler import _ExperimentalConfig
 from torch._guards import TracingContext
+from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -40,6 +41,7 @@ from torch.types import _size
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+is_non_overlapping_and_dense = ops.aten.is_non_overlapping_and_dense.default
 tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
 
 __all__ = [
@@ -71,10 +73,12 @@ __all__ = [
     "_size",
     "_standard_gamma",
     "_storage_Use_Count",
+    "compute_elementwise_output_strides",
     "forward_ad",
     "in_kernel_invocation_manager",
     "is_gradtrackingtensor",
     "is_legacy_batchedtensor",
+    "is_non_overlapping_and_dense",
     "tensor_use_count",
     "tree_leaves",
     "tree_map_only",

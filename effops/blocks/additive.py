@@ -66,10 +66,8 @@ class AdditiveScores:
         self.plan = plan
         self.arithmetic = arithmetic
         self.query, self.key, self.weight = (
-            PairOperand(plan, tensor, axes, arithmetic, is_wanted, any(wanted))
-            for tensor, axes, is_wanted in zip(
-                (query, key, weight), (plan.batch + plan.rows, plan.batch + plan.columns, plan.order), wanted
-            )
+            PairOperand(plan, tensor, arithmetic, is_wanted, any(wanted))
+            for tensor, is_wanted in zip((query, key, weight), wanted)
         )
         self.dimension = query.shape[-1]
         dimension, itemsize = max(1, self.dimension), arithmetic.itemsize

@@ -73,10 +73,8 @@ class Distances:
         self.plan = plan
         self.arithmetic = arithmetic
         self.loc, self.scale, self.x = (
-            PairOperand(plan, tensor, axes, arithmetic, is_wanted, any(wanted))
-            for tensor, axes, is_wanted in zip(
-                (loc, scale, x), (plan.batch + plan.columns, plan.order, plan.batch + plan.rows), wanted
-            )
+            PairOperand(plan, tensor, arithmetic, is_wanted, any(wanted))
+            for tensor, is_wanted in zip((loc, scale, x), wanted)
         )
         dimension = x.shape[-1]
         by_rows, by_columns = (self.scale.varies(axes) for axes in _role_axes(plan))

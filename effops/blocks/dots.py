@@ -21,6 +21,7 @@ from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, enclosing, fi
 from effops.numerics.precision import arithmetic_dtype
 
 SLAB = 65536  # how many values of a normaliser are kept for the blocks that share them
+SMALL = 8192  # how many values a matrix has below which a BLAS call for it alone costs more than to add the matrix
 PIECE = 3072  # how many values of a normaliser are computed at once, in float64
 
 Function = Callable[[Tensor], Tensor]
@@ -85,6 +86,46 @@ class MatrixOperand:
         return merge(block, self.batch_axes, block.ndim - 1 - self.batch_axes)
 
 
+class ProductSum(MatrixOperand):
+    """The gradient of a factor: a sum of products, laid out as the factor, to which blocks add theirs.
+
+    A product is written where it belongs if BLAS does so. Else, and where its matrices are many, small and apart, for
+    which BLAS is called one by one, it goes through a buffer.
+    """
+
+    def __init__(self, plan: Plan, factor: Tensor, axes: Shape, arithmetic: torch.dtype) -> None:
+        self.total = torch.zeros_like(factor, dtype=arithmetic)
+        view = plan.view(self.total, axes, trailing=1, expand=False)
+        super().__init__(view, len(plan.batch), arithmetic)
+
+    def make_buffer(self, extents: Shape) -> None:
+        super().make_buffer(extents)
+        own = [min(size, extent) for size, extent in zip(self.view.shape, extents)]
+        matrix, numel = math.prod(own[self.batch_axes :]), math.prod(own)
+        if not self.copied and matrix < min(numel, SMALL) and not self.view.is_contiguous():
+            self.buffer = self.view.new_empty(min(numel, BLOCK_BYTES // self.arithmetic.itemsize))
+
+    def add(self, axes: Slices, left: Tensor, right: Tensor, alpha: float) -> None:
+        """Add alpha left @ right to a block."""
+        target = part(self.view, axes)
+        if self.buffer is None:
+            self.merge(target).baddbmm_(left, right, alpha=alpha)
+        elif self.copied:
+            self._add_by_buffer(target, left, right, alpha)
+        else:
+            step = max(1, self.buffer.numel() // max(1, left.shape[1] * right.shape[2]))
+            for some in zip(self.merge(target).split(step), left.split(step), right.split(step)):
+                self._add_by_buffer(*some, alpha)
+
+    def _add_by_buffer(self, target: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
+        assert self.buffer is not None
+        product = self.buffer[: target.numel()].view(left.shape[0], left.shape[1], right.shape[2])
+        target += product.baddbmm_(left, right, beta=0, alpha=alpha).view(target.shape)
+
+    def gradient(self, factor: Tensor) -> Tensor:
+        return self.total.to(factor.dtype)
+
+
 def _collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
     """The size and stride of some axes of a view as one axis, or None if they do not collapse into one."""
     size = stride = 1
@@ -125,16 +166,18 @@ class Products:
         self.left = MatrixOperand(plan.view(x, plan.batch + plan.rows, trailing=1), batch_axes, arithmetic)
         right = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
         self.right = MatrixOperand(right, batch_axes, arithmetic)
-        copies = float(self.left.copied or self.right.copied)
+        self.dloc, self.dx = (
+            ProductSum(plan, tensor, plan.batch + axes, arithmetic) if is_wanted else None
+            for tensor, axes, is_wanted in ((loc, plan.columns, wants_loc), (x, plan.rows, wants_x))
+        )
+        operands = [operand for operand in (self.left, self.right, self.dloc, self.dx) if operand is not None]
+        copies = float(any(operand.copied for operand in operands))
         self.extents = extents or cut(plan, self.dimension, arithmetic.itemsize, copies=copies)
-        self.left.make_buffer((*self.extents.batch, *self.extents.rows, self.extents.depth))
-        self.right.make_buffer((*self.extents.batch, *self.extents.columns, self.extents.depth))
+        for operand in operands:
+            axes = self.extents.rows if operand in (self.left, self.dx) else self.extents.columns
+            operand.make_buffer((*self.extents.batch, *axes, self.extents.depth))
         # Each part of the depth but the first has its dot products here, before they are added to those in `out`.
         self.partial = self.buffer() if self.extents.depth < self.dimension else None
-        self.dloc, self.dx = (
-            operand.view.new_zeros(operand.view.shape, dtype=arithmetic) if is_wanted else None
-            for operand, is_wanted in ((self.right, wants_loc), (self.left, wants_x))
-        )
 
     def buffer(self) -> Tensor:
         """Uninitialised memory for the distinct products of a block."""
@@ -167,19 +210,18 @@ class Products:
         matrices = self._merge(weights)
         for depth in self._depths():
             if self.dx is not None:
-                target = self.left.merge(part(self.dx, (*block.batch, *block.rows, depth)))
                 right = self.right.block((*block.batch, *block.columns, depth))
-                target.baddbmm_(matrices, right, alpha=alpha)
+                self.dx.add((*block.batch, *block.rows, depth), matrices, right, alpha)
             if self.dloc is not None:
-                target = self.right.merge(part(self.dloc, (*block.batch, *block.columns, depth)))
-                target.baddbmm_(matrices.mT, self.left.block((*block.batch, *block.rows, depth)), alpha=alpha)
+                left = self.left.block((*block.batch, *block.rows, depth))
+                self.dloc.add((*block.batch, *block.columns, depth), matrices.mT, left, alpha)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of loc and x."""
-        plan, (loc, x) = self.plan, self.tensors
+        loc, x = self.tensors
         return (
-            None if self.dloc is None else plan.gradient(self.dloc, loc, plan.batch + plan.columns),
-            None if self.dx is None else plan.gradient(self.dx, x, plan.batch + plan.rows),
+            None if self.dloc is None else self.dloc.gradient(loc),
+            None if self.dx is None else self.dx.gradient(x),
         )
 
     def _depths(self) -> Iterator[slice]:
@@ -258,7 +300,8 @@ class DotScores:
         self.phi = scale.new_empty(math.prod(self.extents.pairs), dtype=arithmetic) if wants_phi else None
         self.region: Slices = ()  # where `constants` were computed last
         self.constants: _Constants | None = None
-        self.dscale = scale.new_zeros(self.scale.shape, dtype=arithmetic) if self.wants_scale else None
+        self.dscale = torch.zeros_like(scale, dtype=arithmetic) if self.wants_scale else None
+        self.scale_total = None if self.dscale is None else plan.view(self.dscale, plan.order, expand=False)
 
     def walk(self) -> Iterator[Block]:
         """Every block once. Blocks that share constants follow one another."""
@@ -316,15 +359,15 @@ class DotScores:
         if evaluated is None:
             return
         slope, phi, normaliser_derivative = evaluated
-        if self.dscale is not None and phi is not None and normaliser_derivative is not None:
-            total = part(self.dscale, block.pairs)
+        if self.scale_total is not None and phi is not None and normaliser_derivative is not None:
+            total = part(self.scale_total, block.pairs)
             total += phi.add_(normaliser_derivative).mul_(weight).sum_to_size(total.shape)
         if self.products.dx is not None or self.products.dloc is not None:
             self.products.pull_back(block, slope.mul_(weight).sum_to_size(self.products.distinct(slope.shape)))
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         dloc, dx = self.products.gradients()
-        dscale = None if self.dscale is None else self.plan.gradient(self.dscale, self.scale_operand, self.plan.order)
+        dscale = None if self.dscale is None else self.dscale.to(self.scale_operand.dtype)
         return dloc, dscale, dx
 
     def _dots_apart(self, block: Block, shape: Sequence[int]) -> Tensor:

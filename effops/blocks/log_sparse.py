@@ -269,7 +269,7 @@ def backward(
     """
     tensors = query, key, value
     totals = [
-        tensor.new_zeros(tensor.shape, dtype=blocks.arithmetic) if is_wanted else None
+        torch.zeros_like(tensor, dtype=blocks.arithmetic) if is_wanted else None
         for tensor, is_wanted in zip(tensors, wanted)
     ]
     if dout.numel():

@@ -59,7 +59,8 @@ def backward(
     plan = scores.plan
     maximum, log_total, upstream = (reduction.ordered(tensor) for tensor in (*statistics.unbind(-1), dout))
     weights = plan.view(log_weights, plan.order, expand=False)
-    total = weights.new_zeros(weights.shape, dtype=scores.arithmetic) if wants_weights else None
+    dweights = torch.zeros_like(log_weights, dtype=scores.arithmetic) if wants_weights else None
+    total = None if dweights is None else plan.view(dweights, plan.order, expand=False)
     buffer = pair_buffer(scores, statistics)
     for block in scores.walk():
         share = inside(buffer, block)
@@ -72,7 +73,7 @@ def backward(
             sums = part(total, block.pairs)
             sums += share.sum_to_size(sums.shape)
         scores.pull_back(block, share, evaluated)
-    return None if total is None else plan.gradient(total, log_weights, plan.order), *scores.gradients()
+    return None if dweights is None else dweights.to(log_weights.dtype), *scores.gradients()
 
 
 def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> Tensor:

@@ -29,11 +29,8 @@ class Masked:
         self.query_axis = self.plan.order.index(len(self.plan.shape) - 2)
         self.mask = None if mask is None else self.plan.view(mask, self.plan.order, expand=False)
         self.excludes = mask is not None and mask.dtype == torch.bool
-        self.dmask = (
-            self.mask.new_zeros(self.mask.shape, dtype=self.arithmetic)
-            if wants_mask and self.mask is not None
-            else None
-        )
+        self.dmask = torch.zeros_like(mask, dtype=self.arithmetic) if wants_mask and mask is not None else None
+        self.total = None if self.dmask is None else self.plan.view(self.dmask, self.plan.order, expand=False)
 
     def walk(self) -> Iterator[Block]:
         return self.scores.walk()
@@ -54,15 +51,15 @@ class Masked:
         weight = weight.to(self.arithmetic).contiguous()
         for excluded in self._excluded(block, weight.device):
             weight = weight.masked_fill(excluded, 0)
-        if self.dmask is not None:
-            total = part(self.dmask, block.pairs)
+        if self.total is not None:
+            total = part(self.total, block.pairs)
             total += weight.sum_to_size(total.shape)
         self.scores.pull_back(block, weight, evaluated)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         dmask = None
         if self.dmask is not None and self.operand is not None:
-            dmask = self.plan.gradient(self.dmask, self.operand, self.plan.order)
+            dmask = self.dmask.to(self.operand.dtype)
         return *self.scores.gradients(), dmask
 
     def _mask_(self, block: Block, out: Tensor) -> None:

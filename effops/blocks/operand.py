@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.plan import Plan, Slices
 from effops.blocks.tiling import BLOCK_BYTES, part
 
 
@@ -13,21 +13,21 @@ class PairOperand:
     """An operand as a view with all axes of the plan, in its order, and the operand's last axis.
 
     An axis along which the operand does not vary has size 1. `axes` are those along which it may vary. `wanted` tells
-    whether its gradient is wanted, `differentiated` whether that of any operand of the call is.
+    whether its gradient is wanted, `differentiated` whether that of any operand of the call is. The sum of the gradient
+    is laid out as the operand; `total` views it as `view` does the operand.
     """
 
-    def __init__(
-        self, plan: Plan, tensor: Tensor, axes: Shape, arithmetic: torch.dtype, wanted: bool, differentiated: bool
-    ) -> None:
+    def __init__(self, plan: Plan, tensor: Tensor, arithmetic: torch.dtype, wanted: bool, differentiated: bool) -> None:
         self.plan = plan
         self.tensor = tensor
-        self.axes = axes
         self.view = plan.view(tensor, plan.order, trailing=1, expand=False)
         self.differentiated = differentiated
+        self.sums: Tensor | None = None
         self.total: Tensor | None = None
         if wanted:  # many blocks add to each value of a small gradient, and its sum in float64 costs little
-            small = self.view.numel() * torch.float64.itemsize <= BLOCK_BYTES
-            self.total = self.view.new_zeros(self.view.shape, dtype=torch.float64 if small else arithmetic)
+            small = tensor.numel() * torch.float64.itemsize <= BLOCK_BYTES
+            self.sums = torch.zeros_like(tensor, dtype=torch.float64 if small else arithmetic)
+            self.total = plan.view(self.sums, plan.order, trailing=1, expand=False)
 
     def varies(self, axes: range) -> bool:
         return any(self.view.shape[axis] != 1 for axis in axes)
@@ -46,7 +46,4 @@ class PairOperand:
             total.add_(gradient.sum_to_size(total.shape), alpha=sign)
 
     def gradient(self) -> Tensor | None:
-        if self.total is None:
-            return None
-        own = self.plan.view(self.tensor, self.axes, trailing=1, expand=False).shape
-        return self.plan.gradient(self.total.view(own).to(self.tensor.dtype), self.tensor, self.axes)
+        return None if self.sums is None else self.sums.to(self.tensor.dtype)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from effops.numerics.layout import as_gradient
+
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
 
@@ -101,17 +103,12 @@ class Plan:
         return tuple(strides)
 
     def gradient(self, ordered: Tensor, operand: Tensor, axes: Shape) -> Tensor:
-        """The inverse of `view`: a gradient with `axes`, then trailing ones, in the shape and dtype of `operand`."""
+        """The inverse of `view`: a gradient with `axes`, then trailing ones, as that of `operand`."""
         strides = dict(zip(axes, ordered.stride()))
         trailing = ordered.ndim - len(axes)
         missing = len(self.shape) - (operand.ndim - trailing)
         own = [strides.get(missing + axis, 0) for axis in range(operand.ndim - trailing)]
-        return ordered.as_strided(operand.shape, [*own, *ordered.stride()[len(axes) :]]).to(operand.dtype)
-
-    def empty_gradient(self, operand: Tensor, axes: Shape, *, trailing: int = 0) -> Tensor:
-        """An uninitialised gradient. `gradient` gives this layout to a contiguous gradient of `view(operand, axes)`."""
-        view = self.view(operand, axes, trailing=trailing, expand=False)
-        return self.gradient(view.new_empty(view.shape), operand, axes)
+        return as_gradient(ordered.as_strided(operand.shape, [*own, *ordered.stride()[len(axes) :]]), operand)
 
 
 def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from effops.dispatch.op import Cost, Op, OperatorCall, Requirement, anywhere
 from effops.dispatch.requirements import kernels_error, on_cuda, requires_triton
+from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import without_autocast
 from effops.prediction.allocations import predict_bytes
 from effops.prediction.inside import register_body
@@ -55,11 +56,11 @@ class CustomOp:
         split: makes a call of these arguments, the inverse of `call.arguments`
         forward: `forward(call)` -> the result
         backward: `backward(dout, call, wanted)` -> a gradient for each tensor, None where `wanted` is False; if the
-            result is saved, it is the last argument
+            result is saved, it is the last argument. A gradient has the strides that
+            `effops.numerics.layout.gradient_strides` tells
         composite: the same function as `forward`, made of differentiable PyTorch operations; it serves derivatives of
             `backward` and forward-mode differentiation
         empty: an uninitialised result, with the layout that `forward` gives it
-        empty_gradients: uninitialised gradients of all tensors, with the layout that `backward` gives them
         core_dims: for each tensor, how many of its last dimensions are no batch axes; the axes before them broadcast
         saves_result: whether `backward` takes the result
         native: whether `forward` consists of PyTorch operations that have their own backward; that backward runs where
@@ -76,7 +77,6 @@ class CustomOp:
         backward: Callable[..., Gradients],
         composite: Callable[[Any], Tensor],
         empty: Callable[[Any], Tensor],
-        empty_gradients: Callable[[Any], Sequence[Tensor]],
         core_dims: Sequence[int],
         saves_result: bool = False,
         native: bool = False,
@@ -102,8 +102,7 @@ class CustomOp:
 
         def fake_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
             *saved, wanted = arguments
-            gradients = empty_gradients(self.call_of(saved))
-            return [gradient for gradient, is_wanted in zip(gradients, wanted) if is_wanted]
+            return [empty_gradient(tensor) for tensor, is_wanted in zip(saved, wanted) if is_wanted]
 
         self.operator = torch.library.custom_op(f"effops::{name}", run, mutates_args=(), schema=schema)
         self.operator.register_fake(lambda *arguments: empty(split(arguments)))

@@ -19,6 +19,7 @@ from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Op
+from effops.numerics.layout import as_gradient, empty_gradient
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
 from effops.ops.densities import triton
 from effops.prediction import inductor
@@ -169,16 +170,6 @@ def _empty(call: DotProductCall) -> Tensor:
     return call.plan.empty(call.a, call.dtype)
 
 
-def _empty_gradients(call: DotProductCall) -> tuple[Tensor, Tensor]:
-    plan = call.plan
-
-    def empty(operand: Tensor, axes: Shape) -> Tensor:
-        own = operand[..., :1] if call.a.shape[-1] != call.b.shape[-1] else operand
-        return plan.empty_gradient(own, axes, trailing=1).expand(operand.shape)
-
-    return empty(call.a, plan.batch + plan.rows), empty(call.b, plan.batch + plan.columns)
-
-
 def _compiled_bytes(program: inductor.Program, call: DotProductCall) -> Bytes:
     """What the compiled form allocates."""
     is_product = min(call.plan.numel(call.plan.rows), call.plan.numel(call.plan.columns)) > 1
@@ -211,12 +202,12 @@ def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward:
     def backward(dout: Tensor, call: DotProductCall, wanted: Sequence[bool]) -> Gradients:
         a, b = call.tensors
         if a.shape[-1] == b.shape[-1] == 0:
-            return [gradient if is_wanted else None for gradient, is_wanted in zip(_empty_gradients(call), wanted)]
+            return [empty_gradient(operand) if is_wanted else None for operand, is_wanted in zip((a, b), wanted)]
         wants_a, wants_b = wanted
         same = call if a.shape[-1] == b.shape[-1] else call._replace(a=summed(a, call.dtype), b=summed(b, call.dtype))
         db, _, da = compute_backward(dout, same, (wants_b, False, wants_a))
         return [
-            None if gradient is None else gradient.to(operand.dtype).expand(operand.shape)
+            None if gradient is None else as_gradient(gradient.expand(operand.shape), operand)
             for operand, gradient in ((a, da), (b, db))
         ]
 
@@ -234,7 +225,6 @@ def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward:
         backward=backward,
         composite=lambda call: _composed(einsum)(*call.arguments),
         empty=_empty,
-        empty_gradients=_empty_gradients,
         core_dims=tuple(CORE_DIMS.values()),
     )
     add(op, custom, variant)

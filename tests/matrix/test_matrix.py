@@ -1,10 +1,12 @@
 """Every op, variant and case of the registry: results and gradients against float64, layouts, bytes, determinism."""
 
+import functools
 import itertools
 import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import effops
@@ -145,6 +147,64 @@ def test_any_strides(op, variant, how, device, generator):
         gradients = torch.autograd.grad(out, leaf_args, dout)
         assert error_ratio(op, args, out) <= 1, case
         assert gradient_error_ratio(op, args, dout, gradients) <= 1, case
+
+
+def odd_where_single(tensor):
+    """The same values, with strides along axes of size 1 that a contiguous tensor does not have."""
+    return tensor.as_strided(tensor.shape, [7 if size == 1 else s for size, s in zip(tensor.shape, tensor.stride())])
+
+
+@pytest.mark.parametrize("how", ["contiguous", "transposed", "sliced", "expanded"])
+@pytest.mark.parametrize(("op", "variant"), [param for param in VARIANTS if param.values[1] in ("chunked", "triton")])
+def test_a_gradient_has_the_strides_of_its_operand(op, variant, how, device, generator):
+    """So that autograd takes it as that of a leaf without a copy; of a fake operand too, and in compiled code."""
+    for case in [smallest(op)] if interpreted(variant) else reference_of(op).cases:
+        args = reference_of(op).sample_case(case, device=device, generator=generator)
+        supported(op, variant, args)
+        args = tuple(odd_where_single(arg if how == "contiguous" else strided(arg, how)) for arg in args)
+        if how in ("contiguous", "transposed"):
+            expected = [arg.stride() for arg in args]
+        else:
+            expected = [torch.empty_like(arg).stride() for arg in args]
+
+        def gradients(args):
+            leaf_args = tuple(arg.detach().requires_grad_() for arg in args)
+            out = op(*leaf_args, variant=variant)
+            return torch.autograd.grad(out, leaf_args, torch.ones_like(out))
+
+        assert [gradient.stride() for gradient in gradients(args)] == expected, case
+        with FakeTensorMode() as mode:
+            fakes = tuple(mode.from_tensor(arg) for arg in args)
+        assert [gradient.stride() for gradient in gradients(fakes)] == expected, case
+    if variant == "chunked" and NUMBERS[op.name] == 6:
+        compiled = torch.compile(functools.partial(op, variant=variant), fullgraph=True, backend="aot_eager")
+        leaf_args = tuple(arg.detach().requires_grad_() for arg in args)
+        out = compiled(*leaf_args)
+        assert [one.stride() for one in torch.autograd.grad(out, leaf_args, torch.ones_like(out))] == expected
+
+
+BACKWARD_SIZES = {
+    "power_spherical_log_prob": [(32, 128, 64), (32, 128), (32, 1, 128, 64)],
+    "power_spherical_mixture_log_prob": [(32, 128), (32, 128, 64), (32, 128), (32, 1, 128, 64)],
+    "normal_mixture_log_prob": [(32, 128), (32, 128, 64), (32, 128, 1), (32, 1, 128, 64)],
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_SIZES)
+def test_leaves_take_gradients_without_a_copy(name):
+    """What `backward` allocates ends in the gradients of the leaves: a copy of one would be another MiB."""
+    options = {"dim": 1} if "mixture" in name else {}
+    generator = torch.Generator().manual_seed(0)
+    leaf_args = [torch.rand(shape, generator=generator).add_(0.5).requires_grad_() for shape in BACKWARD_SIZES[name]]
+    out = getattr(effops, name)(*leaf_args, variant="chunked", **options)
+    upstream = torch.randn(out.shape, generator=generator)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        out.backward(upstream)
+    assert [leaf.grad.stride() for leaf in leaf_args] == [leaf.stride() for leaf in leaf_args]
+    accumulations = [event for event in profiler.events() if event.name == "torch::autograd::AccumulateGrad"]
+    assert len(accumulations) == len(leaf_args)
+    assert not any(child.name in ("aten::clone", "aten::copy_") for one in accumulations for child in one.cpu_children)
+    assert all(one.cpu_memory_usage <= 0 for one in accumulations)
 
 
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)

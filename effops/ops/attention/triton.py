@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.plan import Plan, Slices
 from effops.blocks.tiling import Block, cut, part, row_blocks, sizes
 from effops.dispatch.custom_op import Gradients, add_kernels
 from effops.dispatch.op import Op
+from effops.numerics.layout import as_gradient
 from effops.ops.attention.call import AttentionCall, Kind, split_arguments
 from effops.ops.attention.variants import custom_op
 from effops.ops.densities.triton import stored_dtype
@@ -35,7 +36,6 @@ def add(op: Op, kind: Kind, output: str) -> None:
         _forward,
         _backward,
         empty=lambda call: call.mask.new_empty(call.shape, dtype=call.dtype),
-        empty_gradients=lambda call: [tensor.new_empty(tensor.shape) for tensor in call.tensors],
     )
     add_kernels(op, custom)
 
@@ -63,15 +63,17 @@ def _backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bo
     upstream = dout.reshape(*_outer(call), *call.shape[-2:])
 
     def gradient(tensor: Tensor, is_wanted: bool) -> Tensor | None:
-        """An uninitialised gradient with four axes, in the dtype of the arithmetic if it will be summed."""
+        """With four axes. Wide if a sum follows, else a view of a gradient that is laid out as the tensor."""
         shape = (*_outer(call), *tensor.shape[-2:])
-        summed = math.prod(shape) != tensor.numel()
-        dtype = call.arithmetic if summed else stored_dtype(tensor.dtype, call.device)
-        return tensor.new_empty(shape, dtype=dtype) if is_wanted else None
+        if not is_wanted:
+            return None
+        if math.prod(shape) != tensor.numel():
+            return tensor.new_empty(shape, dtype=call.arithmetic)
+        return torch.empty_like(tensor, dtype=stored_dtype(tensor.dtype, call.device)).reshape(shape)
 
     dquery, dkey = (gradient(tensor, is_wanted) for tensor, is_wanted in zip(call.scored, wants_scored))
     dvalue = None if call.value is None else gradient(call.value, bool(wants_value))
-    dmask = call.mask.new_empty(_mask_sizes(call), dtype=call.arithmetic) if wants_mask else None
+    dmask = _empty_dmask(call) if wants_mask else None
     query, key = (_four_axes(call, tensor) for tensor in call.scored)
     mask, settings = _mask(call), _settings(kind, call)
     if call.value is None:
@@ -93,9 +95,7 @@ def _restored(call: AttentionCall, gradient: Tensor, tensor: Tensor) -> Tensor:
     outer = list(call.shape[:-3])
     outer = outer if gradient.shape[0] == math.prod(outer) else [1] * len(outer)
     axes = (*outer, gradient.shape[1], *gradient.shape[2:])
-    return (
-        gradient.view(axes[len(axes) - max(tensor.ndim, len(call.shape)) :]).sum_to_size(tensor.shape).to(tensor.dtype)
-    )
+    return as_gradient(gradient.view(axes[len(axes) - max(tensor.ndim, len(call.shape)) :]), tensor)
 
 
 def _outer(call: AttentionCall) -> tuple[int, int]:
@@ -112,12 +112,15 @@ def _mask(call: AttentionCall) -> Tensor | None:
     return call.mask.expand(call.plan.shape).reshape(*_outer(call), *call.plan.shape[-2:]) if call.masked else None
 
 
-def _mask_sizes(call: AttentionCall) -> Shape:
-    """The shape of the gradient of a mask. An axis over which the kernel sums has size 1."""
+def _empty_dmask(call: AttentionCall) -> Tensor:
+    """An uninitialised gradient of a mask. An axis over which the kernel sums has size 1."""
     outer = call.shape[:-3]
     sizes = (1,) * (len(outer) + 3 - call.mask.ndim) + tuple(call.mask.shape)
     varies = any(size != 1 for size in sizes[: len(outer)])
-    return math.prod(outer) if varies else 1, *sizes[len(outer) :]
+    shape = math.prod(outer) if varies else 1, *sizes[len(outer) :]
+    if math.prod(shape) != call.mask.numel():
+        return call.mask.new_empty(shape, dtype=call.arithmetic)
+    return torch.empty_like(call.mask, dtype=call.arithmetic).reshape(shape)
 
 
 def _seed(call: AttentionCall) -> Tensor | None:
@@ -151,9 +154,13 @@ class AdditiveScores:
         self.views = [
             plan.view(operand, axes, trailing=1, expand=False) for operand, axes in zip(self.operands, self.axes)
         ]
+        self.sums = [
+            torch.zeros_like(operand, dtype=arithmetic) if is_wanted else None
+            for operand, is_wanted in zip(self.operands, wanted)
+        ]
         self.totals = [
-            view.new_zeros(view.shape, dtype=arithmetic) if is_wanted else None
-            for view, is_wanted in zip(self.views, wanted)
+            None if sums is None else plan.view(sums, axes, trailing=1, expand=False)
+            for sums, axes in zip(self.sums, self.axes)
         ]
 
     def walk(self) -> Iterator[Block]:
@@ -183,8 +190,7 @@ class AdditiveScores:
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         return tuple(
-            None if total is None else self.plan.gradient(total, operand, axes)
-            for total, operand, axes in zip(self.totals, self.operands, self.axes)
+            None if sums is None else sums.to(operand.dtype) for sums, operand in zip(self.sums, self.operands)
         )
 
     def _slices(self, block: Block) -> tuple[Slices, Slices, Slices]:
@@ -231,10 +237,9 @@ def log_sparse_backward(
     operands = matrices(tensors)
 
     def empty(tensor: Tensor, operand: Tensor) -> Tensor:
-        is_summed = tensor.numel() != operand.numel()  # a sum over shared axes follows, before which it is not rounded
-        return operand.new_empty(
-            operand.shape, dtype=scale.dtype if is_summed else stored_dtype(tensor.dtype, tensor.device)
-        )
+        if tensor.numel() != operand.numel():  # a sum over shared axes follows, before which it is not rounded
+            return operand.new_empty(operand.shape, dtype=scale.dtype)
+        return _matrix(torch.empty_like(tensor, dtype=stored_dtype(tensor.dtype, tensor.device)))
 
     found = [
         empty(tensor, operand) if is_wanted else None for tensor, operand, is_wanted in zip(tensors, operands, wanted)
@@ -242,7 +247,7 @@ def log_sparse_backward(
     kernels.backward(*operands, _matrix(dout), *found, scale, local=local, restart=restart)
     batch = dout.shape[:-2]
     return [
-        None if own is None else own.view(*batch, *tensor.shape[-2:]).sum_to_size(tensor.shape).to(tensor.dtype)
+        None if own is None else as_gradient(own.view(*batch, *tensor.shape[-2:]), tensor)
         for own, tensor in zip(found, tensors)
     ]
 

@@ -18,6 +18,7 @@ from effops.blocks.masked import Masked
 from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
+from effops.numerics.layout import as_gradient
 from effops.ops.attention.call import (
     SETTINGS,
     AttentionCall,
@@ -82,7 +83,6 @@ def custom_op(
     compute_backward: Callable[[Kind, Tensor, AttentionCall, Sequence[bool]], Gradients],
     *,
     empty: Callable[[AttentionCall], Tensor] | None = None,
-    empty_gradients: Callable[[AttentionCall], Sequence[Tensor]] | None = None,
     native: bool = False,
 ) -> CustomOp:
     """The operator of a forward and a backward function.
@@ -108,7 +108,6 @@ def custom_op(
         backward=functools.partial(compute_backward, kind),
         composite=composite,
         empty=empty or (lambda call: call.result.empty(call.mask, call.dtype)),
-        empty_gradients=empty_gradients or gradients_of_blocks,
         core_dims=tuple(core_dims.values()),
         native=native,
     )
@@ -190,24 +189,6 @@ def _restored(
     summed = [None if dvalue is None else dvalue.squeeze(-3)] if call.value is not None else []
     found = join_arguments(scored, summed, dmask, *(None for _ in summed))
     return [
-        None
-        if gradient is None
-        else (gradient if gradient.shape == tensor.shape else gradient.sum_to_size(tensor.shape)).to(tensor.dtype)
+        None if gradient is None else as_gradient(gradient, tensor)
         for gradient, tensor in zip(found, tensors, strict=True)
     ]
-
-
-def gradients_of_blocks(call: AttentionCall) -> Sequence[Tensor]:
-    """Uninitialised gradients, with the layout that `in_blocks_backward` gives them."""
-    plan, (query, key) = call.plan, call.pairs
-    dvalue = None
-    if call.value is not None:
-        dvalue = plan.empty_gradient(call.values, plan.batch + plan.columns, trailing=1)
-    of_scores = (
-        plan.empty_gradient(query, plan.batch + plan.rows, trailing=1),
-        plan.empty_gradient(key, plan.batch + plan.columns, trailing=1),
-        *(plan.empty_gradient(other, plan.order, trailing=1) for other in call.scored[2:]),
-        plan.empty_gradient(call.mask, plan.order),
-    )
-    found = _restored(call, of_scores, dvalue, call.tensors)
-    return [torch.empty_like(tensor) if one is None else one for one, tensor in zip(found, call.tensors, strict=True)]

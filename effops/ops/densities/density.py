@@ -94,7 +94,6 @@ class LogProb:
             backward=backward,
             composite=self.composite,
             empty=self.empty,
-            empty_gradients=functools.partial(empty_gradients, self.density.scale_dims),
             core_dims=tuple(self.op.core_dims.values()),
         )
         add(self.op, custom, variant, **options)
@@ -148,16 +147,6 @@ def preference(density: Density) -> tuple[str, ...]:
     """The names of the variants, from the best on."""
     everywhere = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
     return tuple(name for name in everywhere if name != "einsum" or name in density.forms)
-
-
-def empty_gradients(scale_dims: int, call: Any) -> tuple[Tensor, ...]:
-    """Uninitialised gradients of loc, scale and x, with the layout that blocks and kernels give them."""
-    plan = call.plan
-    return (
-        plan.empty_gradient(call.loc, plan.batch + plan.columns, trailing=1),
-        plan.empty_gradient(call.scale, plan.order, trailing=scale_dims),
-        plan.empty_gradient(call.x, plan.batch + plan.rows, trailing=1),
-    )
 
 
 def scores(

@@ -38,7 +38,7 @@ from effops.dispatch.op import Cost, Op
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, promote
 from effops.ops.densities import triton
 from effops.ops.densities.call import plan_of, prepare
-from effops.ops.densities.density import Density, Form, compiled_bytes, empty_gradients, preference, scores, tensor_dims
+from effops.ops.densities.density import Density, Form, compiled_bytes, preference, scores, tensor_dims
 
 SLAB = 65536  # how many results have their statistics kept at a time, unless backward needs those of all
 
@@ -187,7 +187,6 @@ class Mixture:
             backward=backward,
             composite=self.composite,
             empty=self.empty,
-            empty_gradients=self.empty_gradients,
             core_dims=tuple(self.op.core_dims.values()),
             saves_result=True,
         )
@@ -215,11 +214,6 @@ class Mixture:
     def empty(self, call: MixtureCall) -> Tensor:
         """Uninitialised statistics."""
         return call.reduction.empty(call.x, call.arithmetic)
-
-    def empty_gradients(self, call: MixtureCall) -> tuple[Tensor, ...]:
-        plan = call.plan
-        of_weights = plan.empty_gradient(call.log_weights, plan.order)
-        return of_weights, *empty_gradients(self.density.scale_dims, call)
 
     def run(self, custom: CustomOp, call: MixtureCall) -> Tensor:
         """The result. All statistics are kept at once where backward needs them, or where there are few."""

@@ -83,12 +83,11 @@ def backward(
     arithmetic = arithmetic_dtype(dtype)
     layout = Layout.of_pairs(plan)
     left, right, factor = _matrices(layout, loc, scale, x, kernels.scale_dims)
-    own_loc = plan.view(loc, plan.batch + plan.columns, trailing=1, expand=False)
     # A gradient that `restore` will sum is not rounded before.
-    loc_dtype = stored_dtype(loc.dtype, x.device) if own_loc.numel() == right.numel() else arithmetic
-    dloc = right.new_empty(right.shape, dtype=loc_dtype) if wants_loc else None
+    loc_dtype = stored_dtype(loc.dtype, x.device) if loc.numel() == right.numel() else arithmetic
+    dloc = layout.empty(loc, (0, 2), right.shape, loc_dtype, trailing=1) if wants_loc else None
     dscale = layout.empty_sums(scale, arithmetic, trailing=kernels.scale_dims) if wants_scale else None
-    dx = left.new_empty(left.shape, dtype=stored_dtype(x.dtype, x.device)) if wants_x else None
+    dx = layout.empty(x, (0, 1), left.shape, stored_dtype(x.dtype, x.device), trailing=1) if wants_x else None
     kernels.backward(left, right, factor, plan.view(dout, plan.order).reshape(factor.shape[:3]), dx, dloc, dscale)
     return (
         None if dloc is None else layout.restore(dloc, loc, (0, 2), trailing=1),
@@ -118,6 +117,12 @@ class Layout:
 
     def matrix(self, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0) -> Tensor:
         """The operand with one axis for each of the groups. An axis along which it does not vary has stride 0."""
+        matrix = self._merged(operand, groups, trailing)
+        sizes = (math.prod(self.plan.sizes(self.axes[i])) for i in groups)
+        return matrix.expand(*sizes, *matrix.shape[len(groups) :])
+
+    def _merged(self, operand: Tensor, groups: tuple[int, ...], trailing: int) -> Tensor:
+        """The operand with one axis for each of the groups, of size 1 where it does not vary."""
         axes: list[int] = []
         sizes: list[int] = []
         merged: list[int] = []
@@ -128,8 +133,7 @@ class Layout:
             merged.append(math.prod(self.plan.sizes(group)) if varies else 1)
         view = self.plan.view(operand, tuple(axes), trailing=trailing, expand=False)
         last = view.shape[view.ndim - trailing :]
-        matrix = view.expand((*sizes, *last)).reshape((*merged, *last))
-        return matrix.expand(*(math.prod(self.plan.sizes(self.axes[i])) for i in groups), *last)
+        return view.expand((*sizes, *last)).reshape((*merged, *last))
 
     def obstacle(self, scale: Tensor, scale_dims: int) -> str:
         """Why kernels cannot take a scale with a last dimension: `matrix` would copy it for every pair. Else empty."""
@@ -143,6 +147,17 @@ class Layout:
             "needs a scale of each pair to vary along all axes of x, or of loc, if along one; here it would be copied"
         )
 
+    def empty(
+        self, operand: Tensor, groups: tuple[int, ...], shape: Shape, dtype: torch.dtype, *, trailing: int = 0
+    ) -> Tensor:
+        """For the gradient of an operand, with an axis for each of the groups, as a kernel writes it.
+
+        It is a view of one laid out as the operand, unless it is yet to be summed or the operand has no such view.
+        """
+        if operand.numel() != math.prod(shape):
+            return operand.new_empty(shape, dtype=dtype)
+        return self._merged(torch.empty_like(operand, dtype=dtype), groups, trailing).expand(shape)
+
     def empty_sums(self, operand: Tensor, dtype: torch.dtype, *, trailing: int = 0) -> Tensor:
         """An uninitialised gradient of an operand, with an axis for each group.
 
@@ -155,7 +170,8 @@ class Layout:
             math.prod(self.plan.sizes(group)) if varies else 1
             for group, varies in zip(self.axes, (*outer, by_rows, by_columns))
         )
-        return operand.new_empty((*sizes, *operand.shape[operand.ndim - trailing :]), dtype=dtype)
+        shape = (*sizes, *operand.shape[operand.ndim - trailing :])
+        return self.empty(operand, tuple(range(len(self.axes))), shape, dtype, trailing=trailing)
 
     def restore(self, gradient: Tensor, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0) -> Tensor:
         """The gradient of the operand, from one with an axis for each group, of size 1 where the kernel summed."""
@@ -238,8 +254,9 @@ def backward_logsumexp(
     left = groups.matrix(groups.left, (0, 1, 2), trailing=1)
     right = groups.matrix(groups.right, (0, 1, 3), trailing=1)
     arithmetic = arithmetic_dtype(dtype)
-    dleft = left.new_empty((left.shape[0], 1, *left.shape[2:]), dtype=arithmetic) if wants_left else None
-    dright = right.new_empty(right.shape, dtype=arithmetic) if wants_right else None
+    left_shape = (left.shape[0], 1, *left.shape[2:])
+    dleft = groups.empty(groups.left, (0, 1, 2), left_shape, arithmetic, trailing=1) if wants_left else None
+    dright = groups.empty(groups.right, (0, 1, 3), right.shape, arithmetic, trailing=1) if wants_right else None
     dfactor = groups.empty_sums(scale, arithmetic, trailing=kernels.scale_dims) if wants_scale else None
     dweights = groups.empty_sums(log_weights, arithmetic) if wants_weights else None
     kernels.backward_logsumexp(

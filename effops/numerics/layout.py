@@ -1,0 +1,35 @@
+"""The layout of gradients: each has the strides of its operand, so that autograd takes it without a copy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from effops.pytorch import compute_elementwise_output_strides, is_non_overlapping_and_dense
+
+
+def gradient_strides(operand: Tensor) -> tuple[int, ...]:
+    """Those of `torch.empty_like(operand)`: the operand's own if it is dense.
+
+    A fake tensor's `empty_like` differs from a real one's along axes of size 1.
+    """
+    if is_non_overlapping_and_dense(operand):
+        return operand.stride()
+    return tuple(compute_elementwise_output_strides(operand))
+
+
+def empty_gradient(operand: Tensor) -> Tensor:
+    """An uninitialised gradient."""
+    return operand.new_empty_strided(operand.shape, gradient_strides(operand))
+
+
+def as_gradient(found: Tensor, operand: Tensor) -> Tensor:
+    """`found`, summed to the shape of its operand, in its dtype and with the strides of `gradient_strides`.
+
+    It is copied only where its dtype is another, or its strides along an axis of more than one element are.
+    """
+    found = found.view(operand.shape) if found.numel() == operand.numel() else found.sum_to_size(operand.shape)
+    strides = gradient_strides(operand)
+    is_laid_out = all(size == 1 or own == other for size, own, other in zip(found.shape, found.stride(), strides))
+    if found.dtype == operand.dtype and is_laid_out:
+        return found.as_strided(operand.shape, strides)
+    return empty_gradient(operand).copy_(found)
