@@ -98,12 +98,14 @@ class ProductSum(MatrixOperand):
         view = plan.view(self.total, axes, trailing=1, expand=False)
         super().__init__(view, len(plan.batch), arithmetic)
 
-    def make_buffer(self, extents: Shape) -> None:
-        super().make_buffer(extents)
+    def buffer_numel(self, extents: Shape) -> int:
+        """How many values of a buffer it needs, for blocks of at most these extents."""
         own = [min(size, extent) for size, extent in zip(self.view.shape, extents)]
         matrix, numel = math.prod(own[self.batch_axes :]), math.prod(own)
-        if not self.copied and matrix < min(numel, SMALL) and not self.view.is_contiguous():
-            self.buffer = self.view.new_empty(min(numel, BLOCK_BYTES // self.arithmetic.itemsize))
+        if self.copied:
+            return numel
+        is_slow = matrix < min(numel, SMALL) and not self.view.is_contiguous()
+        return min(numel, BLOCK_BYTES // self.arithmetic.itemsize) if is_slow else 0
 
     def add(self, axes: Slices, left: Tensor, right: Tensor, alpha: float) -> None:
         """Add alpha left @ right to a block."""
@@ -173,9 +175,16 @@ class Products:
         operands = [operand for operand in (self.left, self.right, self.dloc, self.dx) if operand is not None]
         copies = float(any(operand.copied for operand in operands))
         self.extents = extents or cut(plan, self.dimension, arithmetic.itemsize, copies=copies)
-        for operand in operands:
-            axes = self.extents.rows if operand in (self.left, self.dx) else self.extents.columns
-            operand.make_buffer((*self.extents.batch, *axes, self.extents.depth))
+        of_rows, of_columns = (
+            (*self.extents.batch, *axes, self.extents.depth) for axes in (self.extents.rows, self.extents.columns)
+        )
+        self.left.make_buffer(of_rows)
+        self.right.make_buffer(of_columns)
+        sums = [(one, axes) for one, axes in ((self.dx, of_rows), (self.dloc, of_columns)) if one is not None]
+        numels = [one.buffer_numel(axes) for one, axes in sums]
+        buffer = x.new_empty(max(numels), dtype=arithmetic) if any(numels) else None  # one serves both, by turns
+        for (one, _), numel in zip(sums, numels):
+            one.buffer = buffer if numel else None
         # Each part of the depth but the first has its dot products here, before they are added to those in `out`.
         self.partial = self.buffer() if self.extents.depth < self.dimension else None
 

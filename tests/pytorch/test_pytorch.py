@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import effops
+from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp
 from effops.dispatch.op import ops
 from effops.measure import Pass, memory
@@ -454,20 +455,23 @@ def test_checkpoint(op, how, device, generator):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("op", OPS)
 def test_autocast_rounds_no_operand(op, compiled, device, generator):
-    """In eager mode and compiled, entered outside and inside, forward and backward."""
+    """In eager mode and compiled, entered outside and inside, forward and backward.
+
+    Attention rounds its operands before, as PyTorch's does: so this calls the ops behind the public functions.
+    """
     torch._dynamo.reset()
     for dtype in (torch.float32, torch.bfloat16):
         args = arguments(op, device, generator, dtype=dtype)
         with torch.autocast(device, dtype=torch.bfloat16):
             result_dtype = op.prepare(*args).dtype
-        expected = op(*(arg.float() for arg in args)).to(result_dtype)
+        expected = call(op, *(arg.float() for arg in args)).to(result_dtype)
 
         def inside(*args):
             with torch.autocast(device, dtype=torch.bfloat16):
-                return op(*args)
+                return call(op, *args)
 
         function = torch.compile(inside, backend="inductor", fullgraph=True) if compiled else inside
-        outer = torch.compile(lambda *args: op(*args), fullgraph=True) if compiled else inside
+        outer = torch.compile(lambda *args: call(op, *args), fullgraph=True) if compiled else inside
         with torch.autocast(device, dtype=torch.bfloat16):
             outside = outer(*args)
         copies = leaves(args)
@@ -483,7 +487,7 @@ def test_autocast_rounds_nothing_in_double_backward(op, device, generator):
     args = leaves(arguments(op, device, generator, dtype=torch.float32))
 
     def second():
-        gradients = torch.autograd.grad(op(*args).sum(), args, create_graph=True)
+        gradients = torch.autograd.grad(call(op, *args).sum(), args, create_graph=True)
         return torch.autograd.grad(sum((gradient**2).sum() for gradient in gradients), args)
 
     expected = second()
