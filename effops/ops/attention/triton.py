@@ -223,8 +223,9 @@ def log_sparse(tensors: Sequence[Tensor], out: Tensor, scale: Tensor, local: int
     """Log-sparse attention of query, key and value, in the layout and dtype of `out`."""
     from effops.kernels import log_sparse as kernels
 
+    query, key, value = matrices(tensors)
     stored = out.to(stored_dtype(out.dtype, out.device))
-    kernels.forward(*matrices(tensors), _matrix(stored), scale, local=local, restart=restart)
+    kernels.forward(query, key, value, _matrix(stored), scale, local=local, restart=restart)
     return stored.to(out.dtype)
 
 
@@ -244,7 +245,8 @@ def log_sparse_backward(
     found = [
         empty(tensor, operand) if is_wanted else None for tensor, operand, is_wanted in zip(tensors, operands, wanted)
     ]
-    kernels.backward(*operands, _matrix(dout), *found, scale, local=local, restart=restart)
+    (query, key, value), (dquery, dkey, dvalue) = operands, found
+    kernels.backward(query, key, value, _matrix(dout), dquery, dkey, dvalue, scale, local=local, restart=restart)
     batch = dout.shape[:-2]
     return [
         None if own is None else as_gradient(own.view(*batch, *tensor.shape[-2:]), tensor)

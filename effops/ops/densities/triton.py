@@ -11,6 +11,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +41,8 @@ def dot_kernels(module: str, tolerance: float) -> Kernels:
     from effops.kernels import mixture, pairs
 
     map = importlib.import_module(f"effops.kernels.{module}").MAP
-    settings = {"precision": torch.get_float32_matmul_precision(), "tolerance": tolerance}
-    functions = pairs.forward, pairs.backward, mixture.forward, mixture.backward
+    settings: dict[str, Any] = {"precision": torch.get_float32_matmul_precision(), "tolerance": tolerance}
+    functions: tuple[Callable[..., None], ...] = pairs.forward, pairs.backward, mixture.forward, mixture.backward
     return Kernels(0, *(functools.partial(function, map, **settings) for function in functions))
 
 
