@@ -12,9 +12,9 @@ from effops.blocks.tiling import BLOCK_BYTES, part
 class PairOperand:
     """An operand as a view with all axes of the plan, in its order, and the operand's last axis.
 
-    An axis along which the operand does not vary has size 1. `axes` are those along which it may vary. `wanted` tells
-    whether its gradient is wanted, `differentiated` whether that of any operand of the call is. The sum of the gradient
-    is laid out as the operand; `total` views it as `view` does the operand.
+    An axis along which the operand does not vary has size 1. `wanted` tells whether its gradient is wanted,
+    `differentiated` whether that of any operand of the call is. The sum of the gradient is laid out as the operand;
+    `total` views it as `view` does the operand.
     """
 
     def __init__(self, plan: Plan, tensor: Tensor, arithmetic: torch.dtype, wanted: bool, differentiated: bool) -> None:
