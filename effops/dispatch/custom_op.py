@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from effops.dispatch.op import Cost, Op, OperatorCall, Requirement, anywhere
+from effops.dispatch.op import Call, Cost, Op, Requirement, anywhere
 from effops.dispatch.requirements import kernels_error, on_cuda, requires_triton
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import without_autocast
@@ -452,7 +452,7 @@ def add_kernels(
     add_custom_op(op, custom, variant, cost=cost_if_launched, requires=requirements, automatic=on_cuda, **options)
 
 
-def allocated(op: Op, custom: CustomOp, call: OperatorCall) -> Cost:
+def allocated(op: Op, custom: CustomOp, call: Call) -> Cost:
     """What a call of an operator allocates, and what it keeps for backward."""
     held: list[Tensor] = []
     keeps = custom.saves_result and requires_grad(call.tensors)
@@ -465,7 +465,7 @@ def allocated(op: Op, custom: CustomOp, call: OperatorCall) -> Cost:
     return predicted(custom.split, call, torch.no_grad()(forward))
 
 
-def predicted(split: Callable[[Sequence[Any]], Any], call: OperatorCall, function: Callable[[Any], Tensor]) -> Cost:
+def predicted(split: Callable[[Sequence[Any]], Any], call: Call, function: Callable[[Any], Tensor]) -> Cost:
     """What a function of a call allocates, found by running it on fake tensors."""
 
     def of_tensors(*tensors: Tensor) -> Tensor:

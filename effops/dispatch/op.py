@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-
-class Call(Protocol):
-    """The validated arguments of a call, as `prepare` of an op returns them. Calls of all ops have these properties."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
+from effops.numerics.precision import arithmetic_dtype
 
 
-class OperatorCall(Call, Protocol):
-    """A call that an operator of PyTorch can compute."""
+class Call(ABC):
+    """The validated arguments of a call, as `prepare` of an op returns them. `dtype` is that of the result."""
+
+    dtype: torch.dtype
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, on one device."""
 
     @property
+    @abstractmethod
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the operator: the tensors, then the settings."""
+        """The arguments of the op's operators: the tensors, then the settings."""
 
     @property
+    @abstractmethod
     def operations(self) -> int:
         """About how many floating-point operations the call takes."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        return arithmetic_dtype(self.dtype)
 
 
 class Cost(NamedTuple):

@@ -6,7 +6,8 @@ It is a score of the form that `effops.blocks.dots` computes, with phi(dot) = do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels
 from effops.dispatch.forms import add_forms
-from effops.dispatch.op import Op
+from effops.dispatch.op import Call, Op
 from effops.numerics.layout import as_gradient, empty_gradient
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
 from effops.ops.densities import triton
+from effops.ops.densities.density import DensityCall
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
 
@@ -29,7 +31,8 @@ NAME = "broadcast_dot"
 CORE_DIMS = {"a": 1, "b": 1}
 
 
-class DotProductCall(NamedTuple):
+@dataclass
+class DotProductCall(Call):
     """A validated call: its tensors, the plan of their pairs, and the dtype of the result."""
 
     a: Tensor
@@ -44,24 +47,16 @@ class DotProductCall(NamedTuple):
         return cls(a, b, broadcast_plan(a.shape[:-1], b.shape[:-1]), dtype)
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        return self.a, self.b, self.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.a.device
-
-    @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.a, self.b
 
     @property
-    def shape(self) -> Shape:
-        return self.plan.shape
+    def arguments(self) -> tuple[Any, ...]:
+        return self.a, self.b, self.dtype
 
     @property
-    def arithmetic(self) -> torch.dtype:
-        return arithmetic_dtype(self.dtype)
+    def shape(self) -> Shape:
+        return self.plan.shape
 
     @property
     def dimension(self) -> int:
@@ -72,9 +67,9 @@ class DotProductCall(NamedTuple):
         return self.plan.numel(self.plan.order) * (2 * self.dimension + 4)
 
     @property
-    def one(self) -> Tensor:
-        """The scale of the scores."""
-        return self.a.new_ones((), dtype=self.arithmetic)
+    def pairs(self) -> DensityCall:
+        """The call of a score with a scale of 1."""
+        return DensityCall(self.b, self.a.new_ones((), dtype=self.arithmetic), self.a, self.plan, self.dtype)
 
 
 def prepare(a: Tensor, b: Tensor) -> DotProductCall:
@@ -134,28 +129,26 @@ class Identity:
         return torch.zeros_like(scale)
 
 
-def _scores(call: DotProductCall, **options: Any) -> dots.DotScores:
-    return dots.DotScores(Identity(), call.plan, call.b, call.one, call.a, call.arithmetic, **options)
+def _scores(call: DensityCall, **options: Any) -> dots.DotScores:
+    return dots.DotScores(Identity(), call.plan, call.loc, call.scale, call.x, call.arithmetic, **options)
 
 
-def _chunked(call: DotProductCall) -> Tensor:
-    if dots.fit_one_block(call.plan, call.a, call.dtype):
-        return dots.at_once(Identity(), call.plan, call.b, call.one, call.a, call.dtype)
-    return pairs.forward(_scores(call), call.plan.empty(call.a, call.dtype))
+def _chunked(call: DensityCall) -> Tensor:
+    if dots.fit_one_block(call.plan, call.x, call.dtype):
+        return dots.at_once(Identity(), call.plan, call.loc, call.scale, call.x, call.dtype)
+    return pairs.forward(_scores(call), call.plan.empty(call.x, call.dtype))
 
 
-def _chunked_backward(dout: Tensor, call: DotProductCall, wanted: Sequence[bool]) -> Gradients:
+def _chunked_backward(call: DensityCall, dout: Tensor, wanted: Sequence[bool]) -> Gradients:
     return pairs.backward(_scores(call, scored=False, wanted=wanted), dout)
 
 
-def _triton(call: DotProductCall) -> Tensor:
-    kernels = triton.dot_kernels(NAME, 0.0)
-    return triton.forward(kernels, call.plan, call.b, call.one, call.a, call.dtype)
+def _triton(call: DensityCall) -> Tensor:
+    return triton.forward(triton.dot_kernels(NAME, 0.0), call)
 
 
-def _triton_backward(dout: Tensor, call: DotProductCall, wanted: Sequence[bool]) -> Gradients:
-    kernels = triton.dot_kernels(NAME, 0.0)
-    return triton.backward(kernels, call.plan, call.b, call.one, call.a, dout, call.dtype, wanted)
+def _triton_backward(call: DensityCall, dout: Tensor, wanted: Sequence[bool]) -> Gradients:
+    return triton.backward(triton.dot_kernels(NAME, 0.0), call, dout, wanted)
 
 
 def _composed(form: Any) -> Any:
@@ -189,14 +182,14 @@ add_forms(op, {"naive": naive, "einsum": einsum}, _composed, lambda call: (call.
 def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward: Any) -> None:
     """Add a variant from a forward and a backward function.
 
-    Both get calls whose operands have the same last dimension, and not 0.
+    Both get the call of a score, with operands whose last dimension is the same and not 0.
     """
 
     def forward(call: DotProductCall) -> Tensor:
         if not call.dimension:
             return _empty(call).zero_()
         a, b = _expanded(call.a, call.b)
-        result: Tensor = compute(call._replace(a=a, b=b))
+        result: Tensor = compute(replace(call, a=a, b=b).pairs)
         return result
 
     def backward(dout: Tensor, call: DotProductCall, wanted: Sequence[bool]) -> Gradients:
@@ -204,8 +197,8 @@ def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward:
         if a.shape[-1] == b.shape[-1] == 0:
             return [empty_gradient(operand) if is_wanted else None for operand, is_wanted in zip((a, b), wanted)]
         wants_a, wants_b = wanted
-        same = call if a.shape[-1] == b.shape[-1] else call._replace(a=summed(a, call.dtype), b=summed(b, call.dtype))
-        db, _, da = compute_backward(dout, same, (wants_b, False, wants_a))
+        same = call if a.shape[-1] == b.shape[-1] else replace(call, a=summed(a, call.dtype), b=summed(b, call.dtype))
+        db, _, da = compute_backward(same.pairs, dout, (wants_b, False, wants_a))
         return [
             None if gradient is None else as_gradient(gradient.expand(operand.shape), operand)
             for operand, gradient in ((a, da), (b, db))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from effops.numerics.directions import random_directions
 from effops.numerics.precision import arithmetic_dtype, contraction_error, unit_roundoff
-from effops.ops.densities.call import DensityCall
+from effops.ops.densities.density import DensityCall
 from effops.ops.densities.directional import Directional
 from effops.reference.bounds import Bounds, exact_dot
 from effops.reference.reference import Reference, Shape
@@ -57,7 +57,7 @@ class DirectionalBounds:
 
         The rounding of the other steps, 2 u (|W| + 2 |s phi| + |out|), and the error of W widen them at either end.
         """
-        u, tolerance = unit_roundoff(call.arithmetic), self.density.tolerance(call.loc, call.x, call.dtype)
+        u, tolerance = unit_roundoff(call.arithmetic), self.density.tolerance(call)
         floor = self.density.floor(call.arithmetic)
         scale, t, error = call.scale.double(), 1 + exact_dot(call.loc, call.x), _dot_error(call)
         normaliser, _, normaliser_error, _ = self._normaliser(call)
@@ -84,7 +84,7 @@ class DirectionalBounds:
 
         The error of t moves a weight G = dout s phi'. A sum of n terms is off by n u at most.
         """
-        u, tolerance = unit_roundoff(call.arithmetic), self.density.tolerance(call.loc, call.x, call.dtype)
+        u, tolerance = unit_roundoff(call.arithmetic), self.density.tolerance(call)
         floor = self.density.floor(call.arithmetic)
         loc, scale, x = (tensor.double() for tensor in call.tensors)
         g, t, error = dout.double(), 1 + exact_dot(call.loc, call.x), _dot_error(call)
@@ -126,7 +126,7 @@ class DirectionalBounds:
 
     def _normaliser(self, call: DensityCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """W and W' in float64, and by how much each may be off."""
-        scale, own = call.scale.double(), self.density.map_of(call.loc, call.x, call.dtype)
+        scale, own = call.scale.double(), self.density.map_of(call)
         normaliser, derivative = own.normaliser(scale), own.normaliser_derivative(scale)
         return normaliser, derivative, *self.normaliser_errors(normaliser, derivative, call.dimension)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ class _Exact(NamedTuple):
 
 def _exact(log_prob: Reference, call: MixtureCall) -> _Exact:
     """The call in float64. A correct result lies between the results of the lowest and the highest log densities."""
-    pairs = log_prob.op.prepare(call.loc, call.scale, call.x)._replace(dtype=call.arithmetic, plan=call.plan)
+    pairs = replace(log_prob.op.prepare(call.loc, call.scale, call.x), dtype=call.arithmetic, plan=call.plan)
     bounds, weights = log_prob.bounds(pairs), call.log_weights.double()
     values = bounds.value + weights
     eps = torch.finfo(call.arithmetic).eps

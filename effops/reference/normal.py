@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, unit_roundoff
-from effops.ops.densities.call import DensityCall
+from effops.ops.densities.density import DensityCall
 from effops.ops.densities.normal import density, normal_log_prob, normal_mixture_log_prob
 from effops.reference.bounds import Bounds
 from effops.reference.mixture import mixture_reference

@@ -1,29 +1,24 @@
-"""Make ops of log densities: a `Density` describes a family of densities, and `LogProb` makes an op of all its pairs.
+"""A family of log densities, and its calls: their validated arguments, and the plan of their pairs.
 
 A log density is `normaliser(scale)` plus a part that depends on loc and x too. Both together are the score of a pair.
-`effops.ops.densities.mixture` makes the op of their logsumexp.
+`effops.ops.densities.log_prob` makes the op of all pairs, and `effops.ops.densities.mixture` that of their logsumexp.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from effops.blocks import pairs
 from effops.blocks.pairs import Scores
-from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels
-from effops.dispatch.forms import add_forms, best_form
-from effops.dispatch.op import Op
-from effops.numerics.precision import arithmetic_dtype
-from effops.ops.densities import triton
-from effops.ops.densities.call import Arguments, DensityCall, prepare
-from effops.prediction import inductor
-from effops.prediction.allocations import Bytes
+from effops.blocks.plan import Plan, Shape, broadcast_plan
+from effops.dispatch.arguments import check_dense, check_devices, check_operand
+from effops.dispatch.op import Call
+from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
 
 # A scriptable function of loc, scale in float64, the normaliser of scale, x, the dtype of the arithmetic, and the
 # tolerance. It returns the scores in that dtype.
@@ -31,146 +26,151 @@ Form = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype, float], Tensor]
 Wanted = Sequence[bool]  # whether the gradients of loc, scale and x are wanted
 
 
-class Density(Arguments, Protocol):
-    """A family of densities."""
+@dataclass
+class DensityCall(Call):
+    """A validated call: its tensors, the plan of their pairs, and the dtype of the result."""
+
+    loc: Tensor
+    scale: Tensor
+    x: Tensor
+    plan: Plan
+    dtype: torch.dtype
 
     @property
-    def name(self) -> str:
-        """The name of the family."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.loc, self.scale, self.x
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.loc, self.scale, self.x, self.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.plan.shape
+
+    @property
+    def dimension(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def operations(self) -> int:
+        return self.plan.numel(self.plan.order) * (2 * self.dimension + 4)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a score. Each writes its results to its last operands: see `effops.kernels.distances`.
+
+    The last `scale_dims` dimensions of scale are no batch axes.
+    """
+
+    scale_dims: int
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+    forward_logsumexp: Callable[..., None]
+    backward_logsumexp: Callable[..., None]
+
+
+class Density(Protocol):
+    """A family of densities.
+
+    Attributes:
+        name: the name of the family
+        scale_name: the name of the argument `scale`
+        scale_dims: how many of the last dimensions of `scale` are no batch axes: 0 or 1
+        smallest: the smallest last dimension that x may have
+    """
+
+    name: str
+    scale_name: str
+    scale_dims: int
+    smallest: int
 
     @property
     def forms(self) -> Mapping[str, Form]:
         """The scores by PyTorch operations: naive and, where it differs, einsum."""
 
-    @property
-    def normaliser(self) -> Callable[[Tensor, int], Tensor]:
+    def normaliser(self, scale: Tensor, dimension: int, /) -> Tensor:
         """A differentiable function of a float64 scale and the dimension: the part that depends on these alone."""
 
-    def kernels(self, tolerance: float) -> triton.Kernels:
+    def kernels(self, call: DensityCall) -> Kernels:
         """The Triton kernels."""
 
-    def tolerance(self, loc: Tensor, x: Tensor, dtype: torch.dtype) -> float:
+    def tolerance(self, call: DensityCall) -> float:
         """How far rounding may take inputs on the boundary of the domain beyond it, in the argument of phi."""
 
-    def blocks(self, call: Any, *, scored: bool = True, wanted: Wanted = (False, False, False)) -> Scores:
+    def blocks(self, call: DensityCall, *, scored: bool = True, wanted: Wanted = (False, False, False)) -> Scores:
         """The scores of a call of either op, block by block, and the gradients that `wanted` asks for."""
 
     def at_once(self, call: DensityCall) -> Tensor | None:
         """The result of a call that is too small to be cut into blocks, or None for a larger one."""
 
 
-class LogProb:
-    """The op of the log densities of all pairs of a family."""
+def plan_of(density: Density, loc: Tensor, scale: Tensor, x: Tensor, *others: Tensor) -> Plan:
+    """The plan of a call. Operands `others` have batch axes only."""
+    scale_shape = scale.shape[: scale.ndim - density.scale_dims]
+    return broadcast_plan(x.shape[:-1], loc.shape[:-1], scale_shape, *(other.shape for other in others))
 
-    parameters: Mapping[str, Any] = {"loc": Tensor, "scale": Tensor, "x": Tensor, "dtype": torch.dtype}
 
-    def __init__(self, density: Density) -> None:
-        self.density = density
-        name = f"{density.name}_log_prob"
-        self.op = Op(
-            name,
-            prepare=functools.partial(prepare, density, name),
-            preference=preference(density),
-            core_dims=tensor_dims(density),
+def prepare(density: Density, function: str, loc: Tensor, scale: Tensor | float, x: Tensor) -> DensityCall:
+    """Validate shapes, dtypes and devices (never values)."""
+    check_operand(function, "loc", loc, dims=1)
+    check_operand(function, "x", x, dims=1)
+    dimension = x.shape[-1]
+    if loc.shape[-1] != dimension:
+        raise ValueError(
+            f"{function}: last dimension of `x` must equal that of `loc`; got x {tuple(x.shape)}, loc "
+            f"{tuple(loc.shape)}; expand the one of size 1, or transpose"
         )
-        self.best = self.composed(best_form(density.forms))
-        add_forms(self.op, density.forms, self.composed, self.settings, functools.partial(compiled_bytes, density))
-        self._add(add_custom_op, "chunked", self.forward, self.backward)
-        self._add(add_kernels, "triton", self.triton_forward, self.triton_backward, requires=[self._requires_layout])
-
-    def _add(
-        self,
-        add: Callable[..., None],
-        variant: str,
-        forward: Callable[..., Tensor],
-        backward: Callable[..., Gradients],
-        **options: Any,
-    ) -> None:
-        custom = CustomOp(
-            f"{self.op.name}_{variant}",
-            parameters=self.parameters,
-            split=functools.partial(DensityCall.split, self.density.scale_dims),
-            forward=forward,
-            backward=backward,
-            composite=self.composite,
-            empty=self.empty,
-            core_dims=tuple(self.op.core_dims.values()),
+    if dimension < density.smallest:
+        raise ValueError(
+            f"{function}: the last dimension must be at least {density.smallest}; got x {tuple(x.shape)}; "
+            "put the coordinates of a point into the last dimension"
         )
-        add(self.op, custom, variant, **options)
-
-    def _requires_layout(self, call: DensityCall) -> str:
-        return triton.Layout.of_pairs(call.plan).obstacle(call.scale, self.density.scale_dims)
-
-    def composed(self, form: Form) -> Callable[..., Tensor]:
-        """The op as a form computes it: a function of the tensors of a call and of its `settings`."""
-        density = self.density
-
-        def log_prob(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float) -> Tensor:
-            return scores(density, form, loc, scale, x, dtype, tolerance).to(dtype)
-
-        return log_prob
-
-    def settings(self, call: DensityCall) -> tuple[Any, ...]:
-        return call.dtype, self.density.tolerance(call.loc, call.x, call.dtype)
-
-    def composite(self, call: DensityCall) -> Tensor:
-        """The result by differentiable PyTorch operations, in the form with the least memory."""
-        return self.best(*call.tensors, *self.settings(call))
-
-    def empty(self, call: DensityCall) -> Tensor:
-        """An uninitialised result."""
-        return call.plan.empty(call.x, call.dtype)
-
-    def forward(self, call: DensityCall) -> Tensor:
-        at_once = self.density.at_once(call)
-        return pairs.forward(self.density.blocks(call), self.empty(call)) if at_once is None else at_once
-
-    def backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
-        return pairs.backward(self.density.blocks(call, scored=False, wanted=wanted), dout)
-
-    def triton_forward(self, call: DensityCall) -> Tensor:
-        return triton.forward(self._kernels(call), call.plan, *call.tensors, call.dtype)
-
-    def triton_backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
-        return triton.backward(self._kernels(call), call.plan, *call.tensors, dout, call.dtype, wanted)
-
-    def _kernels(self, call: DensityCall) -> triton.Kernels:
-        return self.density.kernels(self.density.tolerance(call.loc, call.x, call.dtype))
+    if loc.device != x.device:  # this costs less than a call of `check_devices`
+        check_devices(function, loc=loc, x=x)
+    common = wider(loc.dtype, x.dtype)
+    given, scale = scale, _prepare_scale(density, function, scale, common, x)
+    dims = density.scale_dims
+    batch_shape = scale.shape[: scale.ndim - dims]
+    try:
+        plan = broadcast_plan(x.shape[:-1], loc.shape[:-1], batch_shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{function}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {density.scale_name} "
+            f"{tuple(batch_shape)}{' + (D or 1,)' * dims}, x {tuple(x.shape[:-1])} + (D,); unsqueeze the axes that "
+            "should pair up"
+        ) from error
+    dtype = common
+    if isinstance(given, Tensor) and scale.dtype != common:
+        ndim = max(loc.ndim, x.ndim) + dims - 1  # 0-d tensors do not widen others
+        dtype = promote(common, ndim, scale.dtype, given.ndim)
+    if dtype.itemsize < 4 and autocast_enabled(x.device):
+        dtype = torch.float32
+    return DensityCall(loc, scale, x, plan, dtype)
 
 
-def tensor_dims(density: Arguments) -> dict[str, int]:
-    """The tensor arguments, and how many of the last dimensions of each are no batch axes."""
-    return {"loc": 1, density.scale_name: density.scale_dims, "x": 1}
-
-
-def preference(density: Density) -> tuple[str, ...]:
-    """The names of the variants, from the best on."""
-    everywhere = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
-    return tuple(name for name in everywhere if name != "einsum" or name in density.forms)
-
-
-def scores(
-    density: Density, form: Form, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float
-) -> Tensor:
-    """All scores as a form computes them, in the dtype of the arithmetic for a result in `dtype`."""
-    wide = scale.double()  # one conversion, so that the two parts of its gradient cancel before they are rounded
-    return form(loc, wide, density.normaliser(wide, x.shape[-1]), x, arithmetic_dtype(dtype), tolerance)
-
-
-def compiled_bytes(density: Density, program: inductor.Program, call: Any, *, reduced: bool = False) -> Bytes:
-    """What the compiled form of the densities of all pairs allocates, or that of their logsumexp."""
-    plan, scale = call.plan, call.scale
-    pairs = plan.numel(plan.order)
-    if "einsum" not in density.forms:
-        return inductor.distances(program, pairs=pairs, scale=scale, reduced=reduced)
-    return inductor.mapped_dot_products(
-        program,
-        call.loc,
-        call.x,
-        pairs=pairs,
-        scales=scale.numel(),
-        is_product=min(plan.numel(plan.rows), plan.numel(plan.columns)) > 1,
-        is_permuted=plan.is_permuted,
-        masked=density.tolerance(call.loc, call.x, call.dtype) < math.inf,
-        reduced=reduced,
-    )
+def _prepare_scale(density: Density, function: str, scale: Tensor | float, common: torch.dtype, x: Tensor) -> Tensor:
+    name, dims = density.scale_name, density.scale_dims
+    if not isinstance(scale, Tensor):
+        if not isinstance(scale, Real):
+            got = type(scale).__name__
+            raise TypeError(f"{function}: `{name}` must be a tensor or a number; got {got}; use torch.as_tensor")
+        return torch.full((1,) * dims, float(scale), dtype=arithmetic_dtype(common), device=x.device)
+    check_dense(function, name, scale)
+    if scale.dtype not in FLOATS:
+        if scale.dtype not in INTEGERS:
+            raise TypeError(f"{function}: `{name}` must be real; got {scale.dtype}; convert it first")
+        scale = scale.to(common)
+    if scale.device != x.device:
+        if scale.ndim or scale.is_meta:
+            check_devices(function, **{name: scale, "x": x})
+        scale = scale.to(x.device)
+    if scale.ndim < dims:
+        scale = scale.unsqueeze(-1)
+    if dims and scale.shape[-1] not in (1, x.shape[-1]):
+        raise ValueError(
+            f"{function}: last dimension of `{name}` must be that of `x`, or 1; got {name} {tuple(scale.shape)}, x "
+            f"{tuple(x.shape)}; unsqueeze it if it has one value for all coordinates"
+        )
+    return scale

@@ -10,20 +10,19 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from effops.blocks import dots
 from effops.blocks.dots import DotMap, contract
-from effops.numerics.precision import arithmetic_dtype, sphere_tolerance, unit_roundoff
+from effops.numerics.precision import sphere_tolerance, unit_roundoff
 from effops.ops.densities import triton
-from effops.ops.densities.call import DensityCall
-from effops.ops.densities.density import Form, Wanted
+from effops.ops.densities.density import DensityCall, Form, Kernels, Wanted
 
 
-@dataclass(frozen=True)
+@dataclass
 class Directional:
     """A density W(s) + s phi(<loc, x>), as `effops.ops.densities.density.Density`.
 
@@ -44,8 +43,8 @@ class Directional:
     map: Callable[[int, torch.dtype, float, float], DotMap]
     kernel: str
     singular: bool
-    scale_dims = 0
-    smallest = 2
+    scale_dims: ClassVar[int] = 0
+    smallest: ClassVar[int] = 2
 
     @functools.cached_property
     def forms(self) -> Mapping[str, Form]:
@@ -65,30 +64,31 @@ class Directional:
 
         return {"naive": naive, "einsum": einsum}
 
-    def tolerance(self, loc: Tensor, x: Tensor, dtype: torch.dtype) -> float:
-        """How far below 0 rounding may take t = 1 + <loc, x> in a call with a result of `dtype`."""
+    def tolerance(self, call: DensityCall) -> float:
+        """How far below 0 rounding may take t = 1 + <loc, x>."""
         if not self.singular:
             return math.inf
-        return sphere_tolerance(x.shape[-1], arithmetic_dtype(dtype), (loc.dtype, x.dtype))
+        return sphere_tolerance(call.dimension, call.arithmetic, (call.loc.dtype, call.x.dtype))
 
-    def map_of(self, loc: Tensor, x: Tensor, dtype: torch.dtype) -> DotMap:
-        arithmetic = arithmetic_dtype(dtype)
-        return self.map(x.shape[-1], arithmetic, self.floor(arithmetic), self.tolerance(loc, x, dtype))
+    def map_of(self, call: DensityCall) -> DotMap:
+        return self.map(call.dimension, call.arithmetic, self.floor(call.arithmetic), self.tolerance(call))
 
     def floor(self, arithmetic: torch.dtype) -> float:
         """The smallest t that differs from 0 by more than rounding."""
         return unit_roundoff(arithmetic) if self.singular else -math.inf
 
-    def kernels(self, tolerance: float) -> triton.Kernels:
-        return triton.dot_kernels(self.kernel, tolerance)
+    def kernels(self, call: DensityCall) -> Kernels:
+        return triton.dot_kernels(self.kernel, self.tolerance(call))
 
-    def blocks(self, call: Any, *, scored: bool = True, wanted: Wanted = (False, False, False)) -> dots.DotScores:
-        loc, scale, x, dtype = call.loc, call.scale, call.x, call.dtype
-        dot_map = self.map_of(loc, x, dtype)
-        return dots.DotScores(dot_map, call.plan, loc, scale, x, arithmetic_dtype(dtype), scored=scored, wanted=wanted)
+    def blocks(
+        self, call: DensityCall, *, scored: bool = True, wanted: Wanted = (False, False, False)
+    ) -> dots.DotScores:
+        loc, scale, x = call.loc, call.scale, call.x
+        return dots.DotScores(
+            self.map_of(call), call.plan, loc, scale, x, call.arithmetic, scored=scored, wanted=wanted
+        )
 
     def at_once(self, call: DensityCall) -> Tensor | None:
-        loc, scale, x, plan, dtype = call
-        if not dots.fit_one_block(plan, x, dtype):
+        if not dots.fit_one_block(call.plan, call.x, call.dtype):
             return None
-        return dots.at_once(self.map_of(loc, x, dtype), plan, loc, scale, x, dtype)
+        return dots.at_once(self.map_of(call), call.plan, call.loc, call.scale, call.x, call.dtype)

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from effops.blocks import logsumexp as logsumexp_blocks
 from effops.blocks.logsumexp import Reduction
-from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.plan import Shape, Slices
 from effops.blocks.tiling import fit, part, tiles, whole
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.custom_op import (
@@ -35,45 +36,31 @@ from effops.dispatch.custom_op import (
 )
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
-from effops.numerics.precision import arithmetic_dtype, autocast_enabled, promote
+from effops.numerics.precision import autocast_enabled, promote
 from effops.ops.densities import triton
-from effops.ops.densities.call import plan_of, prepare
-from effops.ops.densities.density import Density, Form, compiled_bytes, preference, scores, tensor_dims
+from effops.ops.densities.density import Density, DensityCall, Form, plan_of, prepare
+from effops.ops.densities.log_prob import compiled_bytes, preference, scores, tensor_dims
 
 SLAB = 65536  # how many results have their statistics kept at a time, unless backward needs those of all
 
 
-class MixtureCall(NamedTuple):
-    """A validated call: its tensors, the plan of their pairs, the axis of the components, and the dtype of the result.
+@dataclass
+class MixtureCall(DensityCall):
+    """A validated call: that of the log densities, the weights, and the axis of the components.
 
     `dim` counts axes from the last one: -1, -2, ..
     """
 
     log_weights: Tensor
-    loc: Tensor
-    scale: Tensor
-    x: Tensor
-    plan: Plan
     dim: int
-    dtype: torch.dtype
 
-    @classmethod
-    def split(cls, scale_dims: int, arguments: Sequence[Any]) -> MixtureCall:
-        """The inverse of `arguments`. The last `scale_dims` dimensions of scale are no batch axes."""
-        log_weights, loc, scale, x, dim, dtype = arguments
-        return cls(log_weights, loc, scale, x, plan_of(scale_dims, loc, scale, x, log_weights), dim, dtype)
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.log_weights, self.loc, self.scale, self.x
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         return *self.tensors, self.dim, self.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.log_weights, self.loc, self.scale, self.x
 
     @property
     def axis(self) -> int:
@@ -87,18 +74,6 @@ class MixtureCall(NamedTuple):
     @property
     def shape(self) -> Shape:
         return self.plan.without(self.axis).shape
-
-    @property
-    def dimension(self) -> int:
-        return self.x.shape[-1]
-
-    @property
-    def arithmetic(self) -> torch.dtype:
-        return arithmetic_dtype(self.dtype)
-
-    @property
-    def operations(self) -> int:
-        return self.plan.numel(self.plan.order) * (2 * self.dimension + 4)
 
 
 def statistics(values: Tensor, dim: int) -> Tensor:
@@ -121,7 +96,7 @@ def prepare_mixture(
     inner = prepare(density, function, loc, scale, x)
     check_devices(function, log_weights=log_weights, x=x)
     try:
-        plan = plan_of(density.scale_dims, *inner.tensors, log_weights)
+        plan = plan_of(density, *inner.tensors, log_weights)
     except RuntimeError as error:
         raise ValueError(
             f"{function}: `log_weights` must broadcast with the log densities; got log_weights "
@@ -138,20 +113,14 @@ def prepare_mixture(
     dtype = promote(inner.dtype, len(inner.shape), log_weights.dtype, log_weights.ndim)
     if dtype.itemsize < 4 and autocast_enabled(inner.device):
         dtype = torch.float32
-    return MixtureCall(log_weights, *inner.tensors, plan, int(dim) - rank if dim >= 0 else int(dim), dtype)
+    dim = int(dim) - rank if dim >= 0 else int(dim)
+    return MixtureCall(*inner.tensors, plan, dtype, log_weights, dim)
 
 
 class Mixture:
     """The op of the mixtures of a family of densities."""
 
-    parameters: Mapping[str, Any] = {
-        "log_weights": Tensor,
-        "loc": Tensor,
-        "scale": Tensor,
-        "x": Tensor,
-        "dim": int,
-        "dtype": torch.dtype,
-    }
+    TENSORS = ("log_weights", "loc", "scale", "x")
 
     def __init__(self, density: Density) -> None:
         self.density = density
@@ -163,13 +132,10 @@ class Mixture:
             core_dims={"log_weights": 0, **tensor_dims(density)},
             logsumexp=lambda call: call.axis,
         )
-        self.split = functools.partial(MixtureCall.split, density.scale_dims)
-        self.best = self.composed(best_form(density.forms))
         compiled = functools.partial(compiled_bytes, density, reduced=True)
         add_forms(self.op, density.forms, self.composed, self.settings, compiled)
         self._add(add_custom_op, "chunked", self.forward, self.backward)
-        requires = [functools.partial(_requires_layout, density)]
-        self._add(add_kernels, "triton", self.triton_forward, self.triton_backward, requires=requires)
+        self._add(add_kernels, "triton", self.triton_forward, self.triton_backward, requires=[self.requires_layout])
 
     def _add(
         self,
@@ -179,19 +145,36 @@ class Mixture:
         backward: Callable[..., Gradients],
         **options: Any,
     ) -> None:
+        best = self.composed(best_form(self.density.forms))
         custom = CustomOp(
             f"{self.op.name}_{variant}",
-            parameters=self.parameters,
+            parameters={
+                **dict.fromkeys(("log_weights", "loc", "scale", "x"), Tensor),
+                "dim": int,
+                "dtype": torch.dtype,
+            },
             split=self.split,
             forward=forward,
             backward=backward,
-            composite=self.composite,
+            composite=lambda call: best(*call.tensors, *self.settings(call)),
             empty=self.empty,
             core_dims=tuple(self.op.core_dims.values()),
             saves_result=True,
         )
         run, cost = functools.partial(self.run, custom), functools.partial(self.cost, custom)
         add(self.op, custom, variant, run=run, cost=cost, **options)
+
+    def split(self, arguments: Sequence[Any]) -> MixtureCall:
+        """The call with these arguments."""
+        log_weights, loc, scale, x, dim, dtype = arguments
+        plan = plan_of(self.density, loc, scale, x, log_weights)
+        return MixtureCall(loc, scale, x, plan, dtype, log_weights, dim)
+
+    def requires_layout(self, call: MixtureCall) -> str:
+        if call.axis in call.plan.batch:
+            return "needs components along an axis of x or of loc; here both vary along it"
+        layout = triton.Layout(call.plan, triton.component_groups(call.plan, call.axis))
+        return layout.obstacle(call.scale, self.density.scale_dims)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:
         """The statistics as a form computes them: a function of the tensors of a call and of its `settings`."""
@@ -200,16 +183,13 @@ class Mixture:
         def log_prob(
             log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype, tolerance: float
         ) -> Tensor:
-            return statistics(_weighted(scores(density, form, loc, scale, x, dtype, tolerance), log_weights), dim)
+            values = scores(density, form, loc, scale, x, dtype, tolerance)
+            return statistics(values + log_weights.to(values.dtype), dim)
 
         return log_prob
 
     def settings(self, call: MixtureCall) -> tuple[Any, ...]:
-        return call.dim, call.dtype, self.density.tolerance(call.loc, call.x, call.dtype)
-
-    def composite(self, call: MixtureCall) -> Tensor:
-        """The statistics by differentiable PyTorch operations, in the form with the least memory."""
-        return self.best(*call.tensors, *self.settings(call))
+        return call.dim, call.dtype, self.density.tolerance(call)
 
     def empty(self, call: MixtureCall) -> Tensor:
         """Uninitialised statistics."""
@@ -254,23 +234,9 @@ class Mixture:
         return logsumexp_blocks.backward(blocks, call.log_weights, call.reduction, result, dout[..., 1], wanted[0])
 
     def triton_forward(self, call: MixtureCall) -> Tensor:
-        return triton.forward_logsumexp(self._kernels(call), call.reduction, *call.tensors, call.dtype)
+        return triton.forward_logsumexp(self.density.kernels(call), call.reduction, call.log_weights, call)
 
     def triton_backward(self, dout: Tensor, call: MixtureCall, wanted: Sequence[bool], result: Tensor) -> Gradients:
         return triton.backward_logsumexp(
-            self._kernels(call), call.reduction, *call.tensors, result, dout[..., 1], call.dtype, wanted
+            self.density.kernels(call), call.reduction, call.log_weights, call, result, dout[..., 1], wanted
         )
-
-    def _kernels(self, call: MixtureCall) -> triton.Kernels:
-        return self.density.kernels(self.density.tolerance(call.loc, call.x, call.dtype))
-
-
-def _weighted(values: Tensor, log_weights: Tensor) -> Tensor:
-    return values + log_weights.to(values.dtype)
-
-
-def _requires_layout(density: Density, call: MixtureCall) -> str:
-    if call.axis in call.plan.batch:
-        return "needs components along an axis of x or of loc; here both vary along it"
-    layout = triton.Layout(call.plan, triton.component_groups(call.plan, call.axis))
-    return layout.obstacle(call.scale, density.scale_dims)

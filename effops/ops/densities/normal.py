@@ -9,9 +9,8 @@ both are far from 0. So no variant uses it as it stands. `effops.blocks.distance
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from torch import Tensor
 from effops.blocks.distances import Distances
 from effops.dispatch.call import call
 from effops.ops.densities import triton
-from effops.ops.densities.call import DensityCall
-from effops.ops.densities.density import Form, LogProb
+from effops.ops.densities.density import DensityCall, Form, Kernels, Wanted
+from effops.ops.densities.log_prob import LogProb
 from effops.ops.densities.mixture import Mixture
 
 
@@ -44,13 +43,13 @@ class Normal:
         repeats = dimension // max(1, scale.shape[-1])
         return -repeats * (scale.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
 
-    def tolerance(self, loc: Tensor, x: Tensor, dtype: torch.dtype) -> float:
+    def tolerance(self, call: DensityCall) -> float:
         return 0.0
 
-    def kernels(self, tolerance: float) -> triton.Kernels:
+    def kernels(self, call: DensityCall) -> Kernels:
         return triton.distance_kernels()
 
-    def blocks(self, call: Any, *, scored: bool = True, wanted: Sequence[bool] = (False, False, False)) -> Distances:
+    def blocks(self, call: DensityCall, *, scored: bool = True, wanted: Wanted = (False, False, False)) -> Distances:
         return Distances(call.plan, call.loc, call.scale, call.x, call.arithmetic, wanted)
 
     def at_once(self, call: DensityCall) -> None:

@@ -20,8 +20,8 @@ from effops.dispatch.call import call
 from effops.numerics.directions import directions_at_angle
 from effops.numerics.special import digamma_ratio, log_gamma_ratio
 from effops.numerics.values import observed
-from effops.ops.densities.density import LogProb
 from effops.ops.densities.directional import Directional
+from effops.ops.densities.log_prob import LogProb
 from effops.ops.densities.mixture import Mixture
 from effops.pytorch import _standard_gamma
 

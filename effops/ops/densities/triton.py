@@ -10,7 +10,6 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,22 +17,9 @@ from torch import Tensor
 
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape
+from effops.dispatch.custom_op import Gradients
 from effops.dispatch.requirements import INTERPRETED
-from effops.numerics.precision import arithmetic_dtype
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The kernels of a score. Each writes its results to its last operands: see `effops.kernels.distances`.
-
-    The last `scale_dims` dimensions of scale are no batch axes.
-    """
-
-    scale_dims: int
-    forward: Callable[..., None]
-    backward: Callable[..., None]
-    forward_logsumexp: Callable[..., None]
-    backward_logsumexp: Callable[..., None]
+from effops.ops.densities.density import DensityCall, Kernels, Wanted
 
 
 def dot_kernels(module: str, tolerance: float) -> Kernels:
@@ -53,12 +39,13 @@ def distance_kernels() -> Kernels:
     return Kernels(1, distances.forward, distances.backward, distances.forward_logsumexp, distances.backward_logsumexp)
 
 
-def forward(kernels: Kernels, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The result in `dtype`, contiguous in the plan's order of axes."""
-    matrices = _matrices(Layout.of_pairs(plan), loc, scale, x, kernels.scale_dims)
-    out = plan.empty(x, stored_dtype(dtype, x.device))
+def forward(kernels: Kernels, call: DensityCall) -> Tensor:
+    """The result, contiguous in the plan's order of axes."""
+    plan, x = call.plan, call.x
+    matrices = _matrices(Layout.of_pairs(plan), call, kernels.scale_dims)
+    out = plan.empty(x, stored_dtype(call.dtype, x.device))
     kernels.forward(*matrices, plan.view(out, plan.order).view(matrices[2].shape[:3]))
-    return out.to(dtype)
+    return out.to(call.dtype)
 
 
 def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -69,40 +56,31 @@ def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 and device.type == "cpu" and INTERPRETED else dtype
 
 
-def backward(
-    kernels: Kernels,
-    plan: Plan,
-    loc: Tensor,
-    scale: Tensor,
-    x: Tensor,
-    dout: Tensor,
-    dtype: torch.dtype,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def backward(kernels: Kernels, call: DensityCall, dout: Tensor, wanted: Wanted) -> Gradients:
     """Gradients of loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
     wants_loc, wants_scale, wants_x = wanted
-    arithmetic = arithmetic_dtype(dtype)
+    plan, loc, scale, x = call.plan, call.loc, call.scale, call.x
     layout = Layout.of_pairs(plan)
-    left, right, factor = _matrices(layout, loc, scale, x, kernels.scale_dims)
+    left, right, factor = _matrices(layout, call, kernels.scale_dims)
     # A gradient that `restore` will sum is not rounded before.
-    loc_dtype = stored_dtype(loc.dtype, x.device) if loc.numel() == right.numel() else arithmetic
+    loc_dtype = stored_dtype(loc.dtype, x.device) if loc.numel() == right.numel() else call.arithmetic
     dloc = layout.empty(loc, (0, 2), right.shape, loc_dtype, trailing=1) if wants_loc else None
-    dscale = layout.empty_sums(scale, arithmetic, trailing=kernels.scale_dims) if wants_scale else None
+    dscale = layout.empty_sums(scale, call.arithmetic, trailing=kernels.scale_dims) if wants_scale else None
     dx = layout.empty(x, (0, 1), left.shape, stored_dtype(x.dtype, x.device), trailing=1) if wants_x else None
     kernels.backward(left, right, factor, plan.view(dout, plan.order).reshape(factor.shape[:3]), dx, dloc, dscale)
     return (
-        None if dloc is None else layout.restore(dloc, loc, (0, 2), trailing=1),
-        None if dscale is None else layout.restore(dscale, scale, (0, 1, 2), trailing=kernels.scale_dims),
-        None if dx is None else layout.restore(dx, x, (0, 1), trailing=1),
+        layout.restore(dloc, loc, (0, 2), trailing=1),
+        layout.restore(dscale, scale, (0, 1, 2), trailing=kernels.scale_dims),
+        layout.restore(dx, x, (0, 1), trailing=1),
     )
 
 
-def _matrices(layout: Layout, loc: Tensor, scale: Tensor, x: Tensor, scale_dims: int) -> tuple[Tensor, Tensor, Tensor]:
+def _matrices(layout: Layout, call: DensityCall, scale_dims: int) -> tuple[Tensor, Tensor, Tensor]:
     """x as (batch, rows, D), loc as (batch, columns, D), scale as (batch, rows, columns), and its last dimension."""
     return (
-        layout.matrix(x, (0, 1), trailing=1),
-        layout.matrix(loc, (0, 2), trailing=1),
-        layout.matrix(scale, (0, 1, 2), trailing=scale_dims),
+        layout.matrix(call.x, (0, 1), trailing=1),
+        layout.matrix(call.loc, (0, 2), trailing=1),
+        layout.matrix(call.scale, (0, 1, 2), trailing=scale_dims),
     )
 
 
@@ -174,8 +152,12 @@ class Layout:
         shape = (*sizes, *operand.shape[operand.ndim - trailing :])
         return self.empty(operand, tuple(range(len(self.axes))), shape, dtype, trailing=trailing)
 
-    def restore(self, gradient: Tensor, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0) -> Tensor:
+    def restore(
+        self, gradient: Tensor | None, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0
+    ) -> Tensor | None:
         """The gradient of the operand, from one with an axis for each group, of size 1 where the kernel summed."""
+        if gradient is None:
+            return None
         axes = sum((self.axes[i] for i in groups), ())
         sizes: list[int] = []
         for i, size in zip(groups, gradient.shape):
@@ -199,11 +181,22 @@ class Groups(Layout):
     `left`, the points. Along the second group only `right` and further operands vary.
     """
 
+    LEFT, RIGHT, EVERY = (0, 1, 2), (0, 1, 3), (0, 1, 2, 3)  # the groups along which operands have axes
+
     def __init__(self, reduction: Reduction, loc: Tensor, x: Tensor) -> None:
         plan, axis = reduction.plan, reduction.axis
         self.left, self.right = (loc, x) if axis in plan.rows else (x, loc)
         self.reduction = reduction
         super().__init__(plan, component_groups(plan, axis))
+
+    def matrices(self, log_weights: Tensor, scale: Tensor, scale_dims: int) -> tuple[Tensor, ...]:
+        """The operands as kernels take them: left, right, scale and log_weights."""
+        return (
+            self.matrix(self.left, self.LEFT, trailing=1),
+            self.matrix(self.right, self.RIGHT, trailing=1),
+            self.matrix(scale, self.EVERY, trailing=scale_dims),
+            self.matrix(log_weights, self.EVERY),
+        )
 
     def of_result(self, tensor: Tensor, *, trailing: int = 0) -> Tensor:
         """A tensor with the shape of the result, viewed with an axis for each of the first three groups."""
@@ -214,24 +207,12 @@ class Groups(Layout):
         return view.reshape(*sizes, *tensor.shape[tensor.ndim - trailing :])
 
 
-def forward_logsumexp(
-    kernels: Kernels,
-    reduction: Reduction,
-    log_weights: Tensor,
-    loc: Tensor,
-    scale: Tensor,
-    x: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
+def forward_logsumexp(kernels: Kernels, reduction: Reduction, log_weights: Tensor, call: DensityCall) -> Tensor:
     """The statistics of the reduction, as `effops.blocks.logsumexp.forward` computes them."""
-    groups = Groups(reduction, loc, x)
-    statistics = reduction.empty(x, arithmetic_dtype(dtype))
+    groups = Groups(reduction, call.loc, call.x)
+    statistics = reduction.empty(call.x, call.arithmetic)
     kernels.forward_logsumexp(
-        groups.matrix(groups.left, (0, 1, 2), trailing=1),
-        groups.matrix(groups.right, (0, 1, 3), trailing=1),
-        groups.matrix(scale, (0, 1, 2, 3), trailing=kernels.scale_dims),
-        groups.matrix(log_weights, (0, 1, 2, 3)),
-        groups.of_result(statistics, trailing=1),
+        *groups.matrices(log_weights, call.scale, kernels.scale_dims), groups.of_result(statistics, trailing=1)
     )
     return statistics
 
@@ -240,31 +221,27 @@ def backward_logsumexp(
     kernels: Kernels,
     reduction: Reduction,
     log_weights: Tensor,
-    loc: Tensor,
-    scale: Tensor,
-    x: Tensor,
+    call: DensityCall,
     statistics: Tensor,
     dout: Tensor,
-    dtype: torch.dtype,
     wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Gradients of log_weights, loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
     wants_weights, wants_loc, wants_scale, wants_x = wanted
-    groups = Groups(reduction, loc, x)
-    wants_left, wants_right = (wants_x, wants_loc) if groups.left is x else (wants_loc, wants_x)
-    left = groups.matrix(groups.left, (0, 1, 2), trailing=1)
-    right = groups.matrix(groups.right, (0, 1, 3), trailing=1)
-    arithmetic = arithmetic_dtype(dtype)
+    scale, scale_dims, arithmetic = call.scale, kernels.scale_dims, call.arithmetic
+    groups = Groups(reduction, call.loc, call.x)
+    is_swapped = groups.left is not call.x
+    wants_left, wants_right = (wants_loc, wants_x) if is_swapped else (wants_x, wants_loc)
+    left, right, *others = groups.matrices(log_weights, scale, scale_dims)
     left_shape = (left.shape[0], 1, *left.shape[2:])
-    dleft = groups.empty(groups.left, (0, 1, 2), left_shape, arithmetic, trailing=1) if wants_left else None
-    dright = groups.empty(groups.right, (0, 1, 3), right.shape, arithmetic, trailing=1) if wants_right else None
-    dfactor = groups.empty_sums(scale, arithmetic, trailing=kernels.scale_dims) if wants_scale else None
+    dleft = groups.empty(groups.left, groups.LEFT, left_shape, arithmetic, trailing=1) if wants_left else None
+    dright = groups.empty(groups.right, groups.RIGHT, right.shape, arithmetic, trailing=1) if wants_right else None
+    dfactor = groups.empty_sums(scale, arithmetic, trailing=scale_dims) if wants_scale else None
     dweights = groups.empty_sums(log_weights, arithmetic) if wants_weights else None
     kernels.backward_logsumexp(
         left,
         right,
-        groups.matrix(scale, (0, 1, 2, 3), trailing=kernels.scale_dims),
-        groups.matrix(log_weights, (0, 1, 2, 3)),
+        *others,
         groups.of_result(statistics, trailing=1),
         groups.of_result(dout),
         dweights,
@@ -272,11 +249,11 @@ def backward_logsumexp(
         dright,
         dfactor,
     )
-
-    def restore(gradient: Tensor | None, operand: Tensor, axes: tuple[int, ...], trailing: int = 0) -> Tensor | None:
-        return None if gradient is None else groups.restore(gradient, operand, axes, trailing=trailing)
-
-    of_left, of_right = restore(dleft, groups.left, (0, 1, 2), 1), restore(dright, groups.right, (0, 1, 3), 1)
-    dloc, dx = (of_right, of_left) if groups.left is x else (of_left, of_right)
-    every = (0, 1, 2, 3)
-    return restore(dweights, log_weights, every), dloc, restore(dfactor, scale, every, kernels.scale_dims), dx
+    of_left = groups.restore(dleft, groups.left, groups.LEFT, trailing=1)
+    of_right = groups.restore(dright, groups.right, groups.RIGHT, trailing=1)
+    return (
+        groups.restore(dweights, log_weights, groups.EVERY),
+        of_left if is_swapped else of_right,
+        groups.restore(dfactor, scale, groups.EVERY, trailing=scale_dims),
+        of_right if is_swapped else of_left,
+    )

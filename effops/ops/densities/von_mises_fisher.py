@@ -17,8 +17,8 @@ from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp
 from effops.numerics.directions import directions_at_angle
 from effops.numerics.special import bessel_ratio, log_vmf_normaliser
-from effops.ops.densities.density import LogProb
 from effops.ops.densities.directional import Directional
+from effops.ops.densities.log_prob import LogProb
 from effops.ops.densities.mixture import Mixture
 from effops.pytorch import _standard_gamma
 

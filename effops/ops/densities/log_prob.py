@@ -1,0 +1,124 @@
+"""Make the op of the log densities of all pairs of a family."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.blocks import pairs
+from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels
+from effops.dispatch.forms import add_forms, best_form
+from effops.dispatch.op import Op
+from effops.numerics.precision import arithmetic_dtype
+from effops.ops.densities import triton
+from effops.ops.densities.density import Density, DensityCall, Form, Wanted, plan_of, prepare
+from effops.prediction import inductor
+from effops.prediction.allocations import Bytes
+
+
+class LogProb:
+    """The op of the log densities of all pairs of a family."""
+
+    def __init__(self, density: Density) -> None:
+        self.density = density
+        name = f"{density.name}_log_prob"
+        self.op = Op(
+            name,
+            prepare=functools.partial(prepare, density, name),
+            preference=preference(density),
+            core_dims=tensor_dims(density),
+        )
+        add_forms(self.op, density.forms, self.composed, self.settings, functools.partial(compiled_bytes, density))
+        best = self.composed(best_form(density.forms))
+        custom = functools.partial(
+            CustomOp,
+            parameters={"loc": Tensor, "scale": Tensor, "x": Tensor, "dtype": torch.dtype},
+            split=self.split,
+            composite=lambda call: best(*call.tensors, *self.settings(call)),
+            empty=self.empty,
+            core_dims=tuple(self.op.core_dims.values()),
+        )
+        chunked = custom(f"{name}_chunked", forward=self.forward, backward=self.backward)
+        add_custom_op(self.op, chunked, "chunked")
+        kernels = custom(f"{name}_triton", forward=self.triton_forward, backward=self.triton_backward)
+        add_kernels(self.op, kernels, requires=[self.requires_layout])
+
+    def split(self, arguments: Sequence[Any]) -> DensityCall:
+        """The call with these arguments."""
+        loc, scale, x, dtype = arguments
+        return DensityCall(loc, scale, x, plan_of(self.density, loc, scale, x), dtype)
+
+    def requires_layout(self, call: DensityCall) -> str:
+        return triton.Layout.of_pairs(call.plan).obstacle(call.scale, self.density.scale_dims)
+
+    def composed(self, form: Form) -> Callable[..., Tensor]:
+        """The op as a form computes it: a function of the tensors of a call and of its `settings`."""
+        density = self.density
+
+        def log_prob(loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float) -> Tensor:
+            return scores(density, form, loc, scale, x, dtype, tolerance).to(dtype)
+
+        return log_prob
+
+    def settings(self, call: DensityCall) -> tuple[Any, ...]:
+        return call.dtype, self.density.tolerance(call)
+
+    def empty(self, call: DensityCall) -> Tensor:
+        """An uninitialised result."""
+        return call.plan.empty(call.x, call.dtype)
+
+    def forward(self, call: DensityCall) -> Tensor:
+        at_once = self.density.at_once(call)
+        return pairs.forward(self.density.blocks(call), self.empty(call)) if at_once is None else at_once
+
+    def backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
+        return pairs.backward(self.density.blocks(call, scored=False, wanted=wanted), dout)
+
+    def triton_forward(self, call: DensityCall) -> Tensor:
+        return triton.forward(self.density.kernels(call), call)
+
+    def triton_backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
+        return triton.backward(self.density.kernels(call), call, dout, wanted)
+
+
+def tensor_dims(density: Density) -> dict[str, int]:
+    """The tensor arguments, and how many of the last dimensions of each are no batch axes."""
+    return {"loc": 1, density.scale_name: density.scale_dims, "x": 1}
+
+
+def preference(density: Density) -> tuple[str, ...]:
+    """The names of the variants, from the best on."""
+    everywhere = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
+    return tuple(name for name in everywhere if name != "einsum" or name in density.forms)
+
+
+def scores(
+    density: Density, form: Form, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float
+) -> Tensor:
+    """All scores as a form computes them, in the dtype of the arithmetic for a result in `dtype`."""
+    wide = scale.double()  # one conversion, so that the two parts of its gradient cancel before they are rounded
+    return form(loc, wide, density.normaliser(wide, x.shape[-1]), x, arithmetic_dtype(dtype), tolerance)
+
+
+def compiled_bytes(density: Density, program: inductor.Program, call: DensityCall, *, reduced: bool = False) -> Bytes:
+    """What the compiled form of the densities of all pairs allocates, or that of their logsumexp."""
+    plan, scale = call.plan, call.scale
+    pairs = plan.numel(plan.order)
+    if "einsum" not in density.forms:
+        return inductor.distances(program, pairs=pairs, scale=scale, reduced=reduced)
+    return inductor.mapped_dot_products(
+        program,
+        call.loc,
+        call.x,
+        pairs=pairs,
+        scales=scale.numel(),
+        is_product=min(plan.numel(plan.rows), plan.numel(plan.columns)) > 1,
+        is_permuted=plan.is_permuted,
+        masked=density.tolerance(call) < math.inf,
+        reduced=reduced,
+    )
