@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from effops.dispatch.op import Call, Cost, Op, Requirement, anywhere
+from effops.dispatch.op import Call, Cost, Op, Requirement, Variant, anywhere
 from effops.dispatch.requirements import kernels_error, on_cuda, requires_triton
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import without_autocast
@@ -414,19 +414,9 @@ def add_custom_op(
 
     `run` computes the result of a call, and `cost` predicts what it needs. Without them, both come from the operator.
     """
-
-    def finished(call: Any) -> Tensor:
-        return op.finish(call, custom(call))
-
-    is_sum = op.logsumexp is not None
-    register = op.variant(
-        variant,
-        cost=cost or functools.partial(allocated, op, custom),
-        requires=requires,
-        automatic=automatic,
-        statistics=custom if is_sum else None,
-    )
-    register(run or (finished if is_sum else custom))
+    cost = cost or functools.partial(allocated, op, custom)
+    statistics = custom if op.logsumexp else None
+    op.add(Variant(variant, run or custom, cost, requires, automatic, statistics))
 
 
 def add_kernels(

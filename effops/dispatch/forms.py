@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.jit import compile_by_signature, script
-from effops.dispatch.op import Cost, Op, Requirement
+from effops.dispatch.op import Cost, Op, Requirement, Variant
 from effops.dispatch.requirements import requires_inductor, requires_torchscript
 from effops.prediction.allocations import Bytes, predict_bytes
 from effops.prediction.inductor import Program
@@ -40,19 +40,13 @@ def add_forms(
             return function(*call.tensors, *settings(call))
 
         def predicted(call: Any) -> Bytes:
-            def of_tensors(*tensors: Tensor) -> Tensor:
-                return op.finish(call, function(*tensors, *settings(call)))
+            return predict_bytes(lambda *tensors: op.finish(call, function(*tensors, *settings(call))), *call.tensors)
 
-            return predict_bytes(of_tensors, *call.tensors)
+        def cost(call: Any) -> Cost:
+            return Cost(*(allocated or predicted)(call), operations(call))
 
-        statistics = None if op.logsumexp is None else computed
-        register = op.variant(
-            name,
-            cost=lambda call: Cost(*(allocated or predicted)(call), operations(call)),
-            requires=requires,
-            statistics=statistics,
-        )
-        register(lambda call: op.finish(call, computed(call)))
+        statistics = computed if op.logsumexp else None
+        op.add(Variant(name, lambda call: op.finish(call, computed(call)), cost, requires, statistics=statistics))
 
     def compiled(call: Any) -> Bytes:
         program = Program(math.prod(call.shape), call.dtype, call.arithmetic, requires_grad(call.tensors))

@@ -84,10 +84,7 @@ class Variant:
 
     def obstacle(self, call: Call) -> str:
         """Why this variant cannot run `call`; empty if it can."""
-        for requirement in self.requires:
-            if reason := requirement(call):
-                return reason
-        return ""
+        return next(filter(None, (requirement(call) for requirement in self.requires)), "")
 
 
 @dataclass
@@ -115,25 +112,14 @@ class Op:
     def __post_init__(self) -> None:
         _ops[self.name] = self
 
-    def variant(
-        self,
-        name: str,
-        *,
-        cost: Callable[[Any], Cost | None],
-        requires: Sequence[Requirement] = (),
-        automatic: Callable[[Any], bool] = anywhere,
-        statistics: Callable[[Any], Tensor] | None = None,
-    ) -> Callable[[Callable[[Any], Tensor]], Callable[[Any], Tensor]]:
-        """Register the decorated function, which takes a call, as the variant `name`."""
-        if name not in self.preference:
-            raise ValueError(f"{self.name}: variant {name!r} has no place in the order of preference {self.preference}")
-
-        def register(run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-            registered = {**self.variants, name: Variant(name, run, cost, requires, automatic, statistics)}
-            self.variants = {name: registered[name] for name in self.preference if name in registered}
-            return run
-
-        return register
+    def add(self, variant: Variant) -> None:
+        """Register a variant."""
+        if variant.name not in self.preference:
+            raise ValueError(
+                f"{self.name}: variant {variant.name!r} has no place in the order of preference {self.preference}"
+            )
+        registered = {**self.variants, variant.name: variant}
+        self.variants = {name: registered[name] for name in self.preference if name in registered}
 
     def public(self, function: FunctionT) -> FunctionT:
         """Mark the decorated function as the public function of this op."""

@@ -20,7 +20,7 @@ from torch import Tensor
 import effops.dispatch.op
 import effops.reference.reference
 from effops.dispatch.call import call
-from effops.dispatch.op import Cost, Op, ops
+from effops.dispatch.op import Cost, Op, Variant, ops
 from effops.reference import Reference, reference_of
 from effops.reference.bounds import Bounds
 
@@ -103,12 +103,12 @@ def toy() -> Iterator[Op]:
         bounds=bounds,
         gradient_bounds=gradient_bounds,
     )
-    op.variant("naive", cost=cost)(row_sum_naive)
-    op.variant("wrong", cost=cost)(lambda a: row_sum_naive(a) * 1.01)
-    op.variant("nan", cost=cost)(lambda a: row_sum_naive(a) * float("nan"))
-    op.variant("wrong_gradient", cost=cost)(lambda a: row_sum_naive(a) * 2 - row_sum_naive(a).detach())
-    op.variant("raising", cost=cost)(raising)
-    op.variant("elsewhere", cost=cost, requires=[lambda a: "needs another device"])(row_sum_naive)
+    op.add(Variant("naive", row_sum_naive, cost))
+    op.add(Variant("wrong", lambda a: row_sum_naive(a) * 1.01, cost))
+    op.add(Variant("nan", lambda a: row_sum_naive(a) * float("nan"), cost))
+    op.add(Variant("wrong_gradient", lambda a: row_sum_naive(a) * 2 - row_sum_naive(a).detach(), cost))
+    op.add(Variant("raising", raising, cost))
+    op.add(Variant("elsewhere", row_sum_naive, cost, [lambda a: "needs another device"]))
     yield op
     del effops.dispatch.op._ops["toy_row_sum"]
     del effops.reference.reference.REFERENCES[function]

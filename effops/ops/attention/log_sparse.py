@@ -22,7 +22,7 @@ from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels, predicted
 from effops.dispatch.forms import add_forms
-from effops.dispatch.op import Cost, Op
+from effops.dispatch.op import Cost, Op, Variant
 from effops.dispatch.requirements import requires_inductor
 from effops.numerics.precision import arithmetic_dtype, wider
 from effops.ops.attention import flex, triton
@@ -272,9 +272,7 @@ def _flex_cost(call: LogSparseCall) -> Cost:
 
 
 add_custom_op(op, _custom_op("chunked", _chunked, _chunked_backward), "chunked")
-op.variant("flex", cost=_flex_cost, requires=[requires_inductor, flex.requires_flex], automatic=lambda call: False)(
-    _flex
-)
+op.add(Variant("flex", _flex, _flex_cost, [requires_inductor, flex.requires_flex], automatic=lambda call: False))
 add_kernels(op, _custom_op("triton", _triton, _triton_backward), requires=[_few_features])
 
 

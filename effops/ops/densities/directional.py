@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,8 +42,8 @@ class Directional:
     map: Callable[[int, torch.dtype, float, float], DotMap]
     kernel: str
     singular: bool
-    scale_dims: ClassVar[int] = 0
-    smallest: ClassVar[int] = 2
+    scale_dims: int = 0
+    smallest: int = 2
 
     @functools.cached_property
     def forms(self) -> Mapping[str, Form]:
