@@ -16,18 +16,17 @@ Gradients whose sums overflow are NaN where those of the plain form are infinite
 digits, and a score has an error of at least u sum |weight|.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from effops.blocks.operand import PairOperand
-from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import Block, cut, depths, fit, part, pieces, sizes, tiles, whole
+from effops.blocks.operand import point_operand
+from effops.blocks.pairs import Scores
+from effops.blocks.plan import Plan, Slices
+from effops.blocks.tiling import Block, Buffer, cut, depths, fit, part, pieces, sizes
 from effops.numerics.values import observed
 
 PAIR_BYTES = 128 * 1024  # size of the scores of a block: 64 x 512 in float32, for callers that reduce them
@@ -45,8 +44,8 @@ class _Weights(NamedTuple):
     is_summable: bool
 
 
-class AdditiveScores:
-    """The scores of one call, as `Scores`: of query (rows), key (columns) and weight.
+class AdditiveScores(Scores):
+    """The scores of one call, with gradients of query (rows), key (columns) and weight.
 
     The three have the same last dimension. `wanted` tells which of their gradients are wanted. `values_per_row` is how
     many values the caller keeps for each row of a block.
@@ -63,87 +62,61 @@ class AdditiveScores:
         wanted: Sequence[bool] = (False, False, False),
         values_per_row: int = 1,
     ) -> None:
-        self.plan = plan
-        self.arithmetic = arithmetic
         self.query, self.key, self.weight = (
-            PairOperand(plan, tensor, arithmetic, is_wanted, any(wanted))
+            point_operand(plan, tensor, arithmetic, is_wanted)
             for tensor, is_wanted in zip((query, key, weight), wanted)
         )
-        self.dimension = query.shape[-1]
-        dimension, itemsize = max(1, self.dimension), arithmetic.itemsize
-        self.extents = cut(plan, dimension, itemsize, copies=1, values_per_row=values_per_row, pair_bytes=PAIR_BYTES)
-        self.keeps_exponentials = min(math.prod(self.extents.rows), math.prod(self.extents.columns)) > 1
+        self.differentiated = any(wanted)
+        dimension, itemsize = max(1, query.shape[-1]), arithmetic.itemsize
+        extents = cut(plan, dimension, itemsize, copies=1, values_per_row=values_per_row, pair_bytes=PAIR_BYTES)
+        super().__init__(plan, arithmetic, extents)
+        self.depths = list(depths(dimension, extents.depth)) if query.shape[-1] else []
+        self.keeps_exponentials = min(math.prod(extents.rows), math.prod(extents.columns)) > 1
         self.limit = -math.log(torch.finfo(arithmetic).smallest_normal) / 2 - 0.1  # above, e^(2q) loses digits
         self.largest = torch.finfo(arithmetic).max / 8  # up to this sum |weight| no partial sum overflows
-        all_axes = range(len(plan.order))
-        self.weight_of_pairs = self.weight.varies(all_axes[len(plan.batch) :])
-        self.weight_varies = self.weight.varies(all_axes)
-        values = PIECE_BYTES // arithmetic.itemsize
-        if any(wanted) or self.weight_varies:  # a second buffer is needed, for the terms or for converted weights
+        self.weight_of_pairs = plan.varies(weight, plan.rows + plan.columns, trailing=1)
+        self.weight_varies = plan.varies(weight, plan.order, trailing=1)
+        values = PIECE_BYTES // itemsize
+        if self.differentiated or self.weight_varies:  # a second buffer is needed, for terms or converted weights
             values //= 2
-        self.piece = fit(self.extents.pairs, values // self.extents.depth)
-        pairs = math.prod(self.piece)
-
-        def empty(numel: int) -> Tensor:
-            return query.new_empty(numel, dtype=arithmetic)
-
-        self.factors = [
-            empty(self.extents.depth * math.prod(map(min, operand.view.shape, self.extents.pairs)))
-            for operand in (self.query, self.key)
-        ]
-        self.ratios, self.sums = empty(pairs * self.extents.depth), empty(pairs)
-        self.terms = torch.empty_like(self.ratios) if any(wanted) else None
-        self.rooms: dict[tuple[int, Shape], Tensor] = {}
-        self.expands = any(
-            size != 1 and self.query.view.shape[axis] == self.key.view.shape[axis] == 1
-            for axis, size in enumerate(self.extents.pairs)
-        )
+        self.piece = fit(extents.pairs, values // extents.depth)
+        self.factors = Buffer(query, arithmetic), Buffer(query, arithmetic)
+        self.ratios, self.sums, self.terms = (Buffer(query, arithmetic) for _ in range(3))
         self.one = query.new_ones((), dtype=arithmetic)
 
-    def walk(self) -> Iterator[Block]:
-        """Every block once."""
-        plan, extents = self.plan, self.extents
-        for batch in tiles(whole(plan.sizes(plan.batch)), extents.batch):
-            for columns in tiles(whole(plan.sizes(plan.columns)), extents.columns):
-                for rows in tiles(whole(plan.sizes(plan.rows)), extents.rows):
-                    yield Block(batch, rows, columns)
-
     def evaluate(self, block: Block, out: Tensor | None) -> None:
-        """Write the scores of a block to `out`, in its shape and the dtype of the arithmetic, unless `out` is None."""
         if out is None:
             return
         out.zero_()
-        for depth in self._depths():
+        for depth in self.depths:
             factors = self._factors(block, depth)
             shared = None if self.weight_varies else self._weights(block.pairs, depth)
             for pairs, inside in pieces(block, self.piece):
                 ratios = self._ratios(factors, inside, depth)
                 out[inside].add_(self._weigh(ratios, shared or self._weights(pairs, depth)))
 
-    def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
-        """Add the contribution of a block to the gradients. `weight` is the gradient of its scores."""
-        if self.terms is None:
+    def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
+        if not self.differentiated:
             return
-        for depth in self._depths():
+        for depth in self.depths:
             factors = self._factors(block, depth)
             for pairs, inside in pieces(block, self.piece):
                 ratios = self._ratios(factors, inside, depth)
                 g = weight[inside].unsqueeze(-1)
-                terms = torch.mul(ratios, g, out=self._room(self.terms, ratios.shape))
+                terms = torch.mul(ratios, g, out=self.terms.room(ratios.shape))
                 if self.weight.total is not None:
                     shape = part(self.weight.total, (*pairs, depth)).shape
                     total = g.to(self.arithmetic).sum_to_size(*shape[:-1], 1)
-                    self.weight.add(pairs, depth, torch.sub(total, terms.sum_to_size(shape), alpha=2))
+                    self.weight.add((*pairs, depth), torch.sub(total, terms.sum_to_size(shape), alpha=2))
                 if self.query.total is None and self.key.total is None:
                     continue
                 terms.addcmul_(terms, ratios, value=-1)
                 if self.weight_of_pairs:
-                    terms.mul_(self.weight.part(pairs, depth))
-                self.query.add(pairs, depth, terms)
-                self.key.add(pairs, depth, terms)
+                    terms.mul_(self.weight.part((*pairs, depth)))
+                self.query.add((*pairs, depth), terms)
+                self.key.add((*pairs, depth), terms)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of query, key and weight, in their shapes and dtypes, after `pull_back` of every block."""
         for operand in (self.query, self.key):
             if operand.total is not None:
                 operand.total *= 4
@@ -151,14 +124,11 @@ class AdditiveScores:
                     operand.total *= self.weight.view
         return self.query.gradient(), self.key.gradient(), self.weight.gradient()
 
-    def _depths(self) -> Iterable[slice]:
-        return depths(self.dimension, self.extents.depth) if self.dimension else ()
-
     def _factors(self, block: Block, depth: slice) -> tuple[bool, Tensor, Tensor]:
         """Whether r comes from products of exponentials; then e^(2q) and e^(2k) if so, else q and k."""
-        parts = (operand.part(block.pairs, depth) for operand in (self.query, self.key))
+        parts = (operand.part((*block.pairs, depth)) for operand in (self.query, self.key))
         query, key = (
-            buffer[: values.numel()].view(values.shape).copy_(values)
+            buffer.room(values.shape).copy_(values)
             if self.keeps_exponentials or values.dtype != self.arithmetic
             else values
             for buffer, values in zip(self.factors, parts)
@@ -175,16 +145,14 @@ class AdditiveScores:
     def _ratios(self, factors: tuple[bool, Tensor, Tensor], inside: Slices, depth: slice) -> Tensor:
         """The r of every pair and coordinate of a piece."""
         as_product, query, key = factors
-        out = self._room(self.ratios, (*sizes(inside), depth.stop - depth.start))
-        query, key = part(query, inside), part(key, inside)
-        if self.expands:
-            query, key = query.expand(out.shape), key.expand(out.shape)
+        out = self.ratios.room((*sizes(inside), depth.stop - depth.start))
+        query, key = part(query, inside).expand(out.shape), part(key, inside)
         if as_product:
             return torch.addcmul(self.one, query, key, out=out).reciprocal_()
         return torch.add(query, key, out=out).mul_(-2).sigmoid_()
 
     def _weights(self, pairs: Slices, depth: slice) -> _Weights:
-        values = self.weight.part(pairs, depth).to(self.arithmetic)
+        values = self.weight.part((*pairs, depth)).to(self.arithmetic)
         if values.numel() == values.shape[-1]:
             values = values.reshape(-1).contiguous()  # a product with strided weights sums its terms sequentially
         is_summable = observed(torch.linalg.vector_norm(values, 1), ordinary=0.0) <= self.largest
@@ -193,17 +161,10 @@ class AdditiveScores:
     def _weigh(self, ratios: Tensor, weights: _Weights) -> Tensor:
         """The sums over d of weight (1 - 2 r), for the pairs of a piece. They may overwrite `ratios`."""
         values, total, is_summable = weights
-        sums = self._room(self.sums, ratios.shape[:-1])
+        sums = self.sums.room(ratios.shape[:-1])
         if not is_summable:  # the sum of the weights may be infinite where that of the terms is not
             return torch.sum(ratios.mul_(-2).add_(1).mul_(values), -1, out=sums)
         if values.ndim > 1:
             return torch.sum(ratios.mul_(values), -1, out=sums).mul_(-2).add_(total)
         torch.addmv(total, ratios.view(-1, len(values)), values, alpha=-2, out=sums.view(-1))
         return sums
-
-    def _room(self, buffer: Tensor, shape: Shape) -> Tensor:
-        """A view of the start of a buffer, in the given shape."""
-        at = id(buffer), shape
-        if at not in self.rooms:
-            self.rooms[at] = buffer[: math.prod(shape)].view(shape)
-        return self.rooms[at]

@@ -32,20 +32,19 @@ The gradient of a scale can lose its (x - loc)^2, but has the terms |G| / s too,
 rows and columns of a product do not mix, so that no row spoils another.
 """
 
-from __future__ import annotations
-
-import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from effops.blocks.operand import PairOperand
+from effops.blocks.operand import PairOperand, point_operand
+from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import BLOCK_BYTES, Block, Extents, cut, depths, fit, merge, pieces, sizes, tiles, whole
+from effops.blocks.tiling import BLOCK_BYTES, Block, Buffer, Extents, cut, depths, fit, merge, pieces, sizes
 from effops.numerics.precision import contraction_error, unit_roundoff
 from effops.numerics.values import observed
 
@@ -58,7 +57,7 @@ SAMPLE = 8  # columns whose median is the centre of a block
 HALF_LOG_2PI = math.log(2 * math.pi) / 2
 
 
-class Distances:
+class Distances(Scores):
     """The scores of normal densities, and the gradients of loc, scale and x, in that order, that are `wanted`."""
 
     def __init__(
@@ -70,14 +69,12 @@ class Distances:
         arithmetic: torch.dtype,
         wanted: Sequence[bool] = (False, False, False),
     ) -> None:
-        self.plan = plan
-        self.arithmetic = arithmetic
         self.loc, self.scale, self.x = (
-            PairOperand(plan, tensor, arithmetic, is_wanted, any(wanted))
-            for tensor, is_wanted in zip((loc, scale, x), wanted)
+            point_operand(plan, tensor, arithmetic, is_wanted) for tensor, is_wanted in zip((loc, scale, x), wanted)
         )
+        self.differentiated = any(wanted)
         dimension = x.shape[-1]
-        by_rows, by_columns = (self.scale.varies(axes) for axes in _role_axes(plan))
+        by_rows, by_columns = (plan.varies(scale, axes, trailing=1) for axes in (plan.rows, plan.columns))
         as_product = (
             arithmetic == torch.float32
             and min(plan.numel(plan.rows), plan.numel(plan.columns)) >= NARROW
@@ -86,7 +83,7 @@ class Distances:
         )
         if as_product:
             features = dimension + min(dimension, scale.shape[-1]) + 1
-            self.extents = cut(
+            extents = cut(
                 plan,
                 dimension,
                 torch.float64.itemsize,
@@ -95,37 +92,28 @@ class Distances:
                 width=PRODUCT_WIDTH,
             )
         else:
-            self.extents = cut(plan, max(1, dimension), arithmetic.itemsize)
-        self.direct = _Direct(self.extents, self.loc, self.scale, self.x, arithmetic)
-        self.product = _Product(plan, self.extents, self.direct, by_rows) if as_product else None
-
-    def walk(self) -> Iterator[Block]:
-        """Every block once. Blocks of the same columns follow one another, and share what is prepared for these."""
-        batches, rows, columns = (
-            whole(self.plan.sizes(axes)) for axes in (self.plan.batch, self.plan.rows, self.plan.columns)
-        )
-        for batch_tile in tiles(batches, self.extents.batch):
-            for column_tile in tiles(columns, self.extents.columns):
-                for row_tile in tiles(rows, self.extents.rows):
-                    yield Block(batch_tile, row_tile, column_tile)
-                if self.product is not None:
-                    self.product.columns.finish()
+            extents = cut(plan, max(1, dimension), arithmetic.itemsize)
+        super().__init__(plan, arithmetic, extents)
+        self.direct = _Direct(extents, self.loc, self.scale, self.x, arithmetic, self.differentiated)
+        self.product = _Product(plan, extents, self.direct, by_rows) if as_product else None
 
     def evaluate(self, block: Block, out: Tensor | None) -> None:
-        """Write the scores of a block to `out`, in its shape and the dtype of the arithmetic, unless `out` is None."""
         if out is not None and (self.product is None or not self.product.evaluate(block, out)):
             self.direct.evaluate(block, out)
 
-    def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
-        """Add the contribution of a block to the gradients. `weight` is the gradient of its scores."""
+    def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
+        if not self.differentiated:
+            return
         if self.product is not None:
             self.product.pull_back(block, weight)
         else:
-            for depth in self.direct.depths():
+            for depth in self.direct.depths:
                 self.direct.pull_back(block, depth, weight)
 
-    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of loc, scale and x, in their shapes and dtypes, after `pull_back` of every block."""
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        if self.product is not None:
+            self.product.rows.finish()
+            self.product.columns.finish()
         return self.loc.gradient(), self.scale.gradient(), self.x.gradient()
 
 
@@ -133,12 +121,19 @@ class _Direct:
     """The direct form, a piece of a block at a time."""
 
     def __init__(
-        self, extents: Extents, loc: PairOperand, scale: PairOperand, x: PairOperand, arithmetic: torch.dtype
+        self,
+        extents: Extents,
+        loc: PairOperand,
+        scale: PairOperand,
+        x: PairOperand,
+        arithmetic: torch.dtype,
+        differentiated: bool,
     ) -> None:
         self.loc, self.scale, self.x = loc, scale, x
-        self.arithmetic = arithmetic
+        self.arithmetic, self.differentiated = arithmetic, differentiated
         self.dimension = x.view.shape[-1]
         self.piece = BLOCK_BYTES // arithmetic.itemsize
+        self.depths = list(depths(self.dimension, self.piece))
         pairs = max(1, self.piece // max(1, self.dimension))
         rows = fit(extents.rows, math.isqrt(pairs))
         columns = fit(extents.columns, pairs // math.prod(rows))
@@ -149,20 +144,13 @@ class _Direct:
         scales = max(1, BLOCK_BYTES // torch.float64.itemsize // max(1, scale.view.shape[-1]))
         pieces = iter(fit(tuple(itertools.compress(extents.pairs, varying)), scales))
         self.constant_extents = tuple(next(pieces) if axis else whole for axis, whole in zip(varying, extents.pairs))
-
-    @functools.cached_property
-    def buffers(self) -> Tensor:
-        """A buffer for the pairs of a piece, and a second one if there are gradients."""
-        return self.x.view.new_empty((1 + self.x.differentiated, self.piece), dtype=self.arithmetic)
-
-    def depths(self) -> Iterator[slice]:
-        return depths(self.dimension, self.piece)
+        self.quotients, self.pulls = Buffer(x.view, arithmetic), Buffer(x.view, arithmetic)
 
     def evaluate(self, block: Block, out: Tensor) -> None:
         out.zero_()
-        for depth in self.depths():
+        for depth in self.depths:
             for pairs, inside in pieces(block, self.constant_extents):
-                out[inside] += _constant(self.scale.part(pairs, depth).double(), depth).to(out.dtype)
+                out[inside] += _constant(self.scale.part((*pairs, depth)).double(), depth).to(out.dtype)
             for pairs, inside in pieces(block, self.extents):
                 out[inside].sub_(self.standardised(pairs, depth).square_().sum(-1), alpha=0.5)
 
@@ -170,7 +158,10 @@ class _Direct:
         """Write the scores of single pairs of a block, given by their indices in it. Compute them in float64."""
         step = max(1, self.piece // 8 // self.dimension)
         for some in zip(*(index.split(step) for index in which)):
-            loc, scale, x = (operand.of_pairs(block.pairs, some) for operand in (self.loc, self.scale, self.x))
+            loc, scale, x = (
+                operand.part(block.pairs).expand(*out.shape, -1)[some].double()
+                for operand in (self.loc, self.scale, self.x)
+            )
             constant = _constant(scale, slice(0, self.dimension))
             out[some] = constant.sub_(x.sub_(loc).div_(scale).square_().sum(-1), alpha=0.5).to(out.dtype)
 
@@ -178,45 +169,41 @@ class _Direct:
         """Add the contribution of a block to the gradients, for the coordinates in `depth`."""
         for pairs, inside in pieces(block, self.extents):
             z = self.standardised(pairs, depth)
-            scale = self.scale.part(pairs, depth).to(self.arithmetic)
+            scale = self.scale.part((*pairs, depth)).to(self.arithmetic)
             g = weight[inside].unsqueeze(-1)
             no_pull = g == 0  # so that 0 * inf adds nothing
             if self.loc.total is not None or self.x.total is not None:
-                pull = torch.div(z, scale, out=self.buffers[1, : z.numel()].view(z.shape)).mul_(g)
+                pull = torch.div(z, scale, out=self.pulls.room(z.shape)).mul_(g)
                 pull.masked_fill_(no_pull, 0)
-                self.loc.add(pairs, depth, pull)
-                self.x.add(pairs, depth, pull, sign=-1)
+                self.loc.add((*pairs, depth), pull)
+                self.x.add((*pairs, depth), pull, sign=-1)
             if self.scale.total is not None:
-                self.scale.add(pairs, depth, z.square_().sub_(1).div_(scale).mul_(g).masked_fill_(no_pull, 0))
+                pull = z.square_().sub_(1).div_(scale).mul_(g).masked_fill_(no_pull, 0)
+                self.scale.add((*pairs, depth), pull)
 
     def standardised(self, pairs: Slices, depth: slice) -> Tensor:
         """The quotient (x - loc) / s of every pair of a piece."""
-        loc, scale, x = (operand.part(pairs, depth).to(self.arithmetic) for operand in (self.loc, self.scale, self.x))
+        operands = self.loc, self.scale, self.x
+        loc, scale, x = (operand.part((*pairs, depth)).to(self.arithmetic) for operand in operands)
         shape = (*sizes(pairs), x.shape[-1])
-        z = self.buffers[0, : math.prod(shape)].view(shape)
-        return torch.sub(x.expand(shape), loc, out=z).div_(scale)
+        return torch.sub(x.expand(shape), loc, out=self.quotients.room(shape)).div_(scale)
 
 
 class _Product:
     """The product form: the product of a factor of a block's rows and one of its columns."""
 
     def __init__(self, plan: Plan, extents: Extents, direct: _Direct, by_rows: bool) -> None:
-        self.direct = direct
-        self.dimension = direct.dimension
-        self.depth = extents.depth
-        self.by_rows = by_rows
-        row_axes, column_axes = _role_axes(plan)
-        self.plain: _Plain
-        self.scaled: _Scaled
+        self.direct, self.by_rows = direct, by_rows
+        self.dimension, self.depth = direct.dimension, extents.depth
         self.rows: _Factor
         self.columns: _Factor
         if by_rows:
-            self.rows = self.scaled = _Scaled(direct.x, direct.scale, column_axes, extents)
-            self.columns = self.plain = _Plain(direct.loc, direct.scale, row_axes, extents)
+            self.rows = self.scaled = _Scaled(plan, plan.columns, direct.x, direct)
+            self.columns = self.plain = _Plain(plan, plan.rows, direct.loc, direct)
         else:
-            self.rows = self.plain = _Plain(direct.x, direct.scale, column_axes, extents)
-            self.columns = self.scaled = _Scaled(direct.loc, direct.scale, row_axes, extents)
-        self.pairs = direct.x.view.new_empty(math.prod(extents.pairs), dtype=torch.float64)
+            self.rows = self.plain = _Plain(plan, plan.columns, direct.x, direct)
+            self.columns = self.scaled = _Scaled(plan, plan.rows, direct.loc, direct)
+        self.pairs = Buffer(direct.x.view, torch.float64)
         self.at: tuple[Block, slice] | None = None
 
     def load(self, block: Block, depth: slice) -> None:
@@ -247,8 +234,7 @@ class _Product:
 
     def multiply(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
         """The scores as matrices; for each column (or row) its constant, and the squares that bound the error."""
-        shape = sizes(block.pairs)
-        matrices = merge(self.pairs[: math.prod(shape)].view(shape), len(block.batch), len(block.rows))
+        matrices = merge(self.pairs.room(sizes(block.pairs)), len(block.batch), len(block.rows))
         for depth in depths(self.dimension, self.depth):
             self.load(block, depth)
             terms = torch.addcmul(self.scaled.distance, self.plain.most.sum(-1, keepdim=True), self.scaled.most_weight)
@@ -262,8 +248,7 @@ class _Product:
 
     def pull_back(self, block: Block, weight: Tensor) -> None:
         """Add the contribution of a block to the gradients."""
-        weights = self.pairs[: weight.numel()].view(weight.shape).copy_(weight)
-        matrices = merge(weights, len(block.batch), len(block.rows))
+        matrices = merge(self.pairs.room(weight.shape).copy_(weight), len(block.batch), len(block.rows))
         for depth in depths(self.dimension, self.depth):
             self.load(block, depth)
             doubtful = self.direct.scale.total is not None and not self.squares_are_certain()
@@ -271,10 +256,7 @@ class _Product:
                 self.direct.pull_back(block, depth, weight)
                 continue
             self.rows.accumulate(matrices, self.columns.features)
-            self.rows.finish()
             self.columns.accumulate(matrices.mT, self.rows.features)
-            if self.depth < self.dimension:
-                self.columns.finish()
 
     def squares_are_certain(self) -> bool:
         """Whether ((x - loc) / s)^2 + 1 is right to `TOLERANCE`, in the mean over coordinates that share a scale."""
@@ -291,37 +273,35 @@ class _Factor(ABC):
     values, then a value for each coordinate, then one last feature.
     """
 
-    def __init__(self, operand: PairOperand, scale: PairOperand, others: range, extents: Extents) -> None:
-        self.operand, self.scale = operand, scale
-        self.others = others
-        self.batch_axes = len(extents.batch)
-        own = [extent for axis, extent in enumerate(extents.pairs) if axis not in others]
-        numel = math.prod(own) * (extents.depth + min(extents.depth, scale.view.shape[-1]) + 1)
-        self.buffer = operand.view.new_empty(numel, dtype=torch.float64)
-        self.sums_buffer = torch.empty_like(self.buffer) if self.is_wanted() else None
+    def __init__(self, plan: Plan, others: Shape, operand: PairOperand, direct: _Direct) -> None:
+        self.operand, self.scale, self.differentiated = operand, direct.scale, direct.differentiated
+        self.others = [plan.order.index(axis) for axis in others]
+        self.batch_axes = len(plan.batch)
+        self.buffer, self.sums_buffer = (Buffer(operand.view, torch.float64) for _ in range(2))
         self.is_pending = False
         self.loses_digits: Tensor  # for each coordinate, whether subtraction of the centre loses digits of gradients
         self.shape: Shape = ()
 
     def load(self, block: Block, depth: slice, centre: Tensor | None) -> None:
         """Make the features of the values of a block less `centre`. If that is None, find a centre of the values."""
+        self.finish()
         self.block, self.depth = block, depth
         coordinates = depth.stop - depth.start
         own = (1 if axis in self.others else size for axis, size in enumerate(sizes(block.pairs)))
         shape = (*own, min(coordinates, self.scale.view.shape[-1]) + coordinates + 1)
         if shape != self.shape:  # else the views of the last block serve again
             self.shape = shape
-            self.parts = self.split(self.unmerged(self.buffer))
-            self.features = self.merge(self.unmerged(self.buffer))
+            features = self.buffer.room(shape)
+            self.parts, self.features = self.split(features), self.merge(features)
             self.squares, self.values, self.last = self.split(self.features)
             self.repeats = coordinates // self.squares.shape[-1]
             self.last.fill_(1)
-        self.parts[1].copy_(self.operand.part(block.pairs, depth))
+        self.parts[1].copy_(self.operand.part((*block.pairs, depth)))
         if centre is None:
             sample = self.values[:, :: max(1, self.values.shape[1] // SAMPLE)]
             centre = sample.nanmedian(1, keepdim=True).values.nan_to_num_(0, 0, 0)
             centre.masked_fill_(_loses_digits(self.values, centre), 0)
-        if self.operand.differentiated:
+        if self.differentiated:
             self.loses_digits = _loses_digits(self.values, centre)
         self.centre = centre
         self.values -= centre
@@ -333,27 +313,24 @@ class _Factor(ABC):
 
     def accumulate(self, weights: Tensor, features: Tensor) -> None:
         """Add weights @ features to the sums of the loaded block, if a gradient depends on them."""
-        if self.sums_buffer is not None:
-            sums = self.merge(self.unmerged(self.sums_buffer))
+        if self.is_wanted():
+            sums = self.merge(self.sums_buffer.room(self.shape))
             sums.baddbmm_(weights, features, beta=1 if self.is_pending else 0)
             self.is_pending = True
 
     def finish(self) -> None:
         """Add the gradients that follow from the sums, and start new sums."""
-        if self.sums_buffer is not None and self.is_pending:
-            self.pull_back(*self.split(self.unmerged(self.sums_buffer)))
+        if self.is_pending:
+            self.pull_back(*self.split(self.sums_buffer.room(self.shape)))
         self.is_pending = False
 
     @abstractmethod
     def pull_back(self, squares: Tensor, values: Tensor, last: Tensor) -> None:
         """Add the gradients that follow from these sums, which may be overwritten."""
 
-    @abstractmethod
     def is_wanted(self) -> bool:
         """Whether a gradient that depends on the sums is wanted."""
-
-    def unmerged(self, buffer: Tensor) -> Tensor:
-        return buffer[: math.prod(self.shape)].view(self.shape)
+        return self.operand.total is not None
 
     def merge(self, features: Tensor) -> Tensor:
         return merge(features, self.batch_axes, len(self.shape) - 1 - self.batch_axes)
@@ -374,17 +351,14 @@ class _Plain(_Factor):
         self.most = self.squares.amax(1)
 
     def pull_back(self, squares: Tensor, values: Tensor, last: Tensor) -> None:
-        self.operand.add(self.block.pairs, self.depth, values.addcmul_(self.parts[1], squares, value=2))
-
-    def is_wanted(self) -> bool:
-        return self.operand.total is not None
+        self.operand.add((*self.block.pairs, self.depth), values.addcmul_(self.parts[1], squares, value=2))
 
 
 class _Scaled(_Factor):
     """The factor [-1/2 s^-2, s^-2 loc, constant] of the other operand and the scale."""
 
     def complete(self) -> None:
-        self.parts[0].copy_(self.scale.part(self.block.pairs, self.depth))
+        self.parts[0].copy_(self.scale.part((*self.block.pairs, self.depth)))
         weights = self.squares
         self.constant = _constant(weights, self.depth)
         weights.square_().reciprocal_()
@@ -398,19 +372,19 @@ class _Scaled(_Factor):
         weights *= -0.5
 
     def pull_back(self, squares: Tensor, values: Tensor, last: Tensor) -> None:
-        pairs, depth = self.block.pairs, self.depth
-        scale = self.scale.part(pairs, depth).double()
-        centre = self.centre.view(*self.shape[: self.batch_axes], *[1] * (len(pairs) - self.batch_axes), -1)
-        own = self.operand.part(pairs, depth) - centre
+        axes = *self.block.pairs, self.depth
+        scale = self.scale.part(axes).double()
+        centre = self.centre.view(*self.shape[: self.batch_axes], *[1] * (len(axes) - 1 - self.batch_axes), -1)
+        own = self.operand.part(axes) - centre
         moment = torch.addcmul(values, own, last, value=-1)
         if self.scale.total is not None:
             expanded = values.add_(moment).mul_(own).sum_to_size(squares.shape)
             squares = squares.sub_(expanded).div_(scale.square()).sub_(last, alpha=self.repeats)
-            self.scale.add(pairs, depth, squares.div_(scale))
-        self.operand.add(pairs, depth, moment.div_(scale.square()))
+            self.scale.add(axes, squares.div_(scale))
+        self.operand.add(axes, moment.div_(scale.square()))
 
     def is_wanted(self) -> bool:
-        return self.operand.total is not None or self.scale.total is not None
+        return super().is_wanted() or self.scale.total is not None
 
 
 def _constant(scale: Tensor, depth: slice) -> Tensor:
@@ -428,9 +402,3 @@ def _loses_digits(values: Tensor, centre: Tensor) -> Tensor:
 def _roundoff(terms: int) -> float:
     """The error of a sum of products in float64, relative to the sum of their absolute values."""
     return contraction_error(terms, torch.float64) * unit_roundoff(torch.float64)
-
-
-def _role_axes(plan: Plan) -> tuple[range, range]:
-    """The positions of the row axes and of the column axes in the order of the plan."""
-    first, inner = len(plan.batch), len(plan.batch) + len(plan.rows)
-    return range(first, inner), range(inner, len(plan.order))

@@ -1,7 +1,5 @@
 """An operand of all pairs: its parts for a block, and its gradient, to which the blocks add."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -10,40 +8,34 @@ from effops.blocks.tiling import BLOCK_BYTES, part
 
 
 class PairOperand:
-    """An operand as a view with all axes of the plan, in its order, and the operand's last axis.
+    """An operand as a view with all axes of the plan, in its order, and then the operand's last `trailing` axes.
 
-    An axis along which the operand does not vary has size 1. `wanted` tells whether its gradient is wanted,
-    `differentiated` whether that of any operand of the call is. The sum of the gradient is laid out as the operand;
-    `total` views it as `view` does the operand.
+    An axis along which the operand does not vary has size 1. `sum_dtype` is the dtype in which its gradient is summed,
+    or None if that is not wanted. The sum is laid out as the operand; `total` views it as `view` does the operand.
     """
 
-    def __init__(self, plan: Plan, tensor: Tensor, arithmetic: torch.dtype, wanted: bool, differentiated: bool) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, tensor: Tensor, sum_dtype: torch.dtype | None, *, trailing: int = 0) -> None:
         self.tensor = tensor
-        self.view = plan.view(tensor, plan.order, trailing=1, expand=False)
-        self.differentiated = differentiated
-        self.sums: Tensor | None = None
-        self.total: Tensor | None = None
-        if wanted:  # many blocks add to each value of a small gradient, and its sum in float64 costs little
-            small = tensor.numel() * torch.float64.itemsize <= BLOCK_BYTES
-            self.sums = torch.zeros_like(tensor, dtype=torch.float64 if small else arithmetic)
-            self.total = plan.view(self.sums, plan.order, trailing=1, expand=False)
+        self.view = plan.view(tensor, plan.order, trailing=trailing, expand=False)
+        self.sums = None if sum_dtype is None else torch.zeros_like(tensor, dtype=sum_dtype)
+        self.total = None if self.sums is None else plan.view(self.sums, plan.order, trailing=trailing, expand=False)
 
-    def varies(self, axes: range) -> bool:
-        return any(self.view.shape[axis] != 1 for axis in axes)
+    def part(self, axes: Slices) -> Tensor:
+        return part(self.view, axes)
 
-    def part(self, pairs: Slices, depth: slice) -> Tensor:
-        return part(self.view, (*pairs, depth))
-
-    def of_pairs(self, pairs: Slices, which: tuple[Tensor, ...]) -> Tensor:
-        """A row for each of some pairs of a block, given by their indices in the block, in float64."""
-        return self.plan.view(self.tensor, self.plan.order, trailing=1)[pairs][which].double()
-
-    def add(self, pairs: Slices, depth: slice, gradient: Tensor, *, sign: int = 1) -> None:
+    def add(self, axes: Slices, gradient: Tensor, *, sign: int = 1) -> None:
         """Add the contribution of a block to the gradient, if that is wanted."""
         if self.total is not None:
-            total = part(self.total, (*pairs, depth))
+            total = part(self.total, axes)
             total.add_(gradient.sum_to_size(total.shape), alpha=sign)
 
     def gradient(self) -> Tensor | None:
         return None if self.sums is None else self.sums.to(self.tensor.dtype)
+
+
+def point_operand(plan: Plan, tensor: Tensor, arithmetic: torch.dtype, is_wanted: bool) -> PairOperand:
+    """An operand whose last axis is that of the coordinates."""
+    # Many blocks add to each value of a small gradient, and its sum in float64 costs little.
+    is_small = tensor.numel() * torch.float64.itemsize <= BLOCK_BYTES
+    sum_dtype = torch.float64 if is_small else arithmetic
+    return PairOperand(plan, tensor, sum_dtype if is_wanted else None, trailing=1)

@@ -4,35 +4,42 @@ A `Scores` object computes the scores of a block in place, and pulls a gradient 
 computes each block again, so that only the inputs are saved.
 """
 
-from __future__ import annotations
-
-import math
-from collections.abc import Iterator
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Block, Extents, shortened_if_predicted
+from effops.blocks.tiling import Block, Buffer, Extents, column_blocks, shortened_if_predicted
 
 
-class Scores(Protocol):
-    """The scores of all pairs of a call, block by block."""
+@dataclass
+class Scores(ABC):
+    """The scores of all pairs of a call, block by block, and the gradients of its operands."""
 
     plan: Plan
     arithmetic: torch.dtype
     extents: Extents
 
-    def walk(self) -> Iterator[Block]:
+    def walk(self) -> Iterable[Block]:
         """Every block once. Blocks that share an intermediate result follow one another."""
+        return column_blocks(self.plan, self.extents, self.extents.batch)
 
+    @abstractmethod
     def evaluate(self, block: Block, out: Tensor | None) -> Any:
-        """Write the scores of a block to `out`, unless that is None. Return what `pull_back` needs of the block."""
+        """Write the scores of a block to `out`, in the dtype of the arithmetic, unless that is None.
 
+        Return what `pull_back` needs of the block.
+        """
+
+    @abstractmethod
     def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
         """Add the contribution of a block to the gradients of the operands. `weight` is the gradient of its scores."""
 
+    @abstractmethod
     def gradients(self) -> tuple[Tensor | None, ...]:
         """The gradients of the operands, in their shapes and dtypes. Gradients that are not wanted are None."""
 
@@ -40,14 +47,12 @@ class Scores(Protocol):
 def forward(scores: Scores, out: Tensor) -> Tensor:
     """Fill `out` with all scores. Its memory has the plan's order of axes."""
     ordered = scores.plan.view(out, scores.plan.order)
-    buffer = None if out.dtype == scores.arithmetic else pair_buffer(scores, out)
+    buffer = Buffer(out, scores.arithmetic)
     for block in shortened_if_predicted(scores.walk()):
         target = ordered[block.pairs]
-        if buffer is None:
-            scores.evaluate(block, target)
-        else:
-            value = inside(buffer, block)
-            scores.evaluate(block, value)
+        value = target if out.dtype == scores.arithmetic else buffer.room(target.shape)
+        scores.evaluate(block, value)
+        if value is not target:
             target.copy_(value)
     return out
 
@@ -59,14 +64,3 @@ def backward(scores: Scores, dout: Tensor) -> tuple[Tensor | None, ...]:
         for block in scores.walk():
             scores.pull_back(block, upstream[block.pairs], scores.evaluate(block, None))
     return scores.gradients()
-
-
-def pair_buffer(scores: Scores, like: Tensor) -> Tensor:
-    """Uninitialised memory for the scores of the largest block."""
-    return like.new_empty(math.prod(scores.extents.pairs), dtype=scores.arithmetic)
-
-
-def inside(buffer: Tensor, block: Block) -> Tensor:
-    """A view of the start of `buffer`, in the shape of the scores of a block."""
-    shape = [piece.stop - piece.start for piece in block.pairs]
-    return buffer[: math.prod(shape)].view(shape)

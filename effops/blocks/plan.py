@@ -13,6 +13,7 @@ so that the result is `(batch, rows, D) x (batch, columns, D) -> (batch, rows, c
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +44,7 @@ class Plan:
         return tuple(self.shape[axis] for axis in axes)
 
     def numel(self, axes: Shape) -> int:
-        total = 1
-        for axis in axes:
-            total *= self.shape[axis]
-        return total
+        return math.prod(self.sizes(axes))
 
     def view(self, operand: Tensor, axes: Shape, *, trailing: int = 0, expand: bool = True) -> Tensor:
         """`operand`, broadcast to the result, as a view with just `axes` (then its last `trailing` axes).
@@ -54,16 +52,13 @@ class Plan:
         Where the operand does not vary along an axis, the view has stride 0 there; with `expand=False`, size 1.
         """
         sizes, strides = [], []
-        missing = len(self.shape) - (operand.ndim - trailing)
+        batch = operand.ndim - trailing
         for axis in axes:
-            own = axis - missing
+            own = axis - (len(self.shape) - batch)
             varies = own >= 0 and operand.shape[own] == self.shape[axis]
             sizes.append(self.shape[axis] if varies or expand else 1)
             strides.append(operand.stride(own) if varies else 0)
-        for axis in range(operand.ndim - trailing, operand.ndim):
-            sizes.append(operand.shape[axis])
-            strides.append(operand.stride(axis))
-        return operand.as_strided(sizes, strides)
+        return operand.as_strided([*sizes, *operand.shape[batch:]], [*strides, *operand.stride()[batch:]])
 
     def varies(self, operand: Tensor, axes: Shape, *, trailing: int = 0) -> bool:
         """Whether `operand` is not constant along one of `axes`."""

@@ -12,8 +12,6 @@ Backward computes these again, so that only the inputs are saved:
 A row without any key to attend to has weights, result and gradients of 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,9 +23,8 @@ from torch import Tensor
 from effops.blocks.dots import MatrixOperand, Products
 from effops.blocks.logsumexp import absorb, finite
 from effops.blocks.masked import Masked
-from effops.blocks.pairs import inside, pair_buffer
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import BLOCK_BYTES, DEPTH, Block, Extents, merge, shortened_if_predicted
+from effops.blocks.tiling import BLOCK_BYTES, DEPTH, Block, Buffer, depths, merge, shortened_if_predicted, sizes
 from effops.numerics.values import observed
 
 Gradients = tuple[Tensor | None, ...]
@@ -35,17 +32,33 @@ Gradients = tuple[Tensor | None, ...]
 VALUES_PER_ROW = 8  # numbers kept for a row while its blocks go by, temporaries included
 
 
+class Dropout:
+    """Zero weights with probability `p` and scale the others. The seed gives a block the same factors each time."""
+
+    def __init__(self, plan: Plan, p: float, seed: int, device: torch.device) -> None:
+        self.sizes, self.p, self.seed = plan.sizes(plan.order), p, seed
+        self.generator = torch.Generator(device)
+
+    def factor(self, block: Block, like: Tensor) -> Tensor:
+        first = 0
+        for piece, size in zip(block.pairs, self.sizes):
+            first = first * size + piece.start
+        self.generator.manual_seed((self.seed + first) % 2**63)
+        kept = torch.empty_like(like).bernoulli_(1 - self.p, generator=self.generator)
+        return kept.mul_(1 / (1 - self.p) if self.p < 1 else 0)
+
+
 class Rows:
     """The softmax of some rows, whose scores come in blocks. `gather` goes through the blocks before `weights` can."""
 
-    def __init__(self, scores: Masked, buffer: Tensor, blocks: list[Block]) -> None:
+    def __init__(self, scores: Masked, buffer: Buffer, blocks: list[Block]) -> None:
         self.scores, self.buffer, self.blocks = scores, buffer, blocks
         self.total = self.zeros()
         self.maximum = torch.full_like(self.total, -math.inf)
 
     def zeros(self) -> Tensor:
         """A zero for each row."""
-        return self.buffer.new_zeros([piece.stop - piece.start for piece in self.blocks[0].pairs[:-1]]).unsqueeze(-1)
+        return self.buffer.values.new_zeros((*sizes(self.blocks[0].pairs[:-1]), 1))
 
     def gather(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """Find the maximum and the sum of each row.
@@ -62,18 +75,18 @@ class Rows:
     def weights(self, block: Block) -> Tensor:
         """The weights of a block, after `gather`. Ask once for each block: a single block overwrites its own terms."""
         if len(self.blocks) == 1:
-            return inside(self.buffer, block).div_(self.total)
+            return self.buffer.room(sizes(block.pairs)).div_(self.total)
         return self._scores_of(block).sub_(self.maximum).exp_().div_(self.total)
 
     def _scores_of(self, block: Block) -> Tensor:
-        scores = inside(self.buffer, block)
+        scores = self.buffer.room(sizes(block.pairs))
         self.scores.evaluate(block, scores)
         return scores
 
 
-def _write_weights(scores: Masked, buffer: Tensor, block: Block, out: Tensor) -> None:
+def _write_weights(scores: Masked, buffer: Buffer, block: Block, out: Tensor) -> None:
     """Write the weights of whole rows, in one pass over their scores."""
-    value = inside(buffer, block)
+    value = buffer.room(sizes(block.pairs))
     scores.evaluate(block, value)
     no_key = None if scores.mask is None else value.amax(-1, keepdim=True) == -math.inf
     if no_key is not None and out.device.type == "cpu" and not observed(no_key.any(), ordinary=False):
@@ -88,7 +101,7 @@ def _write_weights(scores: Masked, buffer: Tensor, block: Block, out: Tensor) ->
 
 def forward_weights(scores: Masked, out: Tensor) -> Tensor:
     """Fill `out`, whose memory has the plan's order of axes, with the softmax."""
-    buffer = pair_buffer(scores, out)
+    buffer = Buffer(out, scores.arithmetic)
     ordered = scores.plan.view(out, scores.plan.order)
     for blocks in shortened_if_predicted(scores.rows()) if out.numel() else ():
         if len(blocks) == 1:
@@ -106,31 +119,26 @@ def forward_weights(scores: Masked, out: Tensor) -> Tensor:
 def backward_weights(scores: Masked, dout: Tensor) -> Gradients:
     """The gradients of the operands, for a gradient `dout` of the softmax."""
     upstream = scores.plan.view(dout, scores.plan.order)
-    buffer = pair_buffer(scores, dout)
+    buffer = Buffer(dout, scores.arithmetic)
 
     def dweights(block: Block) -> Tensor:
-        return inside(buffer, block).copy_(upstream[block.pairs])
+        return buffer.room(sizes(block.pairs)).copy_(upstream[block.pairs])
 
     return _backward(scores, dout, dweights, lambda block, weights: None)
 
 
 def forward_sums(scores: Masked, value: Tensor, dropout: Dropout | None, out: Tensor) -> Tensor:
     """Fill `out`, whose memory has the plan's order of axes, with the sums of `value (*batch, 1, keys, V)`."""
-    plan, extents = scores.plan, scores.extents
-    buffer = pair_buffer(scores, out)
-    values = MatrixOperand(
-        plan.view(value, plan.batch + plan.columns, trailing=1, expand=False), len(plan.batch), scores.arithmetic
-    )
-    depth = _depth(extents, value, scores.arithmetic)
-    values.make_buffer((*extents.batch, *extents.columns, depth))
-    depths = [slice(i, i + depth) for i in range(0, value.shape[-1], depth)]
-    room = buffer.new_empty(math.prod((*extents.batch, *extents.rows)) * value.shape[-1])
+    plan = scores.plan
+    values = MatrixOperand(plan, value, plan.columns, scores.arithmetic)
+    depth = _depth(scores, value)
+    buffer, sums_buffer = Buffer(out, scores.arithmetic), Buffer(out, scores.arithmetic)
     ordered = plan.view(out.unsqueeze(-2), plan.order, trailing=1, expand=False)
     if plan.numel(plan.order) == 0:
         return out.zero_()
     for blocks in shortened_if_predicted(scores.rows()):
         target = ordered[blocks[0].pairs[:-1]].squeeze(-2)
-        sums = room[: target.numel()].view(target.shape).zero_()
+        sums = sums_buffer.room(target.shape).zero_()
         matrices = merge(sums, len(plan.batch), len(plan.rows))
         rows = Rows(scores, buffer, blocks)
         for block, terms, factor in rows.gather():
@@ -138,7 +146,7 @@ def forward_sums(scores: Masked, value: Tensor, dropout: Dropout | None, out: Te
                 terms = terms * dropout.factor(block, terms)
             sums.mul_(factor)
             weights = merge(terms, len(plan.batch), len(plan.rows))
-            for coordinates in depths:
+            for coordinates in depths(value.shape[-1], depth):
                 part_of_value = values.block((*block.batch, *block.columns, coordinates))
                 matrices[..., coordinates].baddbmm_(weights, part_of_value)
         target.copy_(sums.div_(rows.total))
@@ -149,27 +157,29 @@ def backward_sums(
     scores: Masked, value: Tensor, dropout: Dropout | None, dout: Tensor, wants_value: bool
 ) -> tuple[Gradients, Tensor | None]:
     """The gradients of the operands of the scores, and the gradient of `value`."""
-    extents = replace(scores.extents, depth=_depth(scores.extents, value, scores.arithmetic))
+    extents = replace(scores.extents, depth=_depth(scores, value))
     products = Products(
         scores.plan, value, dout.unsqueeze(-2), scores.arithmetic, extents=extents, wants_loc=wants_value
     )
-    buffer = pair_buffer(scores, dout)
+    buffer = Buffer(dout, scores.arithmetic)
 
     def dweights(block: Block) -> Tensor:
-        found = products.evaluate(block, inside(buffer, block))
+        found = buffer.room(sizes(block.pairs))
+        products.evaluate(block, found)
         return found if dropout is None else found.mul_(dropout.factor(block, found))
 
     def pull_back(block: Block, weights: Tensor) -> None:
         if wants_value:
             products.pull_back(block, weights if dropout is None else weights * dropout.factor(block, weights))
 
-    return _backward(scores, dout, dweights, pull_back), products.gradients()[0]
+    return _backward(scores, dout, dweights, pull_back), products.gradients()[1]
 
 
-def _depth(extents: Extents, value: Tensor, arithmetic: torch.dtype) -> int:
+def _depth(scores: Masked, value: Tensor) -> int:
     """How many coordinates of a block of values are taken at once. The limit is there since they may be copied."""
+    extents = scores.extents
     longest = math.prod(extents.batch) * max(math.prod(extents.rows), math.prod(extents.columns))
-    return max(1, min(value.shape[-1], DEPTH, BLOCK_BYTES // arithmetic.itemsize // longest))
+    return max(1, min(value.shape[-1], DEPTH, BLOCK_BYTES // scores.arithmetic.itemsize // longest))
 
 
 def _backward(
@@ -180,7 +190,7 @@ def _backward(
     `dweights` computes the gradient of the weights of a block. `pull_back` takes the weights of a block and adds to the
     gradient of the value.
     """
-    buffer = pair_buffer(scores, dout)
+    buffer = Buffer(dout, scores.arithmetic)
     for blocks in scores.rows() if scores.plan.numel(scores.plan.order) else ():
         rows = Rows(scores, buffer, blocks)
         mean = rows.zeros()
@@ -195,19 +205,3 @@ def _backward(
                 found = dweights(block)
             scores.pull_back(block, found.sub_(mean).mul_(weights))
     return scores.gradients()
-
-
-class Dropout:
-    """Zero weights with probability `p` and scale the others. The seed gives a block the same factors each time."""
-
-    def __init__(self, plan: Plan, p: float, seed: int, device: torch.device) -> None:
-        self.sizes, self.p, self.seed = plan.sizes(plan.order), p, seed
-        self.generator = torch.Generator(device)
-
-    def factor(self, block: Block, like: Tensor) -> Tensor:
-        first = 0
-        for piece, size in zip(block.pairs, self.sizes):
-            first = first * size + piece.start
-        self.generator.manual_seed((self.seed + first) % 2**63)
-        kept = torch.empty_like(like).bernoulli_(1 - self.p, generator=self.generator)
-        return kept.mul_(1 / (1 - self.p) if self.p < 1 else 0)

@@ -3,14 +3,13 @@
 Temporaries of a call are a few buffers of about `BLOCK_BYTES`, whatever its shapes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from effops.blocks.plan import Plan, Shape, Slices
@@ -103,23 +102,38 @@ def shortened_if_predicted(items: Iterable[T]) -> Iterable[T]:
     return itertools.islice(items, 2) if is_prediction() else items
 
 
-def tiles(within: Slices, extents: Shape) -> Iterable[Slices]:
+def tiles(area: Slices, extents: Shape) -> Iterable[Slices]:
     """The slices of all tiles, or of the first two in a prediction."""
     all_tiles = itertools.product(
         *(
             [slice(i, min(i + extent, axis.stop)) for i in range(axis.start, axis.stop, extent)]
-            for axis, extent in zip(within, extents)
+            for axis, extent in zip(area, extents)
         )
     )
     return shortened_if_predicted(all_tiles)
 
 
+def all_pairs(plan: Plan) -> Block:
+    """All pairs of a plan as one block."""
+    return Block(*(whole(plan.sizes(axes)) for axes in (plan.batch, plan.rows, plan.columns)))
+
+
 def row_blocks(plan: Plan, extents: Extents) -> Iterator[list[Block]]:
     """All blocks, in lists of those that share their rows."""
-    all_batch, all_rows, all_columns = (whole(plan.sizes(axes)) for axes in (plan.batch, plan.rows, plan.columns))
-    for batch in tiles(all_batch, extents.batch):
-        for rows in tiles(all_rows, extents.rows):
-            yield [Block(batch, rows, columns) for columns in tiles(all_columns, extents.columns)]
+    everything = all_pairs(plan)
+    for batch in tiles(everything.batch, extents.batch):
+        for rows in tiles(everything.rows, extents.rows):
+            yield [Block(batch, rows, columns) for columns in tiles(everything.columns, extents.columns)]
+
+
+def column_blocks(plan: Plan, extents: Extents, slab: Shape) -> Iterator[Block]:
+    """All blocks. Within a slab of the batch, blocks that share their columns follow one another."""
+    everything = all_pairs(plan)
+    for batches in tiles(everything.batch, slab):
+        for columns in tiles(everything.columns, extents.columns):
+            for batch in tiles(batches, extents.batch):
+                for rows in tiles(everything.rows, extents.rows):
+                    yield Block(batch, rows, columns)
 
 
 def enclosing(tile: Slices, extents: Shape, sizes: Shape) -> Slices:
@@ -140,10 +154,15 @@ def merge(block: Tensor, first: int, second: int) -> Tensor:
     return block.view([math.prod(size) for size in sizes])
 
 
+def within(outer: Slices, inner: Slices) -> Slices:
+    """The slices `inner`, counted from the start of the slices `outer` that contain them."""
+    return tuple(slice(i.start - j.start, i.stop - j.start) for i, j in zip(inner, outer))
+
+
 def pieces(block: Block, extents: Shape) -> Iterator[tuple[Slices, Slices]]:
     """The slices of each piece of a block, along the axes of the plan and within the block."""
     for pairs in tiles(block.pairs, extents):
-        yield pairs, tuple(slice(i.start - j.start, i.stop - j.start) for i, j in zip(pairs, block.pairs))
+        yield pairs, within(block.pairs, pairs)
 
 
 def depths(dimension: int, step: int) -> Iterator[slice]:
@@ -153,3 +172,18 @@ def depths(dimension: int, step: int) -> Iterator[slice]:
 
 def sizes(pairs: Slices) -> Shape:
     return tuple(axis.stop - axis.start for axis in pairs)
+
+
+class Buffer:
+    """Memory for one block after another. It is as large as the largest of them, which is the first in most calls."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.values = like.new_empty(0, dtype=dtype)
+
+    def room(self, shape: Sequence[int]) -> Tensor:
+        """The memory, or the start of it, in a shape. It is uninitialised, or holds what the latest room holds."""
+        numel = math.prod(shape)
+        if numel > self.values.numel():
+            self.values = self.values.new_empty(0)  # frees the former memory first
+            self.values = self.values.new_empty(numel)
+        return self.values[:numel].view(shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import dots, pairs
-from effops.blocks.dots import contract
+from effops.blocks.dots import DotMap, contract
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import call
@@ -111,32 +111,13 @@ def einsum(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
     return contract(b, a, arithmetic)
 
 
-class Identity:
-    """phi(dot) = dot, for `effops.blocks.dots`."""
-
-    def value_(self, dot: Tensor) -> None:
-        pass
-
-    def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
-        if value is not None:
-            value.copy_(dot)
-        dot.copy_(factor.expand(dot.shape))
-
-    def normaliser(self, scale: Tensor) -> Tensor:
-        return torch.zeros_like(scale)
-
-    def normaliser_derivative(self, scale: Tensor) -> Tensor:
-        return torch.zeros_like(scale)
-
-
 def _scores(call: DensityCall, **options: Any) -> dots.DotScores:
-    return dots.DotScores(Identity(), call.plan, call.loc, call.scale, call.x, call.arithmetic, **options)
+    return dots.DotScores(DotMap(), call.plan, call.loc, call.scale, call.x, call.arithmetic, **options)
 
 
 def _chunked(call: DensityCall) -> Tensor:
-    if dots.fit_one_block(call.plan, call.x, call.dtype):
-        return dots.at_once(Identity(), call.plan, call.loc, call.scale, call.x, call.dtype)
-    return pairs.forward(_scores(call), call.plan.empty(call.x, call.dtype))
+    at_once = dots.at_once(DotMap(), call.plan, call.loc, call.scale, call.x, call.dtype)
+    return pairs.forward(_scores(call), call.plan.empty(call.x, call.dtype)) if at_once is None else at_once
 
 
 def _chunked_backward(call: DensityCall, dout: Tensor, wanted: Sequence[bool]) -> Gradients:

@@ -43,6 +43,17 @@ def test_equals_the_plain_expression_along_every_axis(op, variant, device, gener
             torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_gradient_of_log_weights_alone(op, device, generator):
+    """As where only the weights are trained. Normal densities in large blocks looked for what other gradients need."""
+    log_weights, *others = reference_of(op).sample_case("several blocks", device=device, generator=generator)
+    every = tuple(arg.clone().requires_grad_() for arg in (log_weights, *others))
+    expected = torch.autograd.grad(op(*every, variant="chunked").sum(), every)[0]
+    log_weights.requires_grad_()
+    (found,) = torch.autograd.grad(op(log_weights, *others, variant="chunked").sum(), log_weights)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("where", ["first", "last", "all", "a block"])
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_components_without_weight(op, variant, where, device, generator):

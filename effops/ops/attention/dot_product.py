@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import softmax, tiling
-from effops.blocks.dots import Products, ScaledDots, contract
+from effops.blocks.dots import Products, contract
 from effops.blocks.pairs import Scores
 from effops.dispatch.arguments import check_operand
 from effops.dispatch.call import call
@@ -54,8 +54,10 @@ class ScaledDotProducts:
             plan, dimension, arithmetic.itemsize, copies=1.0, values_per_row=values_per_row, pair_bytes=pair_bytes
         )
         wants_query, wants_key = wanted
-        products = Products(plan, key, query, arithmetic, extents=extents, wants_loc=wants_key, wants_x=wants_query)
-        return ScaledDots(products, self.scale(call))
+        factor = self.scale(call)
+        return Products(
+            plan, key, query, arithmetic, factor=factor, extents=extents, wants_loc=wants_key, wants_x=wants_query
+        )
 
 
 KIND = ScaledDotProducts()

@@ -6,16 +6,16 @@ broadcasts. An operand whose batch axes do not collapse into batch and heads is 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Slices
-from effops.blocks.tiling import Block, cut, part, row_blocks, sizes
+from effops.blocks.tiling import Block, cut, part, sizes
 from effops.dispatch.custom_op import Gradients, add_kernels
 from effops.dispatch.op import Op
 from effops.numerics.layout import as_gradient
@@ -138,7 +138,7 @@ def _settings(kind: Kind, call: AttentionCall) -> dict[str, Any]:
     return settings if call.value is None else {**settings, "dropout_p": call.dropout_p}
 
 
-class AdditiveScores:
+class AdditiveScores(Scores):
     """Additive scores by kernels, as `Scores`. Blocks are larger than a cache."""
 
     def __init__(
@@ -147,9 +147,9 @@ class AdditiveScores:
         from effops.kernels import additive
 
         self.kernels = additive
-        self.plan, self.arithmetic = plan, arithmetic
         self.operands = (query, key, weight)
-        self.extents = cut(plan, query.shape[-1], arithmetic.itemsize, pair_bytes=KERNEL_BYTES, width=4096)
+        extents = cut(plan, query.shape[-1], arithmetic.itemsize, pair_bytes=KERNEL_BYTES, width=4096)
+        super().__init__(plan, arithmetic, extents)
         self.axes = (plan.batch + plan.rows, plan.batch + plan.columns, plan.batch)
         self.views = [
             plan.view(operand, axes, trailing=1, expand=False) for operand, axes in zip(self.operands, self.axes)
@@ -162,9 +162,6 @@ class AdditiveScores:
             None if sums is None else plan.view(sums, axes, trailing=1, expand=False)
             for sums, axes in zip(self.sums, self.axes)
         ]
-
-    def walk(self) -> Iterator[Block]:
-        return itertools.chain.from_iterable(row_blocks(self.plan, self.extents))
 
     def evaluate(self, block: Block, out: Tensor | None) -> None:
         if out is None:

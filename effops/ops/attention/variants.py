@@ -139,7 +139,8 @@ def by_operations(kind: Kind, form: Form, call: AttentionCall) -> Tensor:
 
 def in_blocks(kind: Kind, call: AttentionCall) -> Tensor:
     """The result, computed block by block."""
-    scores = Masked(kind.blocks(call, (False,) * len(call.scored)), call.mask if call.masked else None, call.is_causal)
+    mask = call.mask if call.masked else None
+    scores = Masked(kind.blocks(call, (False,) * len(call.scored)), mask, causal=call.is_causal)
     out = call.result.empty(call.mask, call.dtype)
     if call.output == "scores":
         return pairs.forward(scores, out)
@@ -160,7 +161,7 @@ def in_blocks_backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Se
     wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
     call = _widened(call)
     mask = call.mask if call.masked else None
-    scores = Masked(kind.blocks(call, wants_scored), mask, call.is_causal, wants_mask)
+    scores = Masked(kind.blocks(call, wants_scored), mask, causal=call.is_causal, wants_mask=wants_mask)
     dvalue = None
     if call.value is None:
         found = (pairs.backward if call.output == "scores" else softmax.backward_weights)(scores, dout)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from effops.blocks import logsumexp as logsumexp_blocks
 from effops.blocks.logsumexp import Reduction
+from effops.blocks.masked import Masked
 from effops.blocks.plan import Shape, Slices
 from effops.blocks.tiling import fit, part, tiles, whole
 from effops.dispatch.arguments import check_devices, check_operand
@@ -226,12 +227,13 @@ class Mixture:
             yield block, self.split((*parts, call.dim, call.dtype))
 
     def forward(self, call: MixtureCall) -> Tensor:
-        blocks = self.density.blocks(call)
-        return logsumexp_blocks.forward(blocks, call.log_weights, call.reduction, self.empty(call))
+        weighted = Masked(self.density.blocks(call), call.log_weights)
+        return logsumexp_blocks.forward(weighted, call.reduction, self.empty(call))
 
     def backward(self, dout: Tensor, call: MixtureCall, wanted: Sequence[bool], result: Tensor) -> Gradients:
-        blocks = self.density.blocks(call, wanted=wanted[1:])
-        return logsumexp_blocks.backward(blocks, call.log_weights, call.reduction, result, dout[..., 1], wanted[0])
+        weighted = Masked(self.density.blocks(call, wanted=wanted[1:]), call.log_weights, wants_mask=wanted[0])
+        *found, dweights = logsumexp_blocks.backward(weighted, call.reduction, result, dout[..., 1])
+        return dweights, *found
 
     def triton_forward(self, call: MixtureCall) -> Tensor:
         return triton.forward_logsumexp(self.density.kernels(call), call.reduction, call.log_weights, call)

@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from effops.blocks.dots import DotMap
 from effops.dispatch.call import call
 from effops.numerics.directions import directions_at_angle
 from effops.numerics.special import digamma_ratio, log_gamma_ratio
@@ -40,7 +41,7 @@ def _phi(dot: Tensor, tolerance: float) -> Tensor:
     return torch.log(torch.where(half < half_floor, half_floor, half))  # a NaN stays one
 
 
-class HalfLog:
+class HalfLog(DotMap):
     """phi(dot) = log((1 + dot) / 2) and the PowerSpherical normaliser, for `effops.ops.densities.directional`."""
 
     def __init__(self, dimension: int, arithmetic: torch.dtype, floor: float, tolerance: float) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from effops.blocks.dots import DotMap
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp
 from effops.numerics.directions import directions_at_angle
@@ -73,7 +74,7 @@ def _normaliser(concentration: Tensor, dimension: int) -> Tensor:
     return _operator(NormaliserCall(concentration, dimension))
 
 
-class CosineMinusOne:
+class CosineMinusOne(DotMap):
     """phi(dot) = dot - 1 and the von Mises-Fisher normaliser, for `effops.ops.densities.directional`."""
 
     def __init__(self, dimension: int, arithmetic: torch.dtype, floor: float, tolerance: float) -> None:
