@@ -7,17 +7,16 @@ they are fast. Other offsets are computed one by one, as row-wise products of th
 Forward keeps a running maximum and sum of the softmax. Backward computes the probabilities of a block of rows again.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from effops.blocks.logsumexp import absorb
 from effops.blocks.plan import Shape, Slices
 from effops.blocks.tiling import BLOCK_BYTES, fit, is_prediction, part, shortened_if_predicted, tiles, whole
 
@@ -55,36 +54,14 @@ def allowed(distance: Tensor, local: int, restart: int | None) -> Tensor:
     return (distance >= 0) & ((beyond <= 0) | ((beyond & (beyond - 1)) == 0))
 
 
-class Tile(Protocol):
-    """Some offsets of a block of rows: a matrix (rows, columns) for each entry of the batch.
-
-    `left` and `total` of `gather` have the rows of the block, counted from its first row. `right`, and `total` of
-    `scatter`, have all rows of the call.
-    """
-
-    @property
-    def rows(self) -> slice:
-        """The rows of the block that have a pair in the tile."""
-
-    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
-        """Dot products of the block's rows `left` with those of `right` at the offsets."""
-
-    def mask_(self, scores: Tensor) -> Tensor:
-        """Set entries that are no pair of the pattern to minus infinity."""
-
-    def gather(self, weights: Tensor, right: Tensor, total: Tensor) -> None:
-        """Add to each row of the block in `total` the weighted sum of its rows of `right`, which the offsets choose."""
-
-    def scatter(self, weights: Tensor, left: Tensor, total: Tensor) -> None:
-        """Add each of the block's rows `left`, times its weights, to the rows of `total` at the offsets.
-
-        Sum over the batch axes where `total` has size 1.
-        """
-
-
 @dataclass(frozen=True)
 class Diagonal:
-    """Square blocks of pairs, all at one distance from the main diagonal. The last block of a call may be smaller."""
+    """Square blocks of pairs, all at one distance from the main diagonal. The last block of a call may be smaller.
+
+    They are a `Tile`: some offsets of a block of rows, as a matrix (rows, columns) for each entry of the batch. `rows`
+    are the rows of the block that have a pair in the tile. `left` and `total` of `gather` have the rows of the block,
+    counted from its first row. `right`, and `total` of `scatter`, have all rows of the call.
+    """
 
     rows: slice
     keys: slice
@@ -99,19 +76,26 @@ class Diagonal:
         return self._split(right[..., self.keys, :]).to(dtype)
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        """Dot products of the block's rows `left` with those of `right` at the offsets."""
         product = self._split(left[..., self.rows, :]) @ self._right(right, left.dtype).mT
         return product.flatten(-3, -2)
 
     def mask_(self, scores: Tensor) -> Tensor:
+        """Set entries that are no pair of the pattern to minus infinity."""
         blocks = self._split(scores)
         blocks.masked_fill_(self.masked[: blocks.shape[-2], : blocks.shape[-1]], -math.inf)
         return scores
 
     def gather(self, weights: Tensor, right: Tensor, total: Tensor) -> None:
+        """Add to each row of the block in `total` the weighted sum of its rows of `right`, which the offsets choose."""
         product = self._split(weights) @ self._right(right, weights.dtype)
         total[..., self.rows, :].add_(product.flatten(-3, -2))
 
     def scatter(self, weights: Tensor, left: Tensor, total: Tensor) -> None:
+        """Add each of the block's rows `left`, times its weights, to the rows of `total` at the offsets.
+
+        Sum over the batch axes where `total` has size 1.
+        """
         target = total[..., self.keys, :]
         product = self._split(weights).mT @ self._split(left[..., self.rows, :])
         target += product.flatten(-3, -2).sum_to_size(target.shape)
@@ -119,7 +103,7 @@ class Diagonal:
 
 @dataclass(frozen=True)
 class Shifts:
-    """Offsets that are computed one by one. `first` is the first row of the block."""
+    """Offsets that are computed one by one, with the methods of `Diagonal`. `first` is the first row of the block."""
 
     first: int
     rows: slice
@@ -155,6 +139,9 @@ class Shifts:
         for column, inside, rows, keys in self._shifted():
             target = total[..., keys, :]
             target += (weights[..., inside, column, None] * left[..., rows, :]).sum_to_size(target.shape)
+
+
+Tile = Diagonal | Shifts
 
 
 class Blocks:
@@ -249,11 +236,7 @@ def _attend(
     highest = torch.full_like(sums, -math.inf)
     for tile in blocks.tiles(rows):
         weights = tile.mask_(tile.multiply(left, key).mul_(scale))
-        before, tile_sums = highest[..., tile.rows, :], sums[..., tile.rows, :]
-        after = torch.maximum(before, weights.amax(-1, keepdim=True))
-        shrink = (before - after).exp_()
-        before.copy_(after)
-        tile_sums.mul_(shrink).add_(weights.sub_(after).exp_().sum(-1, keepdim=True))
+        shrink = absorb(weights, highest[..., tile.rows, :], sums[..., tile.rows, :], -1)
         total[..., tile.rows, :].mul_(shrink)
         tile.gather(weights, value, total)
     target.copy_(total.div_(sums))

@@ -1,7 +1,5 @@
 """Random unit vectors: uniform ones, and ones at given angles to others."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The layout of gradients: each has the strides of its operand, so that autograd takes it without a copy."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from effops.pytorch import compute_elementwise_output_strides, is_non_overlapping_and_dense

@@ -1,7 +1,5 @@
 """Dtypes and rounding: the result and arithmetic dtype of an op, unit roundoff, the error of a contraction."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

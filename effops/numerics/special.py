@@ -4,8 +4,6 @@ Each is a composition of elementary operations: differentiable any number of tim
 a look at the values.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

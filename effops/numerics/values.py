@@ -1,7 +1,5 @@
 """The one way to look at the values of a tensor."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from effops.pytorch import FakeTensor
