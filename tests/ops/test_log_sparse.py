@@ -47,6 +47,14 @@ def test_published_counts():
     assert Pattern(1, None).pairs(1024) == 10241
 
 
+def test_infinite_scores_of_the_nearest_keys():
+    """The first block of offsets has nothing for a row: it was NaN, where keys further back have finite scores."""
+    query, key, value = torch.ones(300, 2), torch.ones(300, 2), torch.arange(600.0).view(300, 2)
+    key[200:] = -math.inf
+    found, expected = (op(query, key, value, 40, variant=variant) for variant in ("chunked", "naive"))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("shapes", [((2, 200, 5), (2, 200, 5), (2, 200, 3)), ((3, 1, 70, 4), (2, 70, 4), (70, 4))])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("variant", [name for name in op.variants if name not in ("compile", "flex")])
