@@ -15,7 +15,7 @@ from effops import measure
 from effops.commands.console import Progress
 from effops.dispatch.op import Cost, Op
 from effops.reference import reference_of
-from effops.reference.bounds import Bounds, worst_error_ratio
+from effops.reference.reference import Bounds, worst_error_ratio
 from effops.text import format_bytes
 
 

@@ -8,8 +8,6 @@ Start with `reference.py`, then read `broadcast_dot.py` as an example. The first
 modules here. So a new op needs a module of its own and no other line.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil
@@ -19,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from effops.dispatch.op import Op, find_op
-from effops.reference.bounds import worst_error_ratio
-from effops.reference.reference import REFERENCES, Reference
+from effops.reference.reference import REFERENCES, Reference, worst_error_ratio
 
 __all__ = ["Reference", "error_ratio", "gradient_error_ratio", "reference_of"]
 

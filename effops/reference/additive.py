@@ -1,10 +1,7 @@
 """The references of `effops.ops.attention.additive`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +11,7 @@ from effops.numerics.precision import arithmetic_dtype, unit_roundoff, wider
 from effops.ops.attention.additive import additive_attention, additive_attention_scores
 from effops.ops.attention.call import AttentionCall
 from effops.reference.attention import ExactScores, attention_reference
-from effops.reference.bounds import Bounds
-from effops.reference.reference import Shape, normal_sample
+from effops.reference.reference import Bounds, Shape, normal_workload
 
 TERM_ERROR = 8  # the error that a term of a score may have, in roundoffs times |weight|
 SLOPE_ERROR = 24  # the error that a term of a gradient may have, in roundoffs times |G weight|
@@ -108,16 +104,6 @@ def _broadcast(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     return query.unsqueeze(-2), key.unsqueeze(-3), weight
 
 
-def _pairs_workload(*, B: int, L: int, S: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """Queries, keys and a weight. The default sizes are those of a decoder over a long input, such as speech."""
-    return normal_sample((B, L, D), (B, S, D), (D,), **options)
-
-
-def _workload(*, B: int, L: int, S: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """Queries, keys, values of the same dimension, and a weight, with the same default sizes."""
-    return normal_sample((B, L, D), (B, S, D), (B, S, D), (D,), **options)
-
-
 SCORES = ExactScores(_scores, _gradient_bounds)
 PAIRS: dict[str, tuple[Shape, ...]] = {
     # query, key, weight
@@ -138,6 +124,11 @@ SUMS: dict[str, tuple[Shape, ...]] = {
 }
 SUMS["founding"] += ((5, 6),)  # an additive mask
 SUMS["mask of keys"] = ((2, 3, 5, 4), (2, 1, 6, 4), (2, 1, 6, 3), (4,), (2, 1, 1, 6))
+# Queries, keys, values of the same dimension and a weight, of the sizes of a decoder over a long input, such as speech.
 SIZES = {"B": 1, "L": 256, "S": 2048, "D": 256}
-attention_reference(additive_attention_scores, SCORES, cases=PAIRS, workload=_pairs_workload, sizes=SIZES)
-attention_reference(additive_attention, SCORES, cases=SUMS, workload=_workload, sizes=SIZES)
+attention_reference(
+    additive_attention_scores, SCORES, cases=PAIRS, workload=normal_workload("BLD", "BSD", "D"), sizes=SIZES
+)
+attention_reference(
+    additive_attention, SCORES, cases=SUMS, workload=normal_workload("BLD", "BSD", "BSD", "D"), sizes=SIZES
+)

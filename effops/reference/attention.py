@@ -1,20 +1,16 @@
 """What the references of attention share: the bounds of correct results and gradients, for any kind of scores."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, matmul_precision, unit_roundoff
 from effops.ops.attention.call import AttentionCall, join_arguments
-from effops.reference.bounds import Bounds
-from effops.reference.reference import Reference, Shape, normal_sample
+from effops.reference.reference import Bounds, Reference, Shape, normal_sample, summed_bounds
 
 
 @dataclass(frozen=True)
@@ -51,25 +47,11 @@ def attention_reference(
     )
 
 
-class _Exact(NamedTuple):
-    """A call in float64.
+def _exact(exact_scores: ExactScores, call: AttentionCall) -> tuple[Bounds, Tensor, Tensor, Tensor]:
+    """A call in float64: the scores under the mask, their softmax, and two more.
 
-    Attributes:
-        scores: the scores under the mask
-        error: by how much correct scores may be off
-        excluded: True for pairs that take no part
-        weights: the softmax of the scores
-        relative: the relative error that correct weights may have
+    These are the relative error that correct weights may have, and a mask, True for pairs that take no part.
     """
-
-    scores: Tensor
-    error: Tensor
-    excluded: Tensor
-    weights: Tensor
-    relative: Tensor
-
-
-def _exact(exact_scores: ExactScores, call: AttentionCall) -> _Exact:
     scores, error = exact_scores.compute(call)
     u = unit_roundoff(call.arithmetic)
     excluded = torch.zeros(call.plan.shape, dtype=torch.bool, device=call.device)
@@ -79,29 +61,26 @@ def _exact(exact_scores: ExactScores, call: AttentionCall) -> _Exact:
         scores = scores + call.mask.double()
         error = error + 2 * u * (scores.abs() + call.mask.double().abs()).nan_to_num(posinf=0.0)
     if call.is_causal:
-        excluded = (
-            excluded | torch.ones(call.plan.shape[-2:], dtype=torch.bool, device=call.device).tril().logical_not()
-        )
+        excluded = excluded | torch.ones_like(excluded).triu(1)
     scores = scores.masked_fill(excluded, -math.inf)
     error = torch.where(scores == -math.inf, 0.0, error.expand(scores.shape))
     no_key = (scores == -math.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(no_key, 0).softmax(-1).masked_fill(no_key, 0)
     relative = torch.expm1(error + (weights * error).sum(-1, keepdim=True)) + (8 + scores.shape[-1]) * u
-    return _Exact(scores, error, excluded, weights, relative)
+    return Bounds(scores, error, error, dtype=call.dtype), weights, relative, excluded
 
 
 def bounds(scores: ExactScores, call: AttentionCall, *, rounded: bool) -> Bounds:
     """The bounds of a correct result. If `rounded`, weights may be rounded to the dtype of the sums, as in PyTorch."""
-    exact, u = _exact(scores, call), unit_roundoff(call.arithmetic)
+    of_scores, weights, relative, _ = _exact(scores, call)
     if call.output == "scores":
-        return Bounds(exact.scores, exact.error, exact.error, dtype=call.dtype)
-    if call.value is None:
-        radius = exact.weights * exact.relative
-        return Bounds(exact.weights, radius, radius, dtype=call.dtype)
-    value = call.value.double()
-    rounding = (4 + value.shape[-2]) * u + _rounding(call, rounded)
-    radius = (exact.weights * (exact.relative + rounding)) @ value.abs()
-    return Bounds(exact.weights @ value, radius, radius, dtype=call.dtype)
+        return of_scores
+    result, radius = weights, weights * relative
+    if call.value is not None:
+        value = call.value.double()
+        rounding = (4 + value.shape[-2]) * unit_roundoff(call.arithmetic) + _rounding(call, rounded)
+        result, radius = weights @ value, (weights * (relative + rounding)) @ value.abs()
+    return Bounds(result, radius, radius, dtype=call.dtype)
 
 
 def _rounding(call: AttentionCall, rounded: bool) -> float:
@@ -111,12 +90,11 @@ def _rounding(call: AttentionCall, rounded: bool) -> float:
 
 def gradient_bounds(scores: ExactScores, call: AttentionCall, dout: Tensor, *, rounded: bool) -> tuple[Bounds, ...]:
     """The bounds of correct gradients of the tensors that a caller gives. `rounded` is that of `bounds`."""
-    exact, u, g = _exact(scores, call), unit_roundoff(call.arithmetic), dout.double()
-    weights, relative, keys = exact.weights, exact.relative, exact.weights.shape[-1]
-    coarse = _rounding(call, rounded)
+    _, weights, relative, excluded = _exact(scores, call)
+    u, g, coarse = unit_roundoff(call.arithmetic), dout.double(), _rounding(call, rounded)
     of_value: tuple[Bounds, ...] = ()
     if call.output == "scores":
-        dscores, error = g.masked_fill(exact.excluded, 0), torch.zeros_like(g)
+        dscores, error = g.masked_fill(excluded, 0), torch.zeros_like(g)
     else:
         dweights, off, mean_error = g, torch.zeros_like(g), torch.zeros(())
         if call.value is not None:
@@ -129,7 +107,8 @@ def gradient_bounds(scores: ExactScores, call: AttentionCall, dout: Tensor, *, r
             error = (weights * (relative + 2 * coarse)).mT @ g.abs()
             of_value = (summed_bounds(weights.mT @ g, error, size, weights.shape[-2], call.value, u),)
         mean = (weights * dweights).sum(-1, keepdim=True)
-        mean_error = mean_error + (weights * ((relative + (4 + keys) * u) * dweights.abs() + off)).sum(-1, keepdim=True)
+        summing = (4 + weights.shape[-1]) * u
+        mean_error = mean_error + (weights * ((relative + summing) * dweights.abs() + off)).sum(-1, keepdim=True)
         dscores = weights * (dweights - mean)
         error = weights * (
             (relative + 2 * coarse) * (dweights - mean).abs() + off + mean_error + 2 * u * (dweights.abs() + mean.abs())
@@ -137,17 +116,3 @@ def gradient_bounds(scores: ExactScores, call: AttentionCall, dout: Tensor, *, r
     query, key, *others = scores.gradient_bounds(call, dscores, error)
     of_mask = (summed_bounds(dscores, error, dscores.abs(), 1, call.mask, u),) if call.masked else ()
     return join_arguments((query, key, *others), of_value, *of_mask)
-
-
-def summed_bounds(value: Tensor, error: Tensor, size: Tensor, terms: int, operand: Tensor, u: float) -> Bounds:
-    """The bounds of a gradient that is summed to the shape of its operand.
-
-    Each entry of `value` is already a sum of `terms` terms. `size` is the sum of their absolute values.
-    """
-    value, error, size = (
-        tensor.expand(torch.broadcast_shapes(tensor.shape, operand.shape)) for tensor in (value, error, size)
-    )
-    terms *= value.numel() // max(1, operand.numel())
-    shape = operand.shape
-    radius = error.sum_to_size(shape) + (4 + terms) * u * size.sum_to_size(shape)
-    return Bounds(value.sum_to_size(shape), radius, radius)

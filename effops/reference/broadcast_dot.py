@@ -1,21 +1,11 @@
 """The reference of `effops.ops.broadcast_dot`."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from effops.numerics.precision import arithmetic_dtype, contraction_error, unit_roundoff
 from effops.ops.broadcast_dot import DotProductCall, broadcast_dot
-from effops.reference.bounds import Bounds, exact_dot
-from effops.reference.reference import Reference, normal_sample
-
-
-def _workload(*, M: int, T: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """All pairs of M rows and M other rows, at T positions: a (M, 1, T, D), b (M, T, D)."""
-    return normal_sample((M, 1, T, D), (M, T, D), **options)
+from effops.reference.reference import Bounds, Reference, exact_dot, normal_sample, normal_workload, summed_bounds
 
 
 def _bounds(call: DotProductCall) -> Bounds:
@@ -27,26 +17,21 @@ def _bounds(call: DotProductCall) -> Bounds:
     return Bounds(exact_dot(a, b), radius, radius, dtype=call.dtype)
 
 
-def _gradient_bounds(call: DotProductCall, dout: Tensor) -> tuple[Bounds, Bounds]:
-    """The bounds of correct gradients of a and b.
-
-    A sum of n terms is off by (4 + n) u times the sum of their absolute values.
-    """
-    g, tensors = dout.double(), (call.a.double(), call.b.double())
+def _gradient_bounds(call: DotProductCall, dout: Tensor) -> tuple[Bounds, ...]:
+    """The bounds of correct gradients of a and b."""
+    g, u = dout.double(), unit_roundoff(arithmetic_dtype(call.dtype))
+    operands = call.a.double(), call.b.double()
 
     def pulled_back(weight: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         a, b = (tensor.clone().requires_grad_() for tensor in tensors)
         return torch.autograd.grad((a * b).sum(-1), (a, b), weight)
 
-    values, sizes = pulled_back(g, *tensors), pulled_back(g.abs(), *(tensor.abs() for tensor in tensors))
-    u = unit_roundoff(arithmetic_dtype(call.dtype))
-
-    def bounds_of_sum(value: Tensor, size: Tensor, operand: Tensor) -> Bounds:
-        terms = g.numel() * call.dimension // max(1, operand.numel())
-        radius = (4 + terms) * u * size
-        return Bounds(value, radius, radius)
-
-    return bounds_of_sum(values[0], sizes[0], call.a), bounds_of_sum(values[1], sizes[1], call.b)
+    values, sizes = pulled_back(g, *operands), pulled_back(g.abs(), *(tensor.abs() for tensor in operands))
+    terms = (g.numel() * call.dimension // max(1, operand.numel()) for operand in operands)
+    return tuple(
+        summed_bounds(value, torch.zeros_like(value), size, count, operand, u)
+        for value, size, count, operand in zip(values, sizes, terms, operands)
+    )
 
 
 Reference(
@@ -68,7 +53,7 @@ Reference(
         "several blocks": ((520, 1, 9), (260, 9)),
     },
     sample=normal_sample,
-    workload=_workload,
+    workload=normal_workload("M1TD", "MTD"),  # all pairs of M rows and M other rows, at T positions
     sizes={"M": 128, "T": 512, "D": 128},
     bounds=_bounds,
     gradient_bounds=_gradient_bounds,

@@ -1,7 +1,5 @@
 """What the references of densities of directions share: cases, samples, and bounds of W(s) + s phi(<loc, x>)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +11,7 @@ from effops.numerics.directions import random_directions
 from effops.numerics.precision import arithmetic_dtype, contraction_error, unit_roundoff
 from effops.ops.densities.density import DensityCall
 from effops.ops.densities.directional import Directional
-from effops.reference.bounds import Bounds, exact_dot
-from effops.reference.reference import Reference, Shape
+from effops.reference.reference import Bounds, Reference, Shape, exact_dot, summed_bounds
 
 CASES: Mapping[str, tuple[Shape, ...]] = {
     # loc, scale, x
@@ -77,9 +74,7 @@ class DirectionalBounds:
             dtype=call.dtype,
         )
 
-    def of_gradients(
-        self, call: DensityCall, dout: Tensor, dout_error: Tensor | float = 0.0
-    ) -> tuple[Bounds, Bounds, Bounds]:
+    def of_gradients(self, call: DensityCall, dout: Tensor, dout_error: Tensor | float = 0.0) -> tuple[Bounds, ...]:
         """The bounds of correct gradients of loc, scale and x, if the upstream gradient may be off by `dout_error`.
 
         The error of t moves a weight G = dout s phi'. A sum of n terms is off by n u at most.
@@ -108,21 +103,14 @@ class DirectionalBounds:
             dot = torch.einsum("...d,...d->...", loc, x).expand(weight.shape)
             return torch.autograd.grad(dot, (loc, x), weight)
 
-        def bounds_of_sum(value: Tensor, size: Tensor, error: Tensor, results: int) -> Bounds:
-            length = g.numel() // max(1, results)
-            radius = error + (4 + length) * u * size  # rounding adds up: it has one sign if all terms are alike
-            return Bounds(value, radius, radius)
-
         values = pulled_back(weight, loc, x)
-        sizes = pulled_back(weight.abs(), loc.abs(), x.abs())
         errors = pulled_back(weight_error, loc.abs(), x.abs())
-        shape = scale.shape
-        summed, size, error = (tensor.sum_to_size(shape) for tensor in (terms, terms.abs(), terms_error))
-        return (
-            bounds_of_sum(values[0], sizes[0], errors[0], loc.numel() // call.dimension),
-            bounds_of_sum(summed, size, error, scale.numel()),
-            bounds_of_sum(values[1], sizes[1], errors[1], x.numel() // call.dimension),
+        sizes = pulled_back(weight.abs(), loc.abs(), x.abs())
+        of_loc, of_x = (
+            summed_bounds(value, error, size, g.numel() // max(1, operand.numel() // call.dimension), operand, u)
+            for value, error, size, operand in zip(values, errors, sizes, (loc, x))
         )
+        return of_loc, summed_bounds(terms, terms_error, terms.abs(), 1, scale, u), of_x
 
     def _normaliser(self, call: DensityCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """W and W' in float64, and by how much each may be off."""
@@ -158,9 +146,31 @@ def _sample(
 
 
 def directional_reference(
-    function: Callable[..., Tensor], bounds: DirectionalBounds, workload: Callable[..., tuple[Tensor, ...]]
+    function: Callable[..., Tensor],
+    bounds: DirectionalBounds,
+    parameters: Callable[[int, int, int, torch.Generator | None], tuple[Tensor, Tensor]],
+    draw: Callable[[Tensor, Tensor, torch.Generator | None], Tensor],
 ) -> Reference:
-    """The reference of an op of the log densities of all pairs."""
+    """The reference of an op of the log densities of all pairs.
+
+    `parameters` draws loc (M, T, D) and scale (M, T) of the workload from M, T, D and a generator. `draw` draws a
+    direction from each of such densities.
+    """
+
+    def workload(
+        *,
+        M: int,
+        T: int,
+        D: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, ...]:
+        """All pairs of M components and a draw from each, at T positions: loc, scale and x (M, 1, T, D)."""
+        loc, scale = parameters(M, T, D, generator)
+        x = draw(loc, scale, generator).unsqueeze(1)
+        return loc.to(device, dtype), scale.to(device, dtype), x.to(device, dtype)
+
     return Reference(
         function,
         cases=CASES,

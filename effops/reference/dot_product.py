@@ -1,17 +1,12 @@
 """The references of `effops.ops.attention.dot_product`."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, matmul_precision, unit_roundoff
 from effops.ops.attention.call import AttentionCall
 from effops.ops.attention.dot_product import KIND, attention, attention_scores, attention_weights
-from effops.reference.attention import ExactScores, attention_reference, summed_bounds
-from effops.reference.bounds import Bounds, exact_dot
-from effops.reference.reference import normal_sample
+from effops.reference.attention import ExactScores, attention_reference
+from effops.reference.reference import Bounds, exact_dot, normal_workload, summed_bounds
 
 
 def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -24,32 +19,15 @@ def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_bounds(call: AttentionCall, dscores: Tensor, error: Tensor) -> tuple[Bounds, ...]:
-    query, key = (tensor.double() for tensor in call.scored)
-    scale, u = abs(KIND.scale(call)), unit_roundoff(call.arithmetic)
-    of_query = (
-        KIND.scale(call) * (dscores @ key),
-        scale * (error @ key.abs()),
-        scale * (dscores.abs() @ key.abs()),
-    )
-    of_key = (
-        KIND.scale(call) * (dscores.mT @ query),
-        scale * (error.mT @ query.abs()),
-        scale * (dscores.mT.abs() @ query.abs()),
-    )
-    return (
-        summed_bounds(*of_query, key.shape[-2], call.scored[0], u),
-        summed_bounds(*of_key, query.shape[-2], call.scored[1], u),
-    )
+    query, key = call.scored
+    scale, u = KIND.scale(call), unit_roundoff(call.arithmetic)
 
+    def bounds_of(operand: Tensor, dscores: Tensor, error: Tensor, other: Tensor) -> Bounds:
+        other = other.double()
+        error, size = (abs(scale) * (weights @ other.abs()) for weights in (error, dscores.abs()))
+        return summed_bounds(scale * (dscores @ other), error, size, other.shape[-2], operand, u)
 
-def _pairs_workload(*, B: int, H: int, L: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """Queries and keys of a batch of heads. The default sizes are those of a layer of BERT-large."""
-    return normal_sample((B, H, L, D), (B, H, L, D), **options)
-
-
-def _workload(*, B: int, H: int, L: int, D: int, **options: Any) -> tuple[Tensor, ...]:
-    """Queries, keys and values of a batch of heads. The default sizes are those of a layer of BERT-large."""
-    return normal_sample((B, H, L, D), (B, H, L, D), (B, H, L, D), **options)
+    return bounds_of(query, dscores, error, key), bounds_of(key, dscores.mT, error.mT, query)
 
 
 SCORES = ExactScores(_scores, _gradient_bounds)
@@ -71,7 +49,7 @@ PAIRS = {
 }
 SUMS = {name: (query, key, (*key[:-1], 6), *mask) for name, (query, key, *mask) in PAIRS.items()}
 SUMS["values of more heads"] = ((3, 4, 5), (6, 5), (2, 3, 6, 7))
-SIZES = {"B": 8, "H": 16, "L": 512, "D": 64}
+SIZES = {"B": 8, "H": 16, "L": 512, "D": 64}  # a batch of heads, of the sizes of a layer of BERT-large
 for function in (attention_scores, attention_weights):
-    attention_reference(function, SCORES, cases=PAIRS, workload=_pairs_workload, sizes=SIZES)
-attention_reference(attention, SCORES, cases=SUMS, workload=_workload, sizes=SIZES)
+    attention_reference(function, SCORES, cases=PAIRS, workload=normal_workload("BHLD", "BHLD"), sizes=SIZES)
+attention_reference(attention, SCORES, cases=SUMS, workload=normal_workload("BHLD", "BHLD", "BHLD"), sizes=SIZES)

@@ -1,23 +1,14 @@
 """The reference of `effops.ops.attention.log_sparse`."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, unit_roundoff
 from effops.ops.attention.log_sparse import LogSparseCall, log_sparse_attention
-from effops.reference.bounds import Bounds
-from effops.reference.reference import Reference, normal_sample
-
-
-def _workload(*, H: int, L: int, E: int, **options: Any) -> tuple[Tensor, ...]:
-    """H heads of L positions and E features."""
-    return normal_sample((H, L, E), (H, L, E), (H, L, E), **options)
+from effops.reference.reference import Bounds, Reference, normal_sample, normal_workload
 
 
 def _offsets(length: int, local: int, restart: int | None) -> list[int]:
@@ -27,14 +18,30 @@ def _offsets(length: int, local: int, restart: int | None) -> list[int]:
     return [offset for offset in range(length) if offset % period in near]
 
 
-class _Pairs:
-    """The pairs of the pattern, in float64: a matrix with a column for each offset."""
+class _Exact:
+    """A call in float64. The pairs of the pattern are a matrix with a column for each offset.
+
+    Attributes:
+        query, key, value: the operands
+        shares, shares_error: the softmax of the scores, and by how much correct shares may be off
+        unit: the unit roundoff of the arithmetic
+    """
 
     def __init__(self, call: LogSparseCall) -> None:
-        self.length = call.query.shape[-2]
+        self.call, self.unit = call, unit_roundoff(call.arithmetic)
+        self.query, self.key, self.value = (tensor.double() for tensor in call.tensors)
+        self.length = self.key.shape[-2]
         self.offsets = _offsets(self.length, call.local, call.restart)
         rows = torch.arange(self.length, device=call.device)
-        self.missing = rows.unsqueeze(-1) < torch.tensor(self.offsets, device=call.device)
+        missing = rows.unsqueeze(-1) < torch.tensor(self.offsets, device=call.device)
+        scores = (self.multiply(self.query, self.key) * call.factor).masked_fill(missing, -math.inf)
+        self.shares = torch.softmax(scores, -1)
+        sizes = scores.abs().masked_fill(missing, 0)
+        largest = sizes.amax(-1, keepdim=True) if sizes.numel() else sizes
+        # A score has the error of its contraction, which is in the exponent of its share.
+        error = self.multiply_error(self.query, self.key, abs(call.factor)) + 4 * self.unit * (sizes + largest)
+        in_exponent = error + (self.shares * error).sum(-1, keepdim=True)
+        self.shares_error = self.shares * (in_exponent.expm1() + (8 + len(self.offsets)) * self.unit)
 
     def _shifted(self) -> Iterator[tuple[int, slice, slice]]:
         """For each offset: its column, the rows with a key at it, and these keys."""
@@ -49,71 +56,28 @@ class _Pairs:
             products[..., rows, column] = (left[..., rows, :] * right[..., keys, :]).sum(-1)
         return products
 
-    def gather(self, weights: Tensor, right: Tensor) -> Tensor:
-        """For each row, the weighted sum of the rows of `right` that it is paired with."""
-        batch = torch.broadcast_shapes(weights.shape[:-2], right.shape[:-2])
-        total = right.new_zeros((*batch, *right.shape[-2:]))
+    def multiply_error(self, left: Tensor, right: Tensor, factor: float = 1) -> Tensor:
+        """By how much such dot products may be off, times `factor`: in proportion to the lengths of both rows."""
+        rounding = contraction_error(left.shape[-1], self.call.arithmetic, torch.get_float32_matmul_precision())
+        lengths = self.multiply(left.norm(dim=-1, keepdim=True), right.norm(dim=-1, keepdim=True))
+        return factor * rounding * self.unit * lengths
+
+    def weigh(self, weights: Tensor, vectors: Tensor, *, mirrored: bool = False) -> Tensor:
+        """For each row, the weighted sum of the vectors at its keys; if `mirrored`, at the rows that it is a key of."""
+        batch = torch.broadcast_shapes(weights.shape[:-2], vectors.shape[:-2])
+        total = vectors.new_zeros((*batch, *vectors.shape[-2:]))
         for column, rows, keys in self._shifted():
-            total[..., rows, :] += weights[..., rows, column, None] * right[..., keys, :]
+            summed, given = (keys, rows) if mirrored else (rows, keys)
+            total[..., summed, :] += weights[..., rows, column, None] * vectors[..., given, :]
         return total
-
-    def scatter(self, weights: Tensor, left: Tensor) -> Tensor:
-        """For each row, the weighted sum of the rows of `left` that are paired with it."""
-        batch = torch.broadcast_shapes(weights.shape[:-2], left.shape[:-2])
-        total = left.new_zeros((*batch, *left.shape[-2:]))
-        for column, rows, keys in self._shifted():
-            total[..., keys, :] += weights[..., rows, column, None] * left[..., rows, :]
-        return total
-
-    def lengths(self, left: Tensor, right: Tensor) -> Tensor:
-        """For each pair, the product of the lengths of its two rows."""
-        return self.multiply(left.norm(dim=-1, keepdim=True), right.norm(dim=-1, keepdim=True))
-
-
-class _Exact(NamedTuple):
-    """Attention in float64: its operands, the shares (softmax), and by how much correct shares may be off.
-
-    `terms` is the number of offsets, and `unit` the unit roundoff of the arithmetic.
-    """
-
-    pairs: _Pairs
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    shares: Tensor
-    shares_error: Tensor
-    terms: int
-    unit: float
-
-
-def _exact(call: LogSparseCall) -> _Exact:
-    """The call in float64. A score has the error of its contraction, which is in the exponent of its share."""
-    query, key, value = (tensor.double() for tensor in call.tensors)
-    u, scale = unit_roundoff(call.arithmetic), call.factor
-    pairs = _Pairs(call)
-    scores = (pairs.multiply(query, key) * scale).masked_fill(pairs.missing, -math.inf)
-    shares = torch.softmax(scores, -1)
-    sizes = scores.abs().masked_fill(pairs.missing, 0)
-    largest = sizes.amax(-1, keepdim=True) if sizes.numel() else sizes
-    lengths = pairs.lengths(query, key)
-    error = abs(scale) * _contraction_error(call, query) * u * lengths + 4 * u * (sizes + largest)
-    terms = len(pairs.offsets)
-    in_exponent = error + (shares * error).sum(-1, keepdim=True)
-    shares_error = shares * (in_exponent.expm1() + (8 + terms) * u)
-    return _Exact(pairs, query, key, value, scale, shares, shares_error, terms, u)
-
-
-def _contraction_error(call: LogSparseCall, operand: Tensor) -> float:
-    return contraction_error(operand.shape[-1], call.arithmetic, torch.get_float32_matmul_precision())
 
 
 def _bounds(call: LogSparseCall) -> Bounds:
     """The bounds of a correct result."""
-    exact = _exact(call)
-    sizes = exact.shares_error + (4 + exact.terms) * exact.unit * exact.shares
-    radius = exact.pairs.gather(sizes, exact.value.abs())
-    return Bounds(exact.pairs.gather(exact.shares, exact.value), radius, radius, dtype=call.dtype)
+    exact = _Exact(call)
+    sizes = exact.shares_error + (4 + len(exact.offsets)) * exact.unit * exact.shares
+    radius = exact.weigh(sizes, exact.value.abs())
+    return Bounds(exact.weigh(exact.shares, exact.value), radius, radius, dtype=call.dtype)
 
 
 def _gradient_bounds(call: LogSparseCall, dout: Tensor) -> tuple[Bounds, ...]:
@@ -121,33 +85,31 @@ def _gradient_bounds(call: LogSparseCall, dout: Tensor) -> tuple[Bounds, ...]:
 
     A sum of n terms is off by (4 + n) u times the sum of their absolute values.
     """
-    pairs, query, key, value, scale, shares, shares_error, terms, u = _exact(call)
-    dout = dout.double()
-    slopes = pairs.multiply(dout, value)
-    slopes_error = _contraction_error(call, value) * u * pairs.lengths(dout, value)
+    exact, dout = _Exact(call), dout.double()
+    shares, shares_error, u = exact.shares, exact.shares_error, exact.unit
+    slopes, slopes_error = exact.multiply(dout, exact.value), exact.multiply_error(dout, exact.value)
     mean = (shares * slopes).sum(-1, keepdim=True)
-    mean_error = (shares_error * slopes.abs() + shares * (slopes_error + (4 + terms) * u * slopes.abs())).sum(
-        -1, keepdim=True
-    )
-    weights = scale * shares * (slopes - mean)
-    weights_error = abs(scale) * (
+    mean_terms = shares_error * slopes.abs() + shares * (slopes_error + (4 + len(exact.offsets)) * u * slopes.abs())
+    mean_error = mean_terms.sum(-1, keepdim=True)
+    weights = call.factor * shares * (slopes - mean)
+    weights_error = abs(call.factor) * (
         shares_error * (slopes - mean).abs()
         + shares * (slopes_error + mean_error + 4 * u * (slopes.abs() + mean.abs()))
     )
 
-    def bounds_of(
-        operand: Tensor, reduce: Callable[..., Tensor], factors: Tensor, errors: Tensor, others: Tensor
-    ) -> Bounds:
+    def bounds_of(operand: Tensor, factors: Tensor, errors: Tensor, others: Tensor, *, mirrored: bool) -> Bounds:
         repeats = math.prod(call.batch) * operand.shape[-1] // max(1, operand.numel() // max(1, operand.shape[-2]))
-        count = 4 + repeats * others.shape[-2]
-        summed = reduce(factors, others).sum_to_size(operand.shape)
-        radius = reduce(errors + count * u * factors.abs(), others.abs()).sum_to_size(operand.shape)
-        return Bounds(summed, radius, radius, dtype=operand.dtype)
+        rounding = (4 + repeats * others.shape[-2]) * u * factors.abs()
+        value, radius = (
+            exact.weigh(*pair, mirrored=mirrored).sum_to_size(operand.shape)
+            for pair in ((factors, others), (errors + rounding, others.abs()))
+        )
+        return Bounds(value, radius, radius, dtype=operand.dtype)
 
     return (
-        bounds_of(call.query, pairs.gather, weights, weights_error, key),
-        bounds_of(call.key, pairs.scatter, weights, weights_error, query),
-        bounds_of(call.value, pairs.scatter, shares, shares_error, dout),
+        bounds_of(call.query, weights, weights_error, exact.key, mirrored=False),
+        bounds_of(call.key, weights, weights_error, exact.query, mirrored=True),
+        bounds_of(call.value, shares, shares_error, dout, mirrored=True),
     )
 
 
@@ -166,7 +128,7 @@ Reference(
         "several blocks": ((1100, 3), (1100, 3), (2, 1100, 2)),
     },
     sample=normal_sample,
-    workload=_workload,
+    workload=normal_workload("HLE", "HLE", "HLE"),  # H heads of L positions and E features
     sizes={"H": 8, "L": 4096, "E": 64},
     bounds=_bounds,
     gradient_bounds=_gradient_bounds,

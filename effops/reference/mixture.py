@@ -1,18 +1,17 @@
 """What the references of mixtures share. Each follows from the reference of the log densities of its components."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from effops.numerics.precision import unit_roundoff
+from effops.ops.densities.density import DensityCall
 from effops.ops.densities.mixture import MixtureCall, statistics
-from effops.reference.bounds import Bounds
-from effops.reference.reference import Reference, Shape
+from effops.reference.reference import Bounds, Reference, Shape, summed_bounds
 
 
 def mixture_reference(function: Callable[..., Tensor], log_prob: Reference) -> Reference:
@@ -82,28 +81,11 @@ def _logsumexp(values: Tensor, dim: int) -> Tensor:
     return statistics(values, dim).sum(-1)
 
 
-class _Exact(NamedTuple):
-    """A call in float64, and how far below and above correct numbers may lie.
+def _exact(log_prob: Reference, call: MixtureCall) -> tuple[DensityCall, Bounds, Bounds]:
+    """The pairs as a call of the density, and the bounds of log_weights + log densities and of their logsumexp.
 
-    Attributes:
-        pairs: the pairs of the mixture, as a call of the density
-        values: log_weights + log densities
-        below, above: how far below and above `values` correct ones may lie
-        out: the logsumexp of `values`
-        out_below, out_above: how far below and above `out` a correct one may lie
+    A correct result lies between the results of the lowest and the highest log densities.
     """
-
-    pairs: Any
-    values: Tensor
-    below: Tensor
-    above: Tensor
-    out: Tensor
-    out_below: Tensor
-    out_above: Tensor
-
-
-def _exact(log_prob: Reference, call: MixtureCall) -> _Exact:
-    """The call in float64. A correct result lies between the results of the lowest and the highest log densities."""
     pairs = replace(log_prob.op.prepare(call.loc, call.scale, call.x), dtype=call.arithmetic, plan=call.plan)
     bounds, weights = log_prob.bounds(pairs), call.log_weights.double()
     values = bounds.value + weights
@@ -112,14 +94,13 @@ def _exact(log_prob: Reference, call: MixtureCall) -> _Exact:
     below, above = bounds.below + rounding, bounds.above + rounding
     out, low, high = (_logsumexp(end, call.dim) for end in (values, values - below, values + above))
     rounding = eps * (8 + values.shape[call.dim] + out.abs())
-    out_below, out_above = (torch.where(out.isfinite(), gap + rounding, 0.0) for gap in (out - low, high - out))
-    return _Exact(pairs, values, below, above, out, out_below, out_above)
+    result_below, result_above = (torch.where(out.isfinite(), gap + rounding, 0.0) for gap in (out - low, high - out))
+    return pairs, Bounds(values, below, above), Bounds(out, result_below, result_above, dtype=call.dtype)
 
 
 def _bounds(log_prob: Reference, call: MixtureCall) -> Bounds:
     """The bounds of a correct result."""
-    exact = _exact(log_prob, call)
-    return Bounds(exact.out, exact.out_below, exact.out_above, dtype=call.dtype)
+    return _exact(log_prob, call)[-1]
 
 
 def _gradient_bounds(log_prob: Reference, call: MixtureCall, dout: Tensor) -> tuple[Bounds, ...]:
@@ -127,20 +108,14 @@ def _gradient_bounds(log_prob: Reference, call: MixtureCall, dout: Tensor) -> tu
 
     Those of loc, scale and x are the bounds of the density, for an upstream gradient with the error of the share.
     """
-    exact = _exact(log_prob, call)
-    out = exact.out.unsqueeze(call.dim)
-    u = torch.finfo(call.arithmetic).eps / 2
-    error = torch.maximum(exact.below, exact.above)
-    error = error + torch.maximum(exact.out_below, exact.out_above).unsqueeze(call.dim)
-    share = torch.where(out == -torch.inf, 0.0, torch.exp(exact.values - out))
-    share_error = share * torch.expm1(error + (8 + exact.values.shape[call.dim]) * u)
+    pairs, terms, result = _exact(log_prob, call)
+    out, u = result.value.unsqueeze(call.dim), unit_roundoff(call.arithmetic)
+    error = torch.maximum(terms.below, terms.above) + torch.maximum(result.below, result.above).unsqueeze(call.dim)
+    share = torch.where(out == -torch.inf, 0.0, torch.exp(terms.value - out))
+    share_error = share * torch.expm1(error + (8 + share.shape[call.dim]) * u)
     g = dout.double().unsqueeze(call.dim)
     upstream, upstream_error = g * share, g.abs() * share_error
-    shape = call.log_weights.shape
-    size = upstream.abs().sum_to_size(shape)
-    terms = upstream.numel() // max(1, call.log_weights.numel())
-    radius = upstream_error.sum_to_size(shape) + (4 + terms) * u * size
     return (
-        Bounds(upstream.sum_to_size(shape), radius, radius),
-        *log_prob.gradient_bounds(exact.pairs, upstream, upstream_error),
+        summed_bounds(upstream, upstream_error, upstream.abs(), 1, call.log_weights, u),
+        *log_prob.gradient_bounds(pairs, upstream, upstream_error),
     )

@@ -1,7 +1,5 @@
 """The references of `effops.ops.densities.normal`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -11,9 +9,8 @@ from torch import Tensor
 from effops.numerics.precision import contraction_error, unit_roundoff
 from effops.ops.densities.density import DensityCall
 from effops.ops.densities.normal import density, normal_log_prob, normal_mixture_log_prob
-from effops.reference.bounds import Bounds
 from effops.reference.mixture import mixture_reference
-from effops.reference.reference import Reference, Shape
+from effops.reference.reference import Bounds, Reference, Shape, summed_bounds
 
 
 def _sample(
@@ -62,37 +59,23 @@ def _bounds(call: DensityCall) -> Bounds:
     return Bounds(value, rounding, rounding, dtype=call.dtype)
 
 
-def _gradient_bounds(
-    call: DensityCall, dout: Tensor, dout_error: Tensor | float = 0.0
-) -> tuple[Bounds, Bounds, Bounds]:
+def _gradient_bounds(call: DensityCall, dout: Tensor, dout_error: Tensor | float = 0.0) -> tuple[Bounds, ...]:
     """The bounds of correct gradients of loc, scale and x: sums of terms, each of which is off by a few u."""
     g, u = dout.double(), unit_roundoff(call.arithmetic)
     error = g.abs() * (8 * u) + dout_error
-    values: list[list[Tensor]] = [[], [], []]
-    sizes: list[list[Tensor]] = [[], [], []]
-    errors: list[list[Tensor]] = [[], [], []]
-    shapes = [tensor.shape[:-1] for tensor in call.tensors]
-    for loc, scale, x in _coordinates(call):
+    sums = [g.new_zeros(3, *operand.shape[:-1], call.dimension) for operand in call.tensors]
+    for d, (loc, scale, x) in enumerate(_coordinates(call)):
         z = (x - loc) / scale
         slope, spread = z / scale, (z * z - 1) / scale
-        for i, (term, size) in enumerate(
-            ((slope, slope.abs()), (spread, (z * z + 1) / scale.abs()), (-slope, slope.abs()))
-        ):
-            values[i].append((g * term).sum_to_size(shapes[i]))
-            sizes[i].append((g.abs() * size).sum_to_size(shapes[i]))
-            errors[i].append((error * size).sum_to_size(shapes[i]))
-
-    def bounds_of_operand(i: int) -> Bounds:
-        operand = call.tensors[i]
-        value, size, error = (
-            torch.stack(parts[i], -1).sum_to_size(operand.shape) if parts[i] else operand.double() * 0
-            for parts in (values, sizes, errors)
-        )
-        terms = g.numel() * call.dimension // max(1, operand.numel())
-        radius = error + (4 + terms) * u * size
-        return Bounds(value, radius, radius)
-
-    return bounds_of_operand(0), bounds_of_operand(1), bounds_of_operand(2)
+        sizes = slope.abs(), (z * z + 1) / scale.abs(), slope.abs()
+        for of_operand, term, size in zip(sums, (slope, spread, -slope), sizes):
+            for total, part in zip(of_operand, (g * term, error * size, g.abs() * size)):
+                total[..., d] = part.sum_to_size(total.shape[:-1])
+    terms = (g.numel() // max(1, math.prod(operand.shape[:-1])) for operand in call.tensors)
+    return tuple(
+        summed_bounds(value, error, size, count, operand, u)
+        for (value, error, size), count, operand in zip(sums, terms, call.tensors)
+    )
 
 
 def _coordinates(call: DensityCall) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -1,7 +1,5 @@
 """The references of `effops.ops.densities.power_spherical`."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -33,26 +31,12 @@ def _normaliser_errors(normaliser: Tensor, derivative: Tensor, dimension: int) -
     return 4 * u * parts, 4 * u * derivative.abs()
 
 
-def _workload(
-    *,
-    M: int,
-    T: int,
-    D: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of M components and a draw from each, at T positions.
-
-    The arguments are loc (M, T, D), scale (M, T), x (M, 1, T, D).
-    """
+def _parameters(M: int, T: int, D: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     vectors = torch.randn(M, T, D, dtype=torch.float64, generator=generator)
     scale = vectors.norm(dim=-1)
-    loc = vectors / scale.unsqueeze(-1)
-    x = draw(loc, scale, generator).unsqueeze(1)
-    return loc.to(device, dtype), scale.to(device, dtype), x.to(device, dtype)
+    return vectors / scale.unsqueeze(-1), scale
 
 
 BOUNDS = DirectionalBounds(density, _phi, _slope, _normaliser_errors)
-LOG_PROB = directional_reference(power_spherical_log_prob, BOUNDS, _workload)
+LOG_PROB = directional_reference(power_spherical_log_prob, BOUNDS, _parameters, draw)
 mixture_reference(power_spherical_mixture_log_prob, LOG_PROB)

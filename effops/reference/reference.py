@@ -1,8 +1,11 @@
-"""The `Reference` of an op, found by its public function: inputs to try the op with, and bounds of right results."""
+"""The `Reference` of an op, found by its public function: inputs to try the op with, and `Bounds` of right results.
 
-from __future__ import annotations
+A result is judged by its error against float64, in units of a budget, which is the rounding error of a correct variant.
+An error ratio of at most 1 passes. Budgets follow from the dtype of the arithmetic and from the error allowed to a
+contraction. They do not follow from the error that some variant happens to have.
+"""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +13,42 @@ import torch
 from torch import Tensor
 
 from effops.dispatch.op import Op, find_op
-from effops.reference.bounds import Bounds
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The float64 value of a result and how far below and above it a correct result may lie, elementwise.
+
+    NaN is required where `value` is NaN, and accepted where `may_be_nan` holds. If `dtype` is given, the result must
+    have it.
+    """
+
+    value: Tensor
+    below: Tensor
+    above: Tensor
+    may_be_nan: Tensor | None = None
+    dtype: torch.dtype | None = None
+
+    def error_ratio(self, result: Tensor) -> float:
+        """The largest error of `result` in units of its budget. It is infinite for a wrong shape, dtype or NaN."""
+        if result.shape != self.value.shape or result.dtype != (self.dtype or result.dtype):
+            return float("inf")
+        if result.numel() == 0:
+            return 0.0
+        finite = torch.finfo(result.dtype)
+        found, value = result.detach().to(self.value), self.value
+        # The result is rounded once to its own dtype.
+        rounding = value.abs() * (finite.eps / 2) + finite.smallest_normal
+        error = found - value
+        ratio = torch.where(error < 0, -error / (self.below + rounding), error / (self.above + rounding))
+        overflow = (found.sign() == value.sign()) & found.isinf() & (value.abs() + self.above + rounding >= finite.max)
+        ratio = torch.where(overflow | (found == value), 0.0, ratio)
+        ratio = torch.where(value.isnan() & found.isnan(), 0.0, ratio)
+        if self.may_be_nan is not None:
+            ratio = torch.where(found.isnan() & self.may_be_nan, 0.0, ratio)
+        return float(torch.nan_to_num(ratio, nan=float("inf")).max())
 
 
 @dataclass
@@ -60,3 +96,52 @@ def normal_sample(
 ) -> tuple[Tensor, ...]:
     """Normally distributed tensors of given shapes: the `sample` of an op that takes any values."""
     return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype) for shape in shapes)
+
+
+def normal_workload(*axes: str) -> Callable[..., tuple[Tensor, ...]]:
+    """The `workload` of an op that takes any values: normally distributed tensors.
+
+    A text for each tensor names its axes, each by the letter of its size or as 1.
+    """
+
+    def workload(
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        generator: torch.Generator | None = None,
+        **sizes: int,
+    ) -> tuple[Tensor, ...]:
+        lengths = {"1": 1, **sizes}
+        shapes = (tuple(lengths[letter] for letter in letters) for letters in axes)
+        return normal_sample(*shapes, dtype=dtype, device=device, generator=generator)
+
+    return workload
+
+
+def worst_error_ratio(expected: Sequence[Bounds], results: Sequence[Tensor | None]) -> float:
+    """The largest error of results in units of their budgets. It is infinite if all results are None."""
+    found = [(bounds, result) for bounds, result in zip(expected, results, strict=True) if result is not None]
+    return max((bounds.error_ratio(result) for bounds, result in found), default=float("inf"))
+
+
+def exact_dot(loc: Tensor, x: Tensor) -> Tensor:
+    """The dot product <loc, x> of every pair, in float64. For float64 inputs it is computed in extended precision."""
+    if torch.float64 not in (loc.dtype, x.dtype):
+        return torch.einsum("...d,...d->...", loc.double(), x.double())
+    import numpy
+
+    dot = numpy.einsum("...d,...d->...", *(t.detach().cpu().numpy().astype(numpy.longdouble) for t in (loc, x)))
+    return torch.tensor(dot.astype(numpy.float64), device=loc.device)
+
+
+def summed_bounds(value: Tensor, error: Tensor, size: Tensor, terms: int, operand: Tensor, u: float) -> Bounds:
+    """The bounds of a gradient that is summed to the shape of its operand.
+
+    Each entry of `value` is already a sum of `terms` terms, and `size` the sum of their absolute values. A sum of n
+    terms is off by (4 + n) u times that, since rounding adds up where all terms are alike, and by `error`.
+    """
+    shape = operand.shape
+    value, error, size = (tensor.expand(torch.broadcast_shapes(tensor.shape, shape)) for tensor in (value, error, size))
+    terms *= value.numel() // max(1, operand.numel())
+    radius = error.sum_to_size(shape) + (4 + terms) * u * size.sum_to_size(shape)
+    return Bounds(value.sum_to_size(shape), radius, radius)

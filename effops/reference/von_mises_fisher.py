@@ -1,7 +1,5 @@
 """The references of `effops.ops.densities.von_mises_fisher`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -29,25 +27,11 @@ def _normaliser_errors(normaliser: Tensor, derivative: Tensor, dimension: int) -
     return accuracy[0] * (normaliser.abs() + 1), accuracy[1] * derivative
 
 
-def _workload(
-    *,
-    M: int,
-    T: int,
-    D: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of M components and a draw from each, at T positions.
-
-    The arguments are loc (M, T, D), concentration (M, T), x (M, 1, T, D).
-    """
+def _parameters(M: int, T: int, D: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     loc = random_directions((M, T, D), generator)
-    concentration = 10 ** (2 * torch.rand(M, T, dtype=torch.float64, generator=generator))
-    x = draw(loc, concentration, generator).unsqueeze(1)
-    return loc.to(device, dtype), concentration.to(device, dtype), x.to(device, dtype)
+    return loc, 10 ** (2 * torch.rand(M, T, dtype=torch.float64, generator=generator))
 
 
 BOUNDS = DirectionalBounds(density, _phi, _slope, _normaliser_errors)
-LOG_PROB = directional_reference(von_mises_fisher_log_prob, BOUNDS, _workload)
+LOG_PROB = directional_reference(von_mises_fisher_log_prob, BOUNDS, _parameters, draw)
 mixture_reference(von_mises_fisher_mixture_log_prob, LOG_PROB)

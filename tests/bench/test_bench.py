@@ -22,7 +22,7 @@ import effops.reference.reference
 from effops.dispatch.call import call
 from effops.dispatch.op import Cost, Op, Variant, ops
 from effops.reference import Reference, reference_of
-from effops.reference.bounds import Bounds
+from effops.reference.reference import Bounds
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 ROW_KEYS = {

@@ -15,7 +15,7 @@ from effops.numerics.precision import arithmetic_dtype, wider
 from effops.prediction.allocations import predict_bytes
 from effops.reference import additive
 from effops.reference.additive import exact_gradients, exact_scores
-from effops.reference.bounds import Bounds
+from effops.reference.reference import Bounds
 
 MIB = 2**20
 SHAPES = {

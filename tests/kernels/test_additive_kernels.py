@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from effops.reference.additive import exact_gradients, exact_scores
-from effops.reference.bounds import Bounds
+from effops.reference.reference import Bounds
 
 pytest.importorskip("triton")
 from effops.kernels import additive
