@@ -1,7 +1,5 @@
 """Predicts the bytes that a function of tensors needs, on fake tensors: nothing is computed or allocated."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -51,16 +49,20 @@ class Allocations(TorchDispatchMode):
         self.live_bytes -= self.storages.pop(reference)
 
 
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
 def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor) -> Bytes:
     """Predict the bytes of `function(*tensors)` in the current grad mode.
 
     The tensors may be on any device, or meta tensors.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = []
-        for tensor in tensors:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            fakes.append(fake.requires_grad_(tensor.requires_grad))
+        fakes = [
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cpu", requires_grad=one.requires_grad)
+            for one in tensors
+        ]
         with Allocations() as allocations:
             for fake in fakes:
                 allocations.count(fake, nbytes=0)

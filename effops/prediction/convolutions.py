@@ -4,8 +4,6 @@ oneDNN computes on copies of its operands, and copies its result back. The chann
 of as many as a vector register holds. PyTorch's own kernels unfold their input instead.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effops.prediction.allocations import round_up
 from effops.pytorch import _ConvBackend, _select_conv_backend
 
 FLOAT_BYTES = 4
@@ -94,7 +93,7 @@ def _is_dense(args: Sequence[Any]) -> bool:
 
 
 def _blocked_bytes(images: Tensor) -> int:
-    return FLOAT_BYTES * images.shape[0] * _padded(images.shape[1]) * math.prod(images.shape[2:])
+    return FLOAT_BYTES * images.shape[0] * round_up(images.shape[1], BLOCK_CHANNELS) * math.prod(images.shape[2:])
 
 
 def _blocked_input_bytes(input: Tensor, groups: int) -> int:
@@ -105,17 +104,13 @@ def _blocked_input_bytes(input: Tensor, groups: int) -> int:
 def _blocked_weight_bytes(weight: Tensor, groups: int) -> int:
     out_channels, in_channels, *kernel = weight.shape
     if groups == 1 and in_channels >= BLOCK_CHANNELS:
-        in_channels = _padded(in_channels)
-    return FLOAT_BYTES * _padded(out_channels) * in_channels * math.prod(kernel)
+        in_channels = round_up(in_channels, BLOCK_CHANNELS)
+    return FLOAT_BYTES * round_up(out_channels, BLOCK_CHANNELS) * in_channels * math.prod(kernel)
 
 
 def _padded_bias_bytes(channels: int) -> int:
     """The bytes of a bias that oneDNN pads to whole blocks of channels; 0 where there is nothing to pad."""
-    return FLOAT_BYTES * _padded(channels) + SCRATCH_BYTES if channels % BLOCK_CHANNELS else 0
-
-
-def _padded(channels: int) -> int:
-    return -(-channels // BLOCK_CHANNELS) * BLOCK_CHANNELS
+    return FLOAT_BYTES * round_up(channels, BLOCK_CHANNELS) + SCRATCH_BYTES if channels % BLOCK_CHANNELS else 0
 
 
 def _tensor_bytes(tensor: Tensor) -> int:

@@ -3,18 +3,17 @@
 `ASSUMPTIONS` names what each part rests on.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from effops.prediction.allocations import round_up
 from effops.prediction.timeline import Timeline
 from effops.pytorch import _VF, _engine_run_backward
 
@@ -33,16 +32,12 @@ ASSUMPTIONS = {
 RECURRENT_FUNCTIONS = _VF.gru, _VF.lstm, _VF.rnn_relu, _VF.rnn_tanh
 
 
-@dataclass
-class _Block:
-    """A piece of a segment. It knows its neighbours, so that free ones can be merged."""
+class Block(NamedTuple):
+    """A piece of a segment."""
 
-    start: int
     size: int
+    start: int
     small: bool
-    free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
 
 
 class CachingAllocator:
@@ -54,63 +49,41 @@ class CachingAllocator:
     """
 
     def __init__(self) -> None:
-        self.reserved_bytes = 0
-        self.pools: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
-        self.address = 0
+        self.reserved_bytes = self.address = 0
+        self.pools: dict[bool, list[Block]] = {True: [], False: []}  # free blocks, small or not, in order of size
 
-    def allocate(self, nbytes: int) -> _Block:
-        size = max(CUDA_BLOCK_BYTES, -(-nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
+    def allocate(self, nbytes: int) -> Block:
+        size = max(CUDA_BLOCK_BYTES, round_up(nbytes, CUDA_BLOCK_BYTES))
         small = size <= MIB
         pool = self.pools[small]
-        index = bisect.bisect_left(pool, (size, -1))
+        index = bisect.bisect_left(pool, (size,))
         if index < len(pool):
-            block = pool.pop(index)[2]
+            block = pool.pop(index)
         else:
-            segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-            block = _Block(self.address, segment, small)
-            self.address += segment
+            segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else round_up(size, 2 * MIB)
+            block = Block(segment, self.address, small)
+            self.address += segment + 1  # one off, so that blocks of two segments are never neighbours
             self.reserved_bytes += segment
-        block.free = False
         left = block.size - size
-        if left >= CUDA_BLOCK_BYTES if small else left > MIB:
-            rest = _Block(block.start + size, left, small, before=block, after=block.after)
-            if rest.after is not None:
-                rest.after.before = rest
-            block.after, block.size = rest, size
-            self._offer(rest)
-        return block
+        if left < CUDA_BLOCK_BYTES if small else left <= MIB:
+            return block
+        bisect.insort(pool, Block(left, block.start + size, small))
+        return Block(size, block.start, small)
 
-    def release(self, block: _Block) -> None:
-        block.free = True
-        if block.after is not None and block.after.free:
-            self._take(block.after)
-            self._merge(block, block.after)
-        if block.before is not None and block.before.free:
-            self._take(block.before)
-            block = self._merge(block.before, block)
-        self._offer(block)
-
-    def _merge(self, first: _Block, second: _Block) -> _Block:
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        return first
-
-    def _offer(self, block: _Block) -> None:
-        bisect.insort(self.pools[block.small], (block.size, block.start, block))
-
-    def _take(self, block: _Block) -> None:
-        pool = self.pools[block.small]
-        pool.pop(bisect.bisect_left(pool, (block.size, block.start)))
+    def release(self, block: Block) -> None:
+        """Merge the block with its free neighbours."""
+        pool, end = self.pools[block.small], block.start + block.size
+        merged = [block, *(free for free in pool if free.start == end or free.start + free.size == block.start)]
+        for neighbour in merged[1:]:
+            pool.remove(neighbour)
+        size, start = sum(one.size for one in merged), min(one.start for one in merged)
+        bisect.insort(pool, Block(size, start, block.small))
 
 
 def overheads(timeline: Timeline, context_bytes: int) -> Mapping[str, int]:
     """The bytes occupied beside the tensors at the peak of the last step, by the names of `ASSUMPTIONS`."""
     peak_bytes = timeline.peak_bytes
-    rounded = [
-        replace(one, nbytes=-(-one.nbytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES) for one in timeline.allocations
-    ]
+    rounded = [replace(one, nbytes=round_up(one.nbytes, CUDA_BLOCK_BYTES)) for one in timeline.allocations]
     rounded_bytes = replace(timeline, allocations=rounded).peak_bytes
     return {
         "rounding": rounded_bytes - peak_bytes,
@@ -125,7 +98,7 @@ def reserved_bytes(timeline: Timeline) -> int:
     allocator = CachingAllocator()
     born = {one.born: one for one in timeline.allocations}
     died = {one.died: one.born for one in timeline.allocations if one.died is not None}
-    blocks: dict[int, _Block] = {}
+    blocks: dict[int, Block] = {}
     for tick in range(timeline.end + 1):
         if died.get(tick) in blocks:
             allocator.release(blocks.pop(died[tick]))

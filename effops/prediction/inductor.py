@@ -4,8 +4,6 @@ It fuses all but matrix products and normalisers. A matrix product takes copies 
 the arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

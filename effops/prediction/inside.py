@@ -6,8 +6,6 @@ tells how much. Any other operator is taken to allocate its results alone. `anat
 is wrong.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -16,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from effops.prediction.allocations import Allocations
+from effops.prediction.allocations import Allocations, round_up
 from effops.prediction.convolutions import convolution_backward_bytes, convolution_bytes, is_measured_cpu
 from effops.pytorch import tree_leaves
 
@@ -94,11 +92,8 @@ def workspace(func: Any, args: Sequence[Any], result: Any, cuda: bool = False) -
         return Workspace(known=False)
     if func.namespace == "effops":
         return Workspace(_body_bytes(func, args))
-    rule = RULES.get(func)
-    if rule is not None:
-        found = rule(args, result)
-    else:
-        found = Workspace(known=func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN)
+    is_known = func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN
+    found = RULES[func](args, result) if func in RULES else Workspace(known=is_known)
     return found._replace(known=False) if not cuda and _is_onednn_product(func, args, result) else found
 
 
@@ -293,11 +288,11 @@ def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     width = _leading_dimension(max(size, hidden_size))
     per_step, per_state = steps * batch, 2 * (steps + 1) * batch
     if not trains:
-        gates, biases = 4 * _round_up(hidden_size), 4 * hidden_size
+        gates, biases = 4 * round_up(hidden_size, 16), 4 * hidden_size
         sections = [per_state * width, per_state * hidden_size]
         sections += [batch * _leading_dimension(4 * hidden_size), batch * _leading_dimension(hidden_size)]
         weights = 4 * ((size + hidden_size) * gates + biases)
-        nbytes = weights + sum(_page_bytes(4 * count) for count in sections) + ONEDNN_INFERENCE_BYTES
+        nbytes = weights + sum(round_up(4 * count, PAGE_BYTES) for count in sections) + ONEDNN_INFERENCE_BYTES
         return Workspace(nbytes, known=is_measured_cpu())
     sections = [
         per_step * _leading_dimension(4 * hidden_size),
@@ -305,7 +300,7 @@ def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
         *[per_state * width] * 3,
         *[per_state * hidden_size] * 2,
     ]
-    return Workspace(result_bytes={3: sum(_page_bytes(4 * count) for count in sections)})
+    return Workspace(result_bytes={3: sum(round_up(4 * count, PAGE_BYTES) for count in sections)})
 
 
 @rule(aten.mkldnn_rnn_layer_backward.default)
@@ -321,20 +316,12 @@ def _lstm_backward(args: Sequence[Any], result: Any) -> Workspace:
     for size in (input.shape[2], hidden_size):
         padded = _leading_dimension(size)
         floats += size * _leading_dimension(gates) + (gates * padded if size != padded else 0)
-    return Workspace(4 * floats + _page_bytes(4 * elements * _leading_dimension(gates)) + ONEDNN_STATE_BYTES)
-
-
-def _page_bytes(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _round_up(size: int) -> int:
-    return -(-size // 16) * 16
+    return Workspace(4 * floats + round_up(4 * elements * _leading_dimension(gates), PAGE_BYTES) + ONEDNN_STATE_BYTES)
 
 
 def _leading_dimension(size: int) -> int:
     """The leading dimension that oneDNN gives to rows of floats."""
-    rounded = _round_up(size)
+    rounded = round_up(size, 16)
     return rounded + 16 if rounded % 256 == 0 else rounded
 
 

@@ -5,8 +5,6 @@ A tensor contraction counts each multiplication and each addition. A statistical
 result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,15 +35,12 @@ def operations(func: Any, args: Sequence[Any], options: Mapping[str, Any], resul
         return CONTRACTION, _FORMULAS[func](args)
     if (formula := flop_registry.get(func.overloadpacket)) is not None:
         return CONTRACTION, int(formula(*args, **options, out_val=result))
-    if func.namespace in ("prim", "profiler"):
-        return ELEMENTWISE, 0
-    if func.namespace != "aten":
+    if func.namespace not in ("aten", "prim", "profiler"):
         return UNCOUNTED, 1
-    name = func._schema.name.split("::")[1]
-    if any(part in name for part in NORMALISATIONS) and torch.Tag.pointwise not in func.tags:
-        return NORMALISATION, PER_ELEMENT * _elements(args)
-    if torch.Tag.pointwise in func.tags:
+    if func.namespace == "aten" and torch.Tag.pointwise in func.tags:
         return ELEMENTWISE, _elements(result)
+    if func.namespace == "aten" and any(part in func._schema.name for part in NORMALISATIONS):
+        return NORMALISATION, PER_ELEMENT * _elements(args)
     return ELEMENTWISE, 0
 
 

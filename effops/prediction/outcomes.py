@@ -3,8 +3,6 @@
 FakeTensorMode remembers operators itself. It covers more kinds of arguments than occur here, at several times the cost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

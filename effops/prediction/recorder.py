@@ -1,7 +1,5 @@
 """Follows a step on fake tensors: every storage, its bytes, when it lives, and the operations."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

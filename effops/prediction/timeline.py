@@ -1,7 +1,5 @@
 """What was allocated during steps, when and in which category: the same record of a predicted and of a measured run."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools
@@ -80,12 +78,8 @@ class Timeline:
     @property
     def ends(self) -> Mapping[str, int]:
         """The last tick of each phase of the last step, of its last occurrence."""
-        found = {}
-        bounds = [*(begin for _, begin in self.phases), self.end + 1]
-        for (phase, begin), end in zip(self.phases, bounds[1:]):
-            if begin > self.start:
-                found[phase] = end - 1
-        return found
+        phases = enumerate(self.phases)
+        return {phase: self._begin(index + 1) - 1 for index, (phase, begin) in phases if begin > self.start}
 
     def _categories(self, allocation: Allocation) -> Iterator[tuple[str, int, int]]:
         """The categories that an allocation has, one after the other, each with its first tick and that after its last.
@@ -93,34 +87,23 @@ class Timeline:
         What a forward pass leaves is saved for backward until the backward pass ends, and is other from then on: a
         module keeps it.
         """
-        died = self.end + 1 if allocation.died is None else allocation.died
+        born, died = allocation.born, self.end + 1 if allocation.died is None else allocation.died
+        index = bisect.bisect_right(self.phases, born, key=lambda phase: phase[1]) - 1
+        phase, end = self.phases[index][0], self._begin(index + 1)
+        until = died
         if allocation.category is not None:
-            yield allocation.category, allocation.born, died
-            return
-        index = self._phase(allocation.born)
-        phase = self.phases[index][0]
-        end = self._begin(index + 1)
-        if allocation.born <= self.start or phase in ("setup", "inputs", "release"):
-            yield "other", allocation.born, died
-        elif phase == "between":
-            yield "generation state", allocation.born, died
-        elif phase == "forward":
-            if died < end:
-                yield "forward temporaries", allocation.born, died
-            elif index + 1 < len(self.phases) and self.phases[index + 1][0] == "backward":
-                kept = min(died, self._begin(index + 2))
-                yield "saved activations", allocation.born, kept
-                yield "other", kept, died
-            else:
-                yield "generation state", allocation.born, died
+            category = allocation.category
+        elif born <= self.start or phase in ("setup", "inputs", "release"):
+            category = "other"
+        elif phase == "forward" and died >= end and [name for name, _ in self.phases[index + 1 :]][:1] == ["backward"]:
+            category, until = "saved activations", min(died, self._begin(index + 2))
+        elif phase == "between" or (phase == "forward" and died >= end):
+            category = "generation state"
         else:
-            kept = min(died, end)
-            yield f"{phase} temporaries", allocation.born, kept
-            yield "other", kept, died
-
-    def _phase(self, tick: int) -> int:
-        """The index of the phase of a tick."""
-        return bisect.bisect_right(self.phases, tick, key=lambda phase: phase[1]) - 1
+            category, until = f"{phase} temporaries", min(died, end)
+        yield category, born, until
+        if until < died:
+            yield "other", until, died
 
     def _begin(self, index: int) -> int:
         return self.phases[index][1] if index < len(self.phases) else self.end + 1
