@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -44,8 +45,8 @@ class _Directional(Distribution):
 
     support = unit_vector
     _concentration_name: ClassVar[str]
+    _family: ClassVar[ModuleType]  # of `effops.ops.densities`
     _log_prob: ClassVar[staticmethod[..., Tensor]]
-    _draw: ClassVar[staticmethod[..., Tensor]]
 
     def __init__(self, loc: Tensor, concentration: Tensor | float, validate_args: bool | None) -> None:
         name = type(self).__name__
@@ -91,7 +92,7 @@ class _Directional(Distribution):
         shape = self._extended_shape(sample_shape)
         loc, concentration = (parameter.to(arithmetic_dtype(self.loc.dtype)) for parameter in self._parameters)
         loc = torch.nn.functional.normalize(loc, dim=-1)  # removes the error of its length in a narrow dtype
-        x: Tensor = self._draw(loc.expand(shape), concentration.expand(shape[:-1]))
+        x: Tensor = self._family.draw(loc.expand(shape), concentration.expand(shape[:-1]))
         return x.to(self.loc.dtype)
 
     @property
@@ -106,6 +107,11 @@ class _Directional(Distribution):
     def _wide(self) -> Tensor:
         """The concentration in float64."""
         return self._parameters[1].double()
+
+    def _cross_entropy(self, gap: Tensor) -> Tensor:
+        """The expectation -E log p(x) for x of any distribution, which `gap` = -E phi(<loc, x>) tells."""
+        normaliser: Tensor = self._family.density.normaliser(self._wide, self._dimension)
+        return self._wide * gap - normaliser
 
     def _mean_cosine(self) -> tuple[Tensor, Tensor]:
         """The mean cosine E t, and 1 - E t."""
@@ -181,8 +187,8 @@ class PowerSpherical(_Directional):
     has_rsample = True
     scale: Tensor
     _concentration_name = "scale"
+    _family: ClassVar[ModuleType] = power_spherical
     _log_prob = staticmethod(power_spherical.power_spherical_log_prob)
-    _draw = staticmethod(power_spherical.draw)
 
     def __init__(self, loc: Tensor, scale: Tensor | float, validate_args: bool | None = None) -> None:
         super().__init__(loc, scale, validate_args)
@@ -194,9 +200,6 @@ class PowerSpherical(_Directional):
     def _b(self) -> float:
         return 0.5 * (self._dimension - 1)
 
-    def _log_normaliser(self) -> Tensor:
-        return power_spherical.density.normaliser(self._wide, self._dimension)
-
     def _mean_cosine(self) -> tuple[Tensor, Tensor]:
         s, b = self._wide, self._b
         return s / (s + 2 * b), 2 * b / (s + 2 * b)
@@ -207,7 +210,7 @@ class PowerSpherical(_Directional):
         return across * (2 * b / (s + 2 * b)), across
 
     def _entropy(self) -> Tensor:
-        return self._wide * digamma_ratio(self._wide, self._b) - self._log_normaliser()
+        return self._cross_entropy(digamma_ratio(self._wide, self._b))
 
 
 class VonMisesFisher(_Directional):
@@ -245,8 +248,8 @@ class VonMisesFisher(_Directional):
     arg_constraints: ClassVar[dict[str, Constraint]] = {"loc": unit_vector, "concentration": nonnegative}
     concentration: Tensor
     _concentration_name = "concentration"
+    _family: ClassVar[ModuleType] = von_mises_fisher
     _log_prob = staticmethod(von_mises_fisher.von_mises_fisher_log_prob)
-    _draw = staticmethod(von_mises_fisher.draw)
 
     def __init__(self, loc: Tensor, concentration: Tensor | float, validate_args: bool | None = None) -> None:
         super().__init__(loc, concentration, validate_args)
@@ -254,9 +257,6 @@ class VonMisesFisher(_Directional):
     @torch.no_grad()
     def sample(self, sample_shape: _size = ()) -> Tensor:
         return self._sample(sample_shape)
-
-    def _log_normaliser(self) -> Tensor:
-        return von_mises_fisher.density.normaliser(self._wide, self._dimension)
 
     def _mean_cosine(self) -> tuple[Tensor, Tensor]:
         return bessel_ratio(self._wide, self._dimension)
@@ -267,7 +267,7 @@ class VonMisesFisher(_Directional):
         return along, 1 / (dimension + k * bessel_ratio(k, dimension + 2)[0])  # the recurrence of the I gives A / k
 
     def _entropy(self) -> Tensor:
-        return self._wide * self._mean_cosine()[1] - self._log_normaliser()
+        return self._cross_entropy(self._mean_cosine()[1])
 
 
 class HypersphericalUniform(Distribution):
@@ -475,12 +475,12 @@ def _kl_to_uniform(p: Any, q: HypersphericalUniform) -> Tensor:
 
 
 def _kl_to_von_mises_fisher(p: Any, q: VonMisesFisher) -> Tensor:
-    return _kl_divergence(p, q, q._wide * p._gap(q._parameters[0]) - q._log_normaliser())
+    return _kl_divergence(p, q, q._cross_entropy(p._gap(q._parameters[0])))
 
 
 def _kl_uniform_to_power_spherical(p: HypersphericalUniform, q: PowerSpherical) -> Tensor:
     at_zero = digamma_ratio(torch.zeros((), dtype=torch.float64, device=q.loc.device), q._b)  # -E log((1 + t) / 2)
-    return _kl_divergence(p, q, q._wide * at_zero - q._log_normaliser())
+    return _kl_divergence(p, q, q._cross_entropy(at_zero))
 
 
 for _p in (PowerSpherical, VonMisesFisher, HypersphericalUniform):

@@ -11,8 +11,6 @@ run. On CUDA they are the caching allocator's statistics, whose blocks are multi
 library takes from the system by itself (scratch space inside a matrix product on a CPU, the CUDA context).
 """
 
-from __future__ import annotations
-
 import gc
 import platform
 import random
@@ -33,6 +31,14 @@ from torch.profiler import ProfilerActivity, record_function
 from effops.prediction.cuda_forms import CUDA_BLOCK_BYTES
 from effops.pytorch import DeviceType, _ExperimentalConfig
 from effops.text import aligned, format_bytes
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A pass ready to run: `run()` is what is measured, `held` are the tensors that it finds allocated."""
+
+    run: Callable[[], Any]
+    held: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -65,14 +71,6 @@ class Pass:
         return Prepared(
             lambda: torch.autograd.grad(outputs, leaves, upstream), (*tensors(self.args), *outputs, *upstream)
         )
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A pass ready to run: `run()` is what is measured, `held` are the tensors that it finds allocated."""
-
-    run: Callable[[], Any]
-    held: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -140,8 +138,7 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
 
     `warmup` runs come first, so that what a first call compiles and caches is not counted.
     """
-    for _ in range(warmup):
-        work.prepare().run()
+    _warm_up([work], warmup)
     block_bytes = CUDA_BLOCK_BYTES if work.device.type == "cuda" else 1
     with without_collector():
         with _running_bytes(work.device) as before:
@@ -163,6 +160,12 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
         temporary_bytes=max(0, temporary),
         peak_bytes=input_bytes + peak,
     )
+
+
+def _warm_up(passes: Iterable[Pass], runs: int) -> None:
+    for work in passes:
+        for _ in range(runs):
+            work.prepare().run()
 
 
 @contextmanager
@@ -199,20 +202,12 @@ def _running_bytes(device: torch.device) -> Iterator[_RunningBytes]:
     else:
         with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield found
-        for nbytes in _cpu_allocation_bytes(profiler):
-            found.retained_bytes += nbytes
-            found.peak_bytes = max(found.peak_bytes, found.retained_bytes)
-
-
-def _cpu_allocation_bytes(profiler: torch.profiler.profile) -> Iterator[int]:
-    """Bytes of every allocation, and negative of every release, in order of time."""
-    recorded = profiler.profiler
-    assert recorded is not None
-    assert recorded.kineto_results is not None
-    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.device_type() == DeviceType.CPU:
-            yield event.nbytes()  # type: ignore[attr-defined]
+        recorded: Any = profiler.profiler
+        events = (event for event in recorded.kineto_results.events() if event.name() == "[memory]")
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.device_type() == DeviceType.CPU:
+                found.retained_bytes += event.nbytes()  # negative for a release
+                found.peak_bytes = max(found.peak_bytes, found.retained_bytes)
 
 
 def device_model(device: torch.device) -> str:
@@ -259,9 +254,7 @@ def times(
     included. Time on CUDA is the device's, with its cache flushed before each run, outside of the timed window.
     `progress` is called with the name after each run.
     """
-    for work in passes.values():
-        for _ in range(warmup):
-            work.prepare().run()
+    _warm_up(passes.values(), warmup)
     gc.collect()
     shuffled = random.Random(0)
     watches = {device: _stopwatch(device) for device in {work.device for work in passes.values()}}
@@ -361,10 +354,9 @@ class Profile:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        memory_column = "Self CUDA Mem" if self.device_type == "cuda" else "Self CPU Mem"
         return (
             "Name",
-            memory_column,
+            "Self CUDA Mem" if self.device_type == "cuda" else "Self CPU Mem",
             "CUDA time avg",
             "CPU total %",
             "CPU total",
@@ -405,9 +397,7 @@ def profile(passes: Mapping[str, Pass], *, group_by_stack: int = 0, warmup: int 
     With `group_by_stack` the operators inside each pass too, told apart by the innermost that many lines of their call
     stacks. Names must differ from names of PyTorch's operators.
     """
-    for work in passes.values():
-        for _ in range(warmup):
-            work.prepare().run()
+    _warm_up(passes.values(), warmup)
     cuda = any(work.device.type == "cuda" for work in passes.values())
     totals = _Totals(_profiled(passes, cuda), cuda)
     operators = {}
@@ -471,7 +461,7 @@ class _Totals:
         """A row for each operator inside the range and each different end of its call stack."""
         groups: dict[tuple[str, tuple[str, ...]], list[FunctionEvent]] = {}
         for event in _inside(self.named(range_name)):
-            if not _is_python_frame(event.name):
+            if not _PYTHON_FRAME.search(event.name):
                 stack = [line for line in event.stack if not line.startswith("<built-in ") and _OWN_FRAMES not in line]
                 groups.setdefault((event.name, tuple(stack[:depth])), []).append(event)
         for (name, stack_end), events in groups.items():
@@ -479,10 +469,7 @@ class _Totals:
 
 
 _OWN_FRAMES = "effops/measure.py("
-
-
-def _is_python_frame(name: str) -> bool:
-    return re.search(r"\(\d+\): |^<built-in |^nn\.Module: ", name) is not None
+_PYTHON_FRAME = re.compile(r"\(\d+\): |^<built-in |^nn\.Module: ")
 
 
 def _inside(events: Iterable[FunctionEvent]) -> Iterator[FunctionEvent]:

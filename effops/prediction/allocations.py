@@ -1,7 +1,7 @@
 """Predicts the bytes that a function of tensors needs, on fake tensors: nothing is computed or allocated."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,18 @@ class Bytes(NamedTuple):
     output_bytes: int
     saved_bytes: int
     temporary_bytes: int
+
+
+class Workspace(NamedTuple):
+    """What a call of an operator allocates inside.
+
+    `temporary_bytes` are allocated and released within the call. `result_bytes` tells the storage of some results, by
+    index, where fake tensors show another one. If `known` is False, the call may allocate more.
+    """
+
+    temporary_bytes: int = 0
+    result_bytes: Mapping[int, int] = {}
+    known: bool = True
 
 
 class Allocations(TorchDispatchMode):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.prediction.allocations import round_up
+from effops.prediction.allocations import Workspace, round_up
 from effops.pytorch import _ConvBackend, _select_conv_backend
 
 FLOAT_BYTES = 4
@@ -19,39 +19,39 @@ BLOCK_CHANNELS = 8  # floats in a register of AVX2
 SCRATCH_BYTES = 128  # what oneDNN allocates in front of a bias that it pads
 
 
-def convolution_bytes(args: Sequence[Any], result: Tensor) -> int | None:
-    """The bytes that `aten.convolution` allocates beyond its result; None if they are not known."""
+def convolution(args: Sequence[Any], result: Tensor) -> Workspace:
+    """The workspace of `aten.convolution`."""
     input, weight, bias = args[:3]
     backend = _select_conv_backend(*args[:9], None if bias is None else bias.shape)
     if backend != _ConvBackend.Mkldnn:
-        return _unfolded_bytes(backend, args, result)
+        return _unfolded(backend, args, result)
     groups = args[8]
     depthwise = groups == input.shape[1] == weight.shape[0] and input.ndim < 5
     pointwise = math.prod(weight.shape[2:]) == 1 and not _is_dense(args)
     if not _is_blocked(input) or pointwise or (groups > 1 and not depthwise):
-        return None
+        return Workspace(known=False)
     blocked = _blocked_bytes(result)
     computing = _blocked_input_bytes(input, groups) + _blocked_weight_bytes(weight, groups) + blocked
     if bias is not None:
         computing += _padded_bias_bytes(len(bias))
-    return max(computing - _tensor_bytes(result), blocked)
+    return Workspace(max(computing - result.nbytes, blocked))
 
 
-def convolution_backward_bytes(args: Sequence[Any], result: Sequence[Tensor | None]) -> int | None:
-    """The bytes that `aten.convolution_backward` allocates beyond its results; None if they are not known."""
+def convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> Workspace:
+    """The workspace of `aten.convolution_backward`."""
     upstream, input, weight, bias_sizes = args[:4]
     forward = (input, weight, None, *args[4:10])
     backend = _select_conv_backend(*forward, bias_sizes)
-    copied = 0 if upstream.is_contiguous() else _tensor_bytes(upstream)
+    copied = 0 if upstream.is_contiguous() else upstream.nbytes
     if backend != _ConvBackend.Mkldnn:
-        unfolded = _unfolded_bytes(backend, forward, upstream)
-        return None if unfolded is None else copied + unfolded
+        unfolded = _unfolded(backend, forward, upstream)
+        return Workspace(copied + unfolded.temporary_bytes) if unfolded.known else unfolded
     stride, dilation, groups = args[4], args[6], args[9]
     is_measured = _is_blocked(input) and input.ndim == 4 and {*stride, *dilation, groups} == {1}
     if not is_measured or input.shape[1] < BLOCK_CHANNELS or torch.get_num_threads() > 1:
-        return None
+        return Workspace(known=False)
     blocked = [_blocked_bytes(upstream), _blocked_bytes(input), _blocked_weight_bytes(weight, 1)]
-    inputs, weights, biases = (0 if one is None else _tensor_bytes(one) for one in result)
+    inputs, weights, biases = (0 if one is None else one.nbytes for one in result)
     padded = _padded_bias_bytes(weight.shape[0]) if biases else 0
     most = max(
         sum(blocked) if inputs else 0,
@@ -59,7 +59,7 @@ def convolution_backward_bytes(args: Sequence[Any], result: Sequence[Tensor | No
         inputs + sum(blocked) + biases + padded if weights else 0,
         inputs + blocked[2] + weights + 2 * biases,
     )
-    return copied + max(0, most - inputs - weights - biases)
+    return Workspace(copied + max(0, most - inputs - weights - biases))
 
 
 def is_measured_cpu() -> bool:
@@ -72,8 +72,8 @@ def _is_blocked(input: Tensor) -> bool:
     return input.dtype is torch.float32 and input.is_contiguous() and is_measured_cpu()
 
 
-def _unfolded_bytes(backend: Any, args: Sequence[Any], output: Tensor) -> int | None:
-    """The bytes of the input as PyTorch's own kernels unfold it; None if they are not known.
+def _unfolded(backend: Any, args: Sequence[Any], output: Tensor) -> Workspace:
+    """The input as PyTorch's own kernels unfold it.
 
     It is held once for each place of the kernel: the whole batch, or one item if the kernel is dilated.
     """
@@ -81,10 +81,10 @@ def _unfolded_bytes(backend: Any, args: Sequence[Any], output: Tensor) -> int | 
     places = math.prod(weight.shape[2:])
     item = weight.shape[1] * places * math.prod(output.shape[2:]) * input.element_size()
     if args[8] > 1 or backend not in (_ConvBackend.Slow2d, _ConvBackend.SlowDilated2d):
-        return None
+        return Workspace(known=False)
     if backend == _ConvBackend.SlowDilated2d:
-        return int(item)
-    return 0 if places == 1 and _is_dense(args) else int(item * input.shape[0])
+        return Workspace(item)
+    return Workspace(0 if places == 1 and _is_dense(args) else item * input.shape[0])
 
 
 def _is_dense(args: Sequence[Any]) -> bool:
@@ -111,7 +111,3 @@ def _blocked_weight_bytes(weight: Tensor, groups: int) -> int:
 def _padded_bias_bytes(channels: int) -> int:
     """The bytes of a bias that oneDNN pads to whole blocks of channels; 0 where there is nothing to pad."""
     return FLOAT_BYTES * round_up(channels, BLOCK_CHANNELS) + SCRATCH_BYTES if channels % BLOCK_CHANNELS else 0
-
-
-def _tensor_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

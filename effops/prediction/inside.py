@@ -7,20 +7,21 @@ is wrong.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from effops.prediction.allocations import Allocations, round_up
-from effops.prediction.convolutions import convolution_backward_bytes, convolution_bytes, is_measured_cpu
+from effops.prediction.allocations import Allocations, Workspace, round_up
+from effops.prediction.convolutions import convolution, convolution_backward, is_measured_cpu
 from effops.pytorch import tree_leaves
 
 aten = torch.ops.aten
 
 FLASH_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 KNOWN_NAMESPACES = "aten", "prim", "prims", "profiler", "effops"
 UNKNOWN = {
     aten._native_multi_head_attention.default,
@@ -63,20 +64,7 @@ ONEDNN_MULTIPLICATIONS = 16**3  # products of up to so many go to other kernels
 PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys from so many queries and keys on
 
 
-class Workspace(NamedTuple):
-    """What a call of an operator allocates inside.
-
-    `temporary_bytes` are allocated and released within the call. `result_bytes` tells the storage of some results, by
-    index, where fake tensors show another one. If `known` is False, the call may allocate more.
-    """
-
-    temporary_bytes: int = 0
-    result_bytes: Mapping[int, int] = {}
-    known: bool = True
-
-
 Rule = Callable[[Sequence[Any], Any], Workspace]
-RULES: dict[Any, Rule] = {}
 BODIES: dict[str, Callable[..., Any]] = {}  # what our operators run, by their names
 CPU_ONLY = {
     aten.convolution.default,
@@ -103,46 +91,26 @@ def caution(unknown: Iterable[str]) -> str:
     return f"not known, and not counted: what {names} allocate inside" if names else ""
 
 
-def rule(*operators: Any) -> Callable[[Rule], Rule]:
-    """Register the decorated function as the rule of these operators."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(operators, function))
-        return function
-
-    return register
-
-
-@rule(
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.binary_cross_entropy.default,
-    aten.soft_margin_loss.default,
-)
 def _loss(args: Sequence[Any], result: Tensor) -> Workspace:
     """A reduced loss keeps its scalar on a storage of all elements, and holds as much again during the call."""
     nbytes = _elements_bytes(args, result)
     return Workspace(0 if result.shape else nbytes, {0: nbytes})
 
 
-@rule(aten.huber_loss.default)
 def _huber_loss(args: Sequence[Any], result: Tensor) -> Workspace:
     return Workspace(0 if result.shape else _elements_bytes(args, result))
 
 
 def _elements_bytes(args: Sequence[Any], result: Tensor) -> int:
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-    return int(result.element_size() * math.prod(shape))
+    return int(result.element_size() * math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape)))
 
 
-@rule(aten.binary_cross_entropy_with_logits.default)
 def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Workspace:
     """It holds the logarithm of the sigmoid and the loss of all elements, and a copy of the positives' weights."""
-    weights_bytes = args[3].numel() * args[3].element_size() if len(args) > 3 and args[3] is not None else 0
+    weights_bytes = args[3].nbytes if len(args) > 3 and args[3] is not None else 0
     return Workspace(_elements_bytes(args, result) * (1 if result.shape else 2) + weights_bytes)
 
 
-@rule(FLASH_ATTENTION)
 def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """Each thread holds a block of weights, its maxima, sums and results; in a narrow dtype also rounded weights."""
     query, wide_bytes = args[0], result[1].element_size()
@@ -151,7 +119,6 @@ def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     return Workspace(torch.get_num_threads() * (wide * wide_bytes + _rounded_weights_bytes(query, wide_bytes, pairs)))
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """Each thread holds the weights of a block and their gradients.
 
@@ -160,7 +127,7 @@ def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Work
     upstream, query, key, wide_bytes = args[0], args[1], args[2], args[5].element_size()
     rows, pairs = _attention_block(query, key)
     thread_bytes = 2 * (pairs * wide_bytes + _rounded_weights_bytes(query, wide_bytes, pairs))
-    copied = 0 if upstream.transpose(1, 2).is_contiguous() else upstream.numel() * upstream.element_size()
+    copied = 0 if upstream.transpose(1, 2).is_contiguous() else upstream.nbytes
     return Workspace(torch.get_num_threads() * thread_bytes + rows * wide_bytes + copied)
 
 
@@ -187,7 +154,7 @@ def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
     if func is FLASH_ATTENTION:
         query, key = args[:2]
         return bool(packing_attention(query.dtype, query.shape[2], key.shape[2]))
-    if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+    if func is FLASH_ATTENTION_BACKWARD:
         query, key = args[1:3]
         _, pairs = _attention_block(query, key)
         return query.dtype in _onednn_dtypes() and pairs * query.shape[3] > ONEDNN_MULTIPLICATIONS
@@ -212,33 +179,17 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype, is_supported in supported.items() if is_supported)
 
 
-@rule(
-    aten._softmax.default,
-    aten._log_softmax.default,
-    aten._softmax_backward_data.default,
-    aten._log_softmax_backward_data.default,
-    aten.native_layer_norm_backward.default,
-    aten.gelu_backward.default,
-    aten.max_pool2d_with_indices_backward.default,
-    aten.avg_pool2d_backward.default,
-    aten._adaptive_avg_pool2d_backward.default,
-    aten.reflection_pad1d_backward.default,
-    aten.reflection_pad2d_backward.default,
-    aten.grid_sampler_2d_backward.default,
-)
 def _contiguous_copies(args: Sequence[Any], result: Any) -> Workspace:
     """Arguments that are not contiguous are copied, such as the gradient that comes from a sum."""
     given = (one for one in args if isinstance(one, Tensor) and not one.is_contiguous())
-    return Workspace(sum(one.numel() * one.element_size() for one in given))
+    return Workspace(sum(one.nbytes for one in given))
 
 
-@rule(aten.logsumexp.default)
 def _logsumexp(args: Sequence[Any], result: Tensor) -> Workspace:
     """It holds the exponentials, and the maxima beside the result."""
     return Workspace((args[0].numel() + result.numel()) * result.element_size())
 
 
-@rule(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 def _matrix_copies(args: Sequence[Any], result: Tensor) -> Workspace:
     """A matrix is copied if neither its rows nor its columns lie in order; in a batch one at a time."""
     copied = (one for one in args[-2:] if not (_has_ordered_rows(one) or _has_ordered_rows(one.mT)))
@@ -249,7 +200,6 @@ def _has_ordered_rows(matrix: Tensor) -> bool:
     return matrix.stride(-1) == 1 and matrix.stride(-2) >= max(1, matrix.shape[-1])
 
 
-@rule(aten.native_layer_norm.default)
 def _layer_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """Mean and deviation have the dtype of the weight if it is wider than that of the input."""
     copied, (weight, mean) = _contiguous_copies(args, result), (args[2], result[1])
@@ -259,24 +209,11 @@ def _layer_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     return Workspace(copied.temporary_bytes, {1: nbytes, 2: nbytes})
 
 
-@rule(aten.convolution.default)
-def _convolution(args: Sequence[Any], result: Tensor) -> Workspace:
-    nbytes = convolution_bytes(args, result)
-    return Workspace(nbytes or 0, known=nbytes is not None)
-
-
-@rule(aten.convolution_backward.default)
-def _convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> Workspace:
-    nbytes = convolution_backward_bytes(args, result)
-    return Workspace(nbytes or 0, known=nbytes is not None)
-
-
 PAGE_BYTES = 4096
 ONEDNN_STATE_BYTES = 12856
 ONEDNN_INFERENCE_BYTES = PAGE_BYTES + 776
 
 
-@rule(aten.mkldnn_rnn_layer.default)
 def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """oneDNN keeps the gates and states of all steps of a layer, each kind on pages of its own.
 
@@ -285,25 +222,21 @@ def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """
     input, hidden_size, trains = args[0], args[10], args[15]
     steps, batch, size = input.shape
-    width = _leading_dimension(max(size, hidden_size))
-    per_step, per_state = steps * batch, 2 * (steps + 1) * batch
-    if not trains:
-        gates, biases = 4 * round_up(hidden_size, 16), 4 * hidden_size
-        sections = [per_state * width, per_state * hidden_size]
-        sections += [batch * _leading_dimension(4 * hidden_size), batch * _leading_dimension(hidden_size)]
-        weights = 4 * ((size + hidden_size) * gates + biases)
-        nbytes = weights + sum(round_up(4 * count, PAGE_BYTES) for count in sections) + ONEDNN_INFERENCE_BYTES
-        return Workspace(nbytes, known=is_measured_cpu())
+    rows, inputs, outputs = (steps * batch, 3, 2) if trains else (batch, 1, 1)
+    states = 2 * (steps + 1) * batch
     sections = [
-        per_step * _leading_dimension(4 * hidden_size),
-        per_step * _leading_dimension(hidden_size),
-        *[per_state * width] * 3,
-        *[per_state * hidden_size] * 2,
+        rows * _leading_dimension(4 * hidden_size),
+        rows * _leading_dimension(hidden_size),
+        *[states * _leading_dimension(max(size, hidden_size))] * inputs,
+        *[states * hidden_size] * outputs,
     ]
-    return Workspace(result_bytes={3: sum(round_up(4 * count, PAGE_BYTES) for count in sections)})
+    nbytes = sum(round_up(4 * count, PAGE_BYTES) for count in sections)
+    if trains:
+        return Workspace(result_bytes={3: nbytes})
+    weights_bytes = 16 * ((size + hidden_size) * round_up(hidden_size, 16) + hidden_size)
+    return Workspace(nbytes + weights_bytes + ONEDNN_INFERENCE_BYTES, known=is_measured_cpu())
 
 
-@rule(aten.mkldnn_rnn_layer_backward.default)
 def _lstm_backward(args: Sequence[Any], result: Any) -> Workspace:
     """It holds the gradients of the gates of all steps, and of the weights in oneDNN's layout.
 
@@ -339,8 +272,7 @@ def _body_bytes(func: Any, args: Sequence[Any]) -> int:
         result = function(*args)
         kept = allocations.live_bytes
         del result
-    temporary_bytes: int = allocations.peak_bytes - kept
-    return temporary_bytes
+    return int(allocations.peak_bytes - kept)
 
 
 class _Inside(Allocations):
@@ -353,3 +285,44 @@ class _Inside(Allocations):
             if result is not NotImplemented:
                 return result
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(
+        (
+            aten.mse_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.binary_cross_entropy.default,
+            aten.soft_margin_loss.default,
+        ),
+        _loss,
+    ),
+    aten.huber_loss.default: _huber_loss,
+    aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
+    FLASH_ATTENTION: _attention,
+    FLASH_ATTENTION_BACKWARD: _attention_backward,
+    **dict.fromkeys(
+        (
+            aten._softmax.default,
+            aten._log_softmax.default,
+            aten._softmax_backward_data.default,
+            aten._log_softmax_backward_data.default,
+            aten.native_layer_norm_backward.default,
+            aten.gelu_backward.default,
+            aten.max_pool2d_with_indices_backward.default,
+            aten.avg_pool2d_backward.default,
+            aten._adaptive_avg_pool2d_backward.default,
+            aten.reflection_pad1d_backward.default,
+            aten.reflection_pad2d_backward.default,
+            aten.grid_sampler_2d_backward.default,
+        ),
+        _contiguous_copies,
+    ),
+    aten.logsumexp.default: _logsumexp,
+    **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), _matrix_copies),
+    aten.native_layer_norm.default: _layer_norm,
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
+    aten.mkldnn_rnn_layer.default: _lstm,
+    aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
+}

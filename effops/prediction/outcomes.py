@@ -37,10 +37,8 @@ class OperatorCall:
         if not isinstance(result, (tuple, list)):
             return self._maker(result)
         makers = [maker for leaf in result if (maker := self._maker(leaf)) is not None]
-        if len(makers) < len(result):
-            return None
         storages = [leaf.untyped_storage()._cdata for leaf in result if isinstance(leaf, Tensor)]
-        if len(set(storages)) < len(storages):
+        if len(makers) < len(result) or len(set(storages)) < len(storages):
             return None
         kind = type(result)
         return lambda tensors: kind(make(tensors) for make in makers)

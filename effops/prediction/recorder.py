@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.prediction.allocations import Allocations
-from effops.prediction.inside import Workspace, workspace
+from effops.prediction.allocations import Allocations, Workspace
+from effops.prediction.inside import workspace
 from effops.prediction.operations import operations
 from effops.prediction.outcomes import OperatorCall, Outcome
 from effops.prediction.timeline import Allocation, Timeline
