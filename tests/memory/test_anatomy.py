@@ -14,7 +14,7 @@ from effops.memory import Workload, anatomy
 from effops.memory import workload as workload_module
 from effops.memory.models import ARCHITECTURES, Configuration, workload_parts
 from effops.memory.workload import Step
-from effops.prediction.outcomes import OperatorCall
+from effops.prediction.recorder import OperatorCall
 from effops.prediction.timeline import CATEGORIES, Allocation, Timeline
 
 WAYS = {
