@@ -4,14 +4,14 @@ from torch import Tensor
 
 from effops.numerics.precision import contraction_error, matmul_precision, unit_roundoff
 from effops.ops.attention.call import AttentionCall
-from effops.ops.attention.dot_product import KIND, attention, attention_scores, attention_weights
+from effops.ops.attention.dot_product import attention, attention_scores, attention_weights
 from effops.reference.attention import ExactScores, attention_reference
 from effops.reference.reference import Bounds, exact_dot, normal_workload, summed_bounds
 
 
 def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
     query, key = call.scored
-    scale, u = KIND.scale(call), unit_roundoff(call.arithmetic)
+    scale, u = call.factor, unit_roundoff(call.arithmetic)
     rounding = contraction_error(query.shape[-1], call.arithmetic, matmul_precision())
     dot = exact_dot(key.unsqueeze(-3), query.unsqueeze(-2))
     sizes = query.double().norm(dim=-1).unsqueeze(-1) * key.double().norm(dim=-1).unsqueeze(-2)
@@ -20,7 +20,7 @@ def _scores(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def _gradient_bounds(call: AttentionCall, dscores: Tensor, error: Tensor) -> tuple[Bounds, ...]:
     query, key = call.scored
-    scale, u = KIND.scale(call), unit_roundoff(call.arithmetic)
+    scale, u = call.factor, unit_roundoff(call.arithmetic)
 
     def bounds_of(operand: Tensor, dscores: Tensor, error: Tensor, other: Tensor) -> Bounds:
         other = other.double()

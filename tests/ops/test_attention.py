@@ -386,7 +386,10 @@ def test_autocast_rounds_as_pytorch_does(device, generator):
     for options in ({}, {"attn_mask": torch.randn(6, 7, generator=generator).to(device)}):
         with torch.autocast(device, dtype=torch.bfloat16):
             found, expected = (f(*args, **options) for f in (effops.attention, scaled_dot_product_attention))
+            report = effops.explain(effops.attention, *args, **options)
         assert found.dtype == expected.dtype == torch.bfloat16
+        # `explain` took the operands as they are, not as autocast rounds them.
+        assert {one.output_bytes for one in report.variants.values()} == {found.numel() * 2}
         torch.testing.assert_close(found, expected)
 
 

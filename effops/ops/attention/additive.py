@@ -5,22 +5,26 @@
 Source: Bahdanau, Cho, Bengio: Neural machine translation by jointly learning to align and translate, 2015.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from effops.blocks import softmax
 from effops.blocks.additive import AdditiveScores
-from effops.blocks.pairs import Scores
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import add_kernels
 from effops.ops.attention import triton
-from effops.ops.attention.call import AttentionCall, Form, rounded_by_autocast
-from effops.ops.attention.variants import attention_op, custom_op, in_blocks, in_blocks_backward
+from effops.ops.attention.call import AttentionCall, prepare
+from effops.ops.attention.variants import (
+    Kind,
+    attention_op,
+    custom_op,
+    in_blocks,
+    in_blocks_backward,
+    operands_of_pairs,
+)
 
 
 def naive(query: Tensor, key: Tensor, weight: Tensor, scale: float, arithmetic: torch.dtype) -> Tensor:
@@ -28,28 +32,11 @@ def naive(query: Tensor, key: Tensor, weight: Tensor, scale: float, arithmetic: 
     return (weight.to(arithmetic) * pairs).sum(-1)
 
 
-class Additive:
-    """The scores sum_d weight_d tanh(query_d + key_d), as an `effops.ops.attention.call.Kind`."""
-
-    operands: Mapping[str, int] = {"query": 2, "key": 2, "weight": 3}
-    forms: Mapping[str, Form] = {"naive": naive}
-
-    def scale(self, call: AttentionCall) -> float:
-        return 1.0
-
-    def blocks(self, call: AttentionCall, wanted: Sequence[bool]) -> Scores:
-        values_per_row = softmax.VALUES_PER_ROW + (0 if call.value is None else call.value.shape[-1])
-        weight = call.scored[2]
-        return AdditiveScores(
-            call.plan, *call.pairs, weight, call.arithmetic, wanted=wanted, values_per_row=values_per_row
-        )
-
-
-class _InKernels(Additive):
-    """The same kind of scores, with Triton kernels for the scores of a block."""
-
-    def blocks(self, call: AttentionCall, wanted: Sequence[bool]) -> Scores:
-        return triton.AdditiveScores(call.plan, *call.pairs, call.scored[2], call.arithmetic, wanted)
+def blocks(call: AttentionCall, wanted: Sequence[bool]) -> AdditiveScores:
+    """The scores block by block, and the gradients that `wanted` asks for."""
+    values_per_row = softmax.VALUES_PER_ROW + (0 if call.value is None else call.value.shape[-1])
+    query, key, weight = operands_of_pairs(call)
+    return AdditiveScores(call.plan, query, key, weight, call.arithmetic, wanted=wanted, values_per_row=values_per_row)
 
 
 def _requires_one_weight(call: AttentionCall) -> str:
@@ -59,33 +46,30 @@ def _requires_one_weight(call: AttentionCall) -> str:
     return f"needs a weight for all pairs of a batch entry, (D,) or (*batch, 1, 1, D); got {tuple(weight.shape)}"
 
 
+def _prepare_scores(function: str, output: str, query: Tensor, key: Tensor, weight: Tensor) -> AttentionCall:
+    return prepare(function, output, {"query": query, "key": key, "weight": weight})
+
+
+def _prepare_sums(
+    function: str,
+    output: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    attn_mask: Tensor | None = None,
+) -> AttentionCall:
+    return prepare(function, output, {"query": query, "key": key, "weight": weight}, value, attn_mask)
+
+
+KIND = Kind({"query": 2, "key": 2, "weight": 3}, {"naive": naive}, blocks)
 PREFERENCE = ("triton", "chunked", "compile", "torchscript", "naive")
-
-
-def _scored(query: Tensor, key: Tensor, weight: Tensor) -> Any:
-    return (query, key, weight), None, None, False, None, 0.0
-
-
-def _summed(query: Tensor, key: Tensor, value: Tensor, weight: Tensor, attn_mask: Tensor | None = None) -> Any:
-    return (query, key, weight), value, attn_mask, False, None, 0.0
-
-
-scores_op = attention_op(
-    Additive(),
-    "additive_attention_scores",
-    "scores",
-    arguments=_scored,
-    preference=PREFERENCE,
-)
-op = attention_op(
-    Additive(),
-    "additive_attention",
-    "sums",
-    arguments=_summed,
-    preference=PREFERENCE,
-)
+scores_op = attention_op(KIND, "additive_attention_scores", "scores", _prepare_scores, PREFERENCE)
+op = attention_op(KIND, "additive_attention", "sums", _prepare_sums, PREFERENCE)
+forward = functools.partial(in_blocks, triton.additive_scores)
+backward = functools.partial(in_blocks_backward, triton.additive_scores)
 for with_kernels, output in ((scores_op, "scores"), (op, "sums")):
-    in_kernels = custom_op(with_kernels, _InKernels(), output, "triton", in_blocks, in_blocks_backward)
+    in_kernels = custom_op(with_kernels, KIND, output, "triton", forward, backward)
     add_kernels(with_kernels, in_kernels, requires=[_requires_one_weight])
 
 
@@ -152,5 +136,4 @@ def additive_attention(
         >>> effops.additive_attention(query, key, value, torch.randn(64)).shape
         torch.Size([2, 20, 80])
     """
-    with rounded_by_autocast(op.name, query, key=key, value=value, weight=weight, attn_mask=attn_mask) as operands:
-        return call(op, *operands, variant=variant)
+    return call(op, query, key, value, weight, attn_mask, variant=variant)

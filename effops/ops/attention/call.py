@@ -1,23 +1,20 @@
-"""Calls of attention: masked scores of all pairs of queries and keys, their softmax, or the weighted sums of values.
-
-A `Kind` tells how scores are computed: as scaled dot products or as additive scores.
-"""
+"""Calls of attention: masked scores of all pairs of queries and keys, their softmax, or the weighted sums of values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_dense, check_devices, check_operand
-from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider, without_autocast
+from effops.dispatch.op import Call
+from effops.numerics.precision import autocast_enabled, wider
 from effops.numerics.values import observed
 
 SETTINGS = {"masked": bool, "is_causal": bool, "scale": float | None, "dropout_p": float, "dtype": torch.dtype}
@@ -39,22 +36,19 @@ def split_arguments(output: str, tensors: Sequence[T]) -> tuple[tuple[T, ...], T
     return (query, key, *others), value, mask, seed
 
 
-def tensor_dims(kind: Kind, output: str) -> dict[str, int]:
-    """The tensors of the public function, and how many of the last dimensions of each are no batch axes."""
-    return dict(join_arguments(kind.operands.items(), [("value", 2)] if output == "sums" else [], ("attn_mask", 2)))
-
-
-class AttentionCall(NamedTuple):
+@dataclass
+class AttentionCall(Call):
     """A validated call.
 
     Attributes:
         output: "scores" of all pairs, "weights" (their softmax), or "sums" of values, weighted by it
         scored: the operands of the scores, query and key first
         value: the values that are summed, or None
-        mask: a boolean tensor of one element if no mask was given
+        mask: the mask, or a boolean mask of one element, which excludes nothing
         seed: the seed of dropout, or None without a value
+        plan: the plan of all pairs
         masked: whether a mask was given
-        scale: the factor of the scores; None for that of the kind
+        scale: the factor of the scores; None for 1 / sqrt(D)
         dtype: the dtype of the result
     """
 
@@ -63,6 +57,7 @@ class AttentionCall(NamedTuple):
     value: Tensor | None
     mask: Tensor
     seed: Tensor | None
+    plan: Plan
     masked: bool
     is_causal: bool
     scale: float | None
@@ -73,12 +68,13 @@ class AttentionCall(NamedTuple):
     def split(cls, output: str, arguments: Sequence[Any]) -> AttentionCall:
         """The inverse of `arguments`."""
         count = len(arguments) - len(SETTINGS)
-        return cls(output, *split_arguments(output, arguments[:count]), *arguments[count:])
+        scored, value, mask, seed = split_arguments(output, arguments[:count])
+        return cls(output, scored, value, mask, seed, plan_of(scored, value, mask), *arguments[count:])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in the order of the public function, and then the seed."""
-        return join_arguments(self.scored, _given(self.value), self.mask, *_given(self.seed))
+        return join_arguments(self.scored, given(self.value), self.mask, *given(self.seed))
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -90,59 +86,18 @@ class AttentionCall(NamedTuple):
 
     @property
     def operations(self) -> int:
-        return self.plan.numel(self.plan.order) * (2 * self.dimension + 4)
-
-    @property
-    def device(self) -> torch.device:
-        return self.mask.device
-
-    @property
-    def arithmetic(self) -> torch.dtype:
-        return arithmetic_dtype(self.dtype)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of all pairs.
-
-        Along axes where another operand varies the queries are expanded. So only queries vary along the rows.
-        """
-        query, key = self.pairs
-        weights = (weight.shape[:-1] for weight in self.scored[2:])
-        return broadcast_plan(query.shape[:-1], key.shape[:-1], self.mask.shape, *weights)
-
-    @property
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """The operands query (*batch, queries, 1, D) and key (*batch, 1, keys, D)."""
-        query, key = self.scored[:2]
-        shapes = self._keyed, self.mask.shape[:-2]
-        batch = torch.broadcast_shapes(query.shape[:-2], *shapes)
-        padded = (1,) * (len(batch) - query.ndim + 2) + tuple(query.shape[:-2])
-        others = torch.broadcast_shapes((1,) * len(batch), *shapes)
-        sizes = tuple(own if other == 1 else size for own, other, size in zip(padded, others, batch))
-        return _expand(query, sizes).unsqueeze(-2), _expand(key, self._keyed).unsqueeze(-3)
-
-    @property
-    def values(self) -> Tensor:
-        """The operand value (*batch, 1, keys, V)."""
-        assert self.value is not None
-        return _expand(self.value, self._keyed).unsqueeze(-3)
-
-    @property
-    def _keyed(self) -> Shape:
-        """The shape to which the batch axes of keys, values and weights broadcast."""
-        values = () if self.value is None else (self.value.shape[:-2],)
-        weights = (weight.shape[:-3] for weight in self.scored[2:])
-        return tuple(torch.broadcast_shapes(self.scored[1].shape[:-2], *values, *weights))
-
-    @property
-    def result(self) -> Plan:
-        """The plan of the result. The last axis of sums is the dimension of the values, not that of the keys."""
-        plan = self.plan
-        return plan if self.value is None else replace(plan, shape=(*plan.shape[:-1], self.value.shape[-1]))
+        features = sum(tensor.shape[-1] for tensor in (self.scored[0], *given(self.value)))
+        return self.plan.numel(self.plan.order) * (2 * features + 4)
 
     @property
     def shape(self) -> Shape:
-        return self.result.shape
+        """The shape of the result. The last axis of sums is the dimension of the values, not that of the keys."""
+        return self.plan.shape if self.value is None else (*self.plan.shape[:-1], self.value.shape[-1])
+
+    @property
+    def factor(self) -> float:
+        """The factor of the scores."""
+        return factor(self.scored[0], self.scale)
 
     @property
     def drawn_seed(self) -> int:
@@ -154,87 +109,110 @@ class AttentionCall(NamedTuple):
             )
         return int(observed(self.seed, ordinary=0))
 
-    @property
-    def dimension(self) -> int:
-        """How many coordinates of query and value a pair needs."""
-        return self.scored[0].shape[-1] + (0 if self.value is None else self.value.shape[-1])
 
-
-def _given(tensor: Tensor | None) -> tuple[Tensor, ...]:
+def given(tensor: T | None) -> tuple[T, ...]:
     return () if tensor is None else (tensor,)
 
 
-def _expand(tensor: Tensor, batch: Shape) -> Tensor:
-    return tensor if tensor.shape[:-2] == batch else tensor.expand(*batch, *tensor.shape[-2:])
+def factor(query: Tensor, scale: float | None) -> float:
+    """The factor of the scores: `scale`, or 1 / sqrt(D) if it is None; scriptable."""
+    if scale is None:
+        return 1.0 / math.sqrt(max(1, query.shape[-1]))
+    return scale
 
 
-Form = Callable[..., Tensor]  # a scriptable function of the operands of the scores, the scale, and the arithmetic dtype
+def plan_of(scored: Sequence[Tensor], value: Tensor | None, mask: Tensor) -> Plan:
+    """The plan of all pairs; raises RuntimeError if batch axes do not broadcast.
 
-
-class Kind(Protocol):
-    """A kind of scores.
-
-    Attributes:
-        operands: the names of the operands, query and key first, and how many of the last dimensions of each are no
-            batch axes
-        forms: functions that compute the scores by PyTorch operations: naive and, where it differs, einsum
+    Queries count as varying along all batch axes, so that only queries vary along the rows. Keys and values count as
+    varying where another of them does.
     """
+    query, key, *others = scored
+    values = (tensor.shape[:-2] for tensor in given(value))
+    keyed = torch.broadcast_shapes(key.shape[:-2], *values, *(other.shape[:-3] for other in others))
+    batch = torch.broadcast_shapes(query.shape[:-2], keyed, mask.shape[:-2])
+    rows, columns = (*batch, query.shape[-2], 1), (*keyed, 1, key.shape[-2])
+    return broadcast_plan(rows, columns, mask.shape, *(other.shape[:-1] for other in others))
 
-    @property
-    def operands(self) -> Mapping[str, int]: ...
 
-    @property
-    def forms(self) -> Mapping[str, Form]: ...
+def prepare_scores(
+    function: str,
+    output: str,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> AttentionCall:
+    """The call of `attention_scores` or `attention_weights` with these arguments."""
+    return prepare(function, output, {"query": query, "key": key}, None, attn_mask, is_causal, scale)
 
-    def scale(self, call: AttentionCall) -> float:
-        """The factor of the scores."""
 
-    def blocks(self, call: AttentionCall, wanted: Sequence[bool]) -> Scores:
-        """The scores block by block, and the gradients that `wanted` asks for."""
+def prepare_sums(
+    function: str,
+    output: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
+    """The call of `attention` with these arguments."""
+    if enable_gqa:
+        query, key, value, attn_mask = group_heads(query, key, value, attn_mask)
+    return prepare(function, output, {"query": query, "key": key}, value, attn_mask, is_causal, scale, dropout_p)
 
 
 def prepare(
-    kind: Kind,
     function: str,
     output: str,
-    scored: Sequence[Tensor],
-    value: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
+    scored: Mapping[str, Tensor],
+    value: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
 ) -> AttentionCall:
-    """Validate shapes, dtypes and devices (never values)."""
-    tensors = dict(zip(kind.operands, scored)) | ({} if value is None else {"value": value})
+    """Validate shapes, dtypes and devices (never values), and round the operands of sums as autocast would.
+
+    `scored` are the operands of the scores by name, query and key first. The others broadcast with the pairs.
+    """
+    tensors = dict(scored) if value is None else {**scored, "value": value}
     for name, tensor in tensors.items():
         check_operand(function, name, tensor, dims=2 if name in ("query", "key", "value") else 1)
-    query, key = scored[:2]
+    query, key, *others = scored.values()
     pairs = query.shape[-2], key.shape[-2]
     if attn_mask is not None:
         _check_mask(function, attn_mask, is_causal, pairs)
     check_devices(function, **tensors, **({} if attn_mask is None else {"attn_mask": attn_mask}))
-    if any(tensor.shape[-1] != query.shape[-1] for tensor in scored):
+    if any(tensor.shape[-1] != query.shape[-1] for tensor in scored.values()):
+        *first, last = (f"`{name}`" for name in scored)
         raise ValueError(
-            f"{function}: last dimensions of {_listed(kind.operands)} must be equal; got "
+            f"{function}: last dimensions of {', '.join(first)} and {last} must be equal; got "
             f"{_shapes(tensors)}; project them alike"
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
         raise ValueError(f"{function}: there must be one value for each key; got {_shapes(tensors)}; cut or pad one")
-    masks = () if attn_mask is None else (attn_mask,)
-    for name, other in list(zip(kind.operands, scored))[2:]:
+    for name, other in list(scored.items())[2:]:
         if _widens(other.shape[:-1], pairs):
             raise ValueError(
                 f"{function}: `{name}` must broadcast to (queries, keys, D) = {(*pairs, query.shape[-1])}; got "
                 f"{tuple(other.shape)}; unsqueeze it: (*batch, 1, 1, D) is the same for all pairs"
             )
-    batches = [tensor.shape[: -2 - (name not in ("query", "key", "value"))] for name, tensor in tensors.items()]
+    if value is not None:
+        query, key, value, attn_mask, *others = rounded_by_autocast(query, key, value, attn_mask, *others)
+    mask = query.new_ones((1, 1), dtype=torch.bool) if attn_mask is None else attn_mask
+    operands = (query, key, *others)
     try:
-        torch.broadcast_shapes(*batches, *(mask.shape[:-2] for mask in masks))
+        plan = plan_of(operands, value, mask)
     except RuntimeError as error:
+        shapes = _shapes(tensors if attn_mask is None else {**tensors, "attn_mask": attn_mask})
         raise ValueError(
-            f"{function}: batch axes, heads among them, must broadcast; got {_shapes(tensors)}"
-            + "".join(f", attn_mask {tuple(mask.shape)}" for mask in masks)
-            + "; expand them, or set enable_gqa=True if several heads of queries share one of keys"
+            f"{function}: batch axes, heads among them, must broadcast; got {shapes}; expand them, or set "
+            "enable_gqa=True if several heads of queries share one of keys"
         ) from error
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat))):
         raise TypeError(f"{function}: `scale` must be a number or None; got {scale!r}; multiply query by a tensor")
@@ -243,45 +221,56 @@ def prepare(
             f"{function}: `dropout_p` must be a probability from 0 to 1; got {dropout_p!r}; give 0 for none"
         )
     dtype = query.dtype
-    for tensor in (*tensors.values(), *(mask for mask in masks if mask.dtype != torch.bool)):
-        dtype = wider(dtype, tensor.dtype)
-    if dtype.itemsize < 4 and autocast_enabled(query.device):
+    for tensor in (key, *others, *given(value), *given(attn_mask)):
+        dtype = dtype if tensor.dtype == torch.bool else wider(dtype, tensor.dtype)
+    if value is None and dtype.itemsize < 4 and autocast_enabled(query.device):
         dtype = torch.float32
-    mask = query.new_ones((1, 1), dtype=torch.bool) if attn_mask is None else attn_mask
     seed = None
     if value is not None:  # without dropout no seed is drawn
         seed = torch.randint(2**62, ()) if dropout_p else query.new_zeros((), dtype=torch.int64)
-    causal, factor = bool(is_causal), None if scale is None else float(scale)
-    return AttentionCall(output, tuple(scored), value, mask, seed, bool(masks), causal, factor, float(dropout_p), dtype)
+    settings = attn_mask is not None, bool(is_causal), None if scale is None else float(scale), float(dropout_p), dtype
+    return AttentionCall(output, operands, value, mask, seed, plan, *settings)
+
+
+def rounded_by_autocast(query: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as autocast rounds them where it is on."""
+    tensors = query, *others
+    if not autocast_enabled(query.device):
+        return tensors
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return tuple(
+        tensor.to(dtype)
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
+        for tensor in tensors
+    )
+
+
+def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+    """The query (*batch, heads, L, D) as (*batch, heads of keys, group, L, D), and the others to broadcast with it."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_operand("attention", name, tensor, dims=3)
+    heads, shared = query.shape[-3], key.shape[-3]
+    if shared == 0 or heads % shared or value.shape[-3] not in (1, shared):
+        raise ValueError(
+            "attention: with enable_gqa the heads of `query`, axis -3, must be a multiple of those of `key` and "
+            f"`value`; got {heads}, {shared} and {value.shape[-3]}; repeat heads, or transpose"
+        )
+    group = heads // shared
+    if mask is not None:
+        check_dense("attention", "attn_mask", mask)
+    if mask is not None and mask.ndim >= 3:
+        if mask.shape[-3] not in (1, heads):
+            raise ValueError(
+                f"attention: `attn_mask` must have 1 or {heads} heads, axis -3, as `query` has; got "
+                f"{tuple(mask.shape)}; repeat those of a group, or unsqueeze"
+            )
+        mask = mask.unflatten(-3, (shared, group)) if mask.shape[-3] == heads else mask.unsqueeze(-3)
+    return query.unflatten(-3, (shared, group)), key.unsqueeze(-3), value.unsqueeze(-3), mask
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-
-
-@contextmanager
-def rounded_by_autocast(function: str, query: Tensor, **others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """A context in which autocast is off. It gives the tensors as autocast would round them."""
-    check_operand(function, "query", query, dims=2)
-    for name, tensor in others.items():
-        if isinstance(tensor, Tensor):
-            check_dense(function, name, tensor)
-    tensors: tuple[Any, ...] = (query, *others.values())
-    if autocast_enabled(query.device):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        tensors = tuple(
-            tensor.to(dtype)
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-            else tensor
-            for tensor in tensors
-        )
-    with without_autocast(query.device):
-        yield tensors
-
-
-def _listed(names: Sequence[str] | Mapping[str, int]) -> str:
-    *first, last = (f"`{name}`" for name in names)
-    return f"{', '.join(first)} and {last}"
 
 
 def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, int]) -> None:

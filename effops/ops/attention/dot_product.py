@@ -1,24 +1,14 @@
 """Attention with scaled dot products: its scores, its weights, and `F.scaled_dot_product_attention`."""
 
-from __future__ import annotations
-
-import functools
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from effops.blocks import softmax, tiling
-from effops.blocks.dots import Products, contract
-from effops.blocks.pairs import Scores
-from effops.dispatch.arguments import check_operand
+from effops.blocks.dots import contract
 from effops.dispatch.call import call
-from effops.dispatch.custom_op import add_custom_op
+from effops.dispatch.custom_op import add_custom_op, add_kernels
 from effops.ops.attention import sdpa, triton
-from effops.ops.attention.call import AttentionCall, Form, rounded_by_autocast
-from effops.ops.attention.variants import attention_op, custom_op
+from effops.ops.attention.call import group_heads, prepare_scores, prepare_sums
+from effops.ops.attention.variants import Kind, attention_op, custom_op, scaled_dots
 
 
 def naive(query: Tensor, key: Tensor, scale: float, arithmetic: torch.dtype) -> Tensor:
@@ -29,90 +19,21 @@ def einsum(query: Tensor, key: Tensor, scale: float, arithmetic: torch.dtype) ->
     return contract(key.unsqueeze(-3), query.unsqueeze(-2), arithmetic) * scale
 
 
-WIDE_BYTES = 2 * 1024 * 1024
-
-
-class ScaledDotProducts:
-    """The scores scale <query, key>, as an `effops.ops.attention.call.Kind`."""
-
-    operands: Mapping[str, int] = {"query": 2, "key": 2}
-    forms: Mapping[str, Form] = {"naive": naive, "einsum": einsum}
-
-    def scale(self, call: AttentionCall) -> float:
-        dimension = call.scored[0].shape[-1]
-        return 1 / math.sqrt(max(1, dimension)) if call.scale is None else call.scale
-
-    def blocks(self, call: AttentionCall, wanted: Sequence[bool]) -> Scores:
-        query, key = call.pairs
-        plan, arithmetic = call.plan, call.arithmetic
-        summed = 0 if call.value is None else call.value.shape[-1]
-        dimension = max(1, query.shape[-1], summed)
-        # If a block is the only buffer, it may be larger than the cache: fewer, longer passes are faster.
-        pair_bytes = tiling.BLOCK_BYTES if summed or any(wanted) else WIDE_BYTES
-        values_per_row = softmax.VALUES_PER_ROW + summed
-        extents = tiling.cut(
-            plan, dimension, arithmetic.itemsize, copies=1.0, values_per_row=values_per_row, pair_bytes=pair_bytes
-        )
-        wants_query, wants_key = wanted
-        factor = self.scale(call)
-        return Products(
-            plan, key, query, arithmetic, factor=factor, extents=extents, wants_loc=wants_key, wants_x=wants_query
-        )
-
-
-KIND = ScaledDotProducts()
-
-
-def _scored(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
-) -> Any:
-    return (query, key), None, attn_mask, is_causal, scale, 0.0
-
-
-def _summed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    if enable_gqa:
-        query, key, value, attn_mask = _grouped(query, key, value, attn_mask)
-    return (query, key), value, attn_mask, is_causal, scale, dropout_p
-
-
+KIND = Kind({"query": 2, "key": 2}, {"naive": naive, "einsum": einsum}, scaled_dots)
 PREFERENCE = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
-scores_op, weights_op = (
-    attention_op(
-        KIND,
-        f"attention_{output}",
-        output,
-        arguments=_scored,
-        preference=PREFERENCE,
-    )
-    for output in ("scores", "weights")
-)
-op = attention_op(
-    KIND,
-    "attention",
-    "sums",
-    arguments=_summed,
-    preference=("sdpa", *PREFERENCE),
-)
+scores_op = attention_op(KIND, "attention_scores", "scores", prepare_scores, PREFERENCE)
+weights_op = attention_op(KIND, "attention_weights", "weights", prepare_scores, PREFERENCE)
+op = attention_op(KIND, "attention", "sums", prepare_sums, ("sdpa", *PREFERENCE))
 for with_kernels, output in ((scores_op, "scores"), (weights_op, "weights"), (op, "sums")):
-    triton.add(with_kernels, KIND, output)
+    in_kernels = custom_op(with_kernels, KIND, output, "triton", triton.forward, triton.backward, empty=triton.empty)
+    add_kernels(with_kernels, in_kernels)
 add_custom_op(
     op,
-    custom_op(
-        op, KIND, "sums", "sdpa", sdpa.forward, sdpa.backward, empty=functools.partial(sdpa.forward, KIND), native=True
-    ),
+    custom_op(op, KIND, "sums", "sdpa", sdpa.forward, sdpa.backward, empty=sdpa.forward, native=True),
     "sdpa",
-    cost=functools.partial(sdpa.cost, KIND),
-    requires=[sdpa.requires_one_dtype, functools.partial(sdpa.requires_positive_scale, KIND)],
-    automatic=functools.partial(sdpa.is_fused, KIND),
+    cost=sdpa.cost,
+    requires=[sdpa.requires_one_dtype, sdpa.requires_positive_scale],
+    automatic=sdpa.is_fused,
 )
 
 
@@ -234,29 +155,6 @@ def attention(
         >>> effops.attention(query, key, value, is_causal=True).shape
         torch.Size([2, 8, 100, 64])
     """
-    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "variant": variant}
-    with rounded_by_autocast(op.name, query, key=key, value=value, attn_mask=attn_mask) as operands:
-        if not enable_gqa:
-            return call(op, *operands, **options)
-        return call(op, *_grouped(*operands), **options).flatten(-4, -3)
-
-
-def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
-    """The query (*batch, heads, L, D) as (*batch, heads of keys, group, L, D), and the others to broadcast with it."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_operand("attention", name, tensor, dims=3)
-    heads, shared = query.shape[-3], key.shape[-3]
-    if shared == 0 or heads % shared or value.shape[-3] not in (1, shared):
-        raise ValueError(
-            "attention: with enable_gqa the heads of `query`, axis -3, must be a multiple of those of `key` and "
-            f"`value`; got {heads}, {shared} and {value.shape[-3]}; repeat heads, or transpose"
-        )
-    group = heads // shared
-    if isinstance(mask, Tensor) and mask.ndim >= 3:
-        if mask.shape[-3] not in (1, heads):
-            raise ValueError(
-                f"attention: `attn_mask` must have 1 or {heads} heads, axis -3, as `query` has; got "
-                f"{tuple(mask.shape)}; repeat those of a group, or unsqueeze"
-            )
-        mask = mask.unflatten(-3, (shared, group)) if mask.shape[-3] == heads else mask.unsqueeze(-3)
-    return query.unflatten(-3, (shared, group)), key.unsqueeze(-3), value.unsqueeze(-3), mask
+    operands = group_heads(query, key, value, attn_mask) if enable_gqa else (query, key, value, attn_mask)
+    result = call(op, *operands, dropout_p=dropout_p, is_causal=is_causal, scale=scale, variant=variant)
+    return result.flatten(-4, -3) if enable_gqa else result

@@ -26,7 +26,7 @@ from effops.dispatch.op import Cost, Op, Variant
 from effops.dispatch.requirements import requires_inductor
 from effops.numerics.precision import arithmetic_dtype, wider
 from effops.ops.attention import flex, triton
-from effops.ops.attention.call import rounded_by_autocast
+from effops.ops.attention.call import factor, rounded_by_autocast
 from effops.prediction import inductor
 
 NAME = "log_sparse_attention"
@@ -104,7 +104,7 @@ def prepare(
     restart: int | None = None,
     scale: float | None = None,
 ) -> LogSparseCall:
-    """Validate shapes, dtypes, devices and settings (never values of tensors)."""
+    """Validate shapes, dtypes, devices and settings (never values of tensors), and round as autocast would."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         check_operand(NAME, name, tensor, dims=2)
@@ -132,6 +132,7 @@ def prepare(
         raise TypeError(
             f"{NAME}: `scale` must be a number or None; got {type(scale).__name__}; multiply query by a tensor"
         )
+    query, key, value = rounded_by_autocast(query, key, value)
     dtype = wider(wider(query.dtype, key.dtype), value.dtype)
     return LogSparseCall(query, key, value, dtype, local, restart, None if scale is None else float(scale))
 
@@ -151,13 +152,6 @@ def _check_pattern(local: int, restart: int | None) -> None:
             f"{NAME}: `local` must be at most `restart`, where every earlier position is attended to; got local="
             f"{local}, restart={restart}; lower `local` or raise `restart`"
         )
-
-
-def factor(query: Tensor, scale: float | None) -> float:
-    """The factor of the scores: `scale`, or 1 / sqrt(E) if it is None."""
-    if scale is None:
-        return 1.0 / math.sqrt(max(1, query.shape[-1]))
-    return scale
 
 
 def naive(
@@ -321,5 +315,4 @@ def log_sparse_attention(
         >>> effops.log_sparse_attention(query, key, value, local=4).shape
         torch.Size([8, 1000, 64])
     """
-    with rounded_by_autocast(NAME, query, key=key, value=value) as operands:
-        return call(op, *operands, local, restart, scale, variant=variant)
+    return call(op, query, key, value, local, restart, scale, variant=variant)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients, is_plain, predicted, requires_grad
 from effops.dispatch.op import Cost
-from effops.ops.attention.call import AttentionCall, Kind
-from effops.ops.attention.variants import in_blocks_backward
+from effops.ops.attention.call import AttentionCall
+from effops.ops.attention.variants import in_blocks_backward, scaled_dots
 from effops.prediction.inside import packing_attention
 from effops.pytorch import _fused_sdp_choice
 
@@ -63,6 +64,19 @@ class _FourAxes:
             return mask.flatten(0, -4)
         return self._merge(mask, (*self.batch[:-1], mask.shape[-3]))
 
+    def given_to(self, function: Callable[..., Any]) -> Any:
+        """What a function of the arguments of `scaled_dot_product_attention` returns for those of the call."""
+        return function(
+            self.query,
+            self.key,
+            self.value,
+            self.mask,
+            self.call.dropout_p,
+            self.call.is_causal,
+            scale=self.call.scale if self.call.scale is not None or self.query.shape[-1] else 1.0,
+            enable_gqa=self.grouped,
+        )
+
     def restore(self, result: Tensor) -> Tensor:
         if len(self.batch) <= 2:
             return result.view(self.call.shape)
@@ -74,20 +88,10 @@ def _size(tensor: Tensor, axis: int) -> int:
     return tensor.shape[axis] if tensor.ndim >= -axis else 1
 
 
-def forward(kind: Kind, call: AttentionCall) -> Tensor:
+def forward(call: AttentionCall) -> Tensor:
     operands = _FourAxes(call)
     with _seeded(call):
-        result = scaled_dot_product_attention(
-            operands.query,
-            operands.key,
-            operands.value,
-            operands.mask,
-            call.dropout_p,
-            call.is_causal,
-            scale=call.scale if call.scale is not None or operands.query.shape[-1] else 1.0,
-            enable_gqa=operands.grouped,
-        )
-    return operands.restore(result)
+        return operands.restore(operands.given_to(scaled_dot_product_attention))
 
 
 @contextmanager
@@ -101,7 +105,7 @@ def _seeded(call: AttentionCall) -> Iterator[None]:
         yield
 
 
-def backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
+def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
     """The gradients, where the graph of PyTorch's own backward pass is not at hand.
 
     The forward pass runs again for this graph. Inside of an operator there is no graph, and blocks compute the
@@ -109,28 +113,28 @@ def backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[boo
     """
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_(is_wanted) for tensor, is_wanted in zip(call.tensors, wanted)]
-        result = forward(kind, AttentionCall.split(call.output, (*leaves, *call.settings)))
+        result = forward(AttentionCall.split(call.output, (*leaves, *call.settings)))
     if not result.requires_grad:
         if call.dropout_p:
             raise NotImplementedError(
                 'attention(variant="sdpa"): with dropout gradients cannot be transformed; set dropout_p=0, or give '
                 'variant="chunked"'
             )
-        return in_blocks_backward(kind, dout, call, wanted)
+        return in_blocks_backward(scaled_dots, dout, call, wanted)
     sources = [leaf for leaf in leaves if leaf.requires_grad]
     found = iter(torch.autograd.grad(result, sources, dout, allow_unused=True, materialize_grads=True))
     return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
-def cost(kind: Kind, call: AttentionCall) -> Cost:
+def cost(call: AttentionCall) -> Cost:
     """The cost that fake tensors predict, plus what the kernels of a CPU hold for each thread, which they do not see.
 
     A thread holds a block of pairs, two statistics of each of its queries, and their sums. If the operands are rounded,
     it also holds the block in their dtype. Where oneDNN multiplies, the kernel is named as unknown.
     """
     split = functools.partial(AttentionCall.split, call.output)
-    found = predicted(split, call, functools.partial(forward, kind))
-    if call.device.type != "cpu" or not is_fused(kind, call):
+    found = predicted(split, call, forward)
+    if call.device.type != "cpu" or not is_fused(call):
         return found
     queries, keys = call.plan.shape[-2:]
     rows = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
@@ -151,26 +155,16 @@ def requires_one_dtype(call: AttentionCall) -> str:
     return f"needs query, key and value in the dtype of the result, {call.dtype}; got {', '.join(map(str, dtypes))}"
 
 
-def requires_positive_scale(kind: Kind, call: AttentionCall) -> str:
-    if not call.is_causal or kind.scale(call) > 0:
+def requires_positive_scale(call: AttentionCall) -> str:
+    if not call.is_causal or call.factor > 0:
         return ""
     return f"needs a positive scale if is_causal, for PyTorch's kernels give NaN with {call.scale}"
 
 
-def is_fused(kind: Kind, call: AttentionCall) -> bool:
+def is_fused(call: AttentionCall) -> bool:
     """Whether `F.scaled_dot_product_attention` holds nothing of the size of queries times keys for this call."""
     if call.device.type == "cuda" and is_plain(call.tensors):
-        operands = _FourAxes(call)
-        choice: int = _fused_sdp_choice(
-            operands.query,
-            operands.key,
-            operands.value,
-            operands.mask,
-            call.dropout_p,
-            call.is_causal,
-            scale=kind.scale(call),
-            enable_gqa=operands.grouped,
-        )
+        choice: int = _FourAxes(call).given_to(_fused_sdp_choice)
         return choice != SDPBackend.MATH.value
     query, key, value = *call.scored, call.value
     assert value is not None

@@ -7,7 +7,7 @@ broadcasts. An operand whose batch axes do not collapse into batch and heads is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,77 +16,52 @@ from torch import Tensor
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Slices
 from effops.blocks.tiling import Block, cut, part, sizes
-from effops.dispatch.custom_op import Gradients, add_kernels
-from effops.dispatch.op import Op
+from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import as_gradient
-from effops.ops.attention.call import AttentionCall, Kind, split_arguments
-from effops.ops.attention.variants import custom_op
+from effops.ops.attention.call import AttentionCall, given
+from effops.ops.attention.variants import operands_of_pairs
 from effops.ops.densities.triton import stored_dtype
 
 KERNEL_BYTES = 2**24  # size of the additive scores that kernels compute at once
 
 
-def add(op: Op, kind: Kind, output: str) -> None:
-    """Add the variant triton to the op of the scores, the weights or the sums of scaled dot products."""
-    custom = custom_op(
-        op,
-        kind,
-        output,
-        "triton",
-        _forward,
-        _backward,
-        empty=lambda call: call.mask.new_empty(call.shape, dtype=call.dtype),
-    )
-    add_kernels(op, custom)
+def empty(call: AttentionCall) -> Tensor:
+    """An uninitialised result, contiguous."""
+    return call.mask.new_empty(call.shape, dtype=call.dtype)
 
 
-def _forward(kind: Kind, call: AttentionCall) -> Tensor:
+def forward(call: AttentionCall) -> Tensor:
     from effops.kernels import attention as kernels
 
-    query, key = (_four_axes(call, tensor) for tensor in call.scored)
-    mask = _mask(call)
-    value = None if call.value is None else _four_axes(call, call.value)
+    functions: dict[str, Callable[..., None]] = {
+        "scores": kernels.scores,
+        "weights": kernels.weights,
+        "sums": kernels.attention,
+    }
     out = call.mask.new_empty(call.shape, dtype=stored_dtype(call.dtype, call.device))
-    target = out.view(*_outer(call), *call.shape[-2:])
-    if value is None:
-        run = kernels.scores if call.output == "scores" else kernels.weights
-        run(query, key, mask, target, **_settings(kind, call))
-    else:
-        kernels.attention(query, key, value, mask, _seed(call), target, **_settings(kind, call))
+    functions[call.output](*_operands(call), out.view(*_outer(call), *call.shape[-2:]), **_settings(call))
     return out.to(call.dtype)
 
 
-def _backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
+def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
     from effops.kernels import attention as kernels
 
-    wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
+    functions: dict[str, Callable[..., None]] = {
+        "scores": kernels.backward_scores,
+        "weights": kernels.backward_weights,
+        "sums": kernels.backward_attention,
+    }
+    found = [
+        _empty_gradient(call, tensor) if is_wanted else None
+        for tensor, is_wanted in zip((*call.scored, *given(call.value)), wanted)
+    ]
+    found.append(_empty_dmask(call) if wanted[len(found)] else None)
     upstream = dout.reshape(*_outer(call), *call.shape[-2:])
-
-    def gradient(tensor: Tensor, is_wanted: bool) -> Tensor | None:
-        """With four axes. Wide if a sum follows, else a view of a gradient that is laid out as the tensor."""
-        shape = (*_outer(call), *tensor.shape[-2:])
-        if not is_wanted:
-            return None
-        if math.prod(shape) != tensor.numel():
-            return tensor.new_empty(shape, dtype=call.arithmetic)
-        return torch.empty_like(tensor, dtype=stored_dtype(tensor.dtype, call.device)).reshape(shape)
-
-    dquery, dkey = (gradient(tensor, is_wanted) for tensor, is_wanted in zip(call.scored, wants_scored))
-    dvalue = None if call.value is None else gradient(call.value, bool(wants_value))
-    dmask = _empty_dmask(call) if wants_mask else None
-    query, key = (_four_axes(call, tensor) for tensor in call.scored)
-    mask, settings = _mask(call), _settings(kind, call)
-    if call.value is None:
-        run = kernels.backward_scores if call.output == "scores" else kernels.backward_weights
-        run(query, key, mask, upstream, dquery, dkey, dmask, **settings)
-        gradients = [dquery, dkey, dmask]
-    else:
-        value, seed = _four_axes(call, call.value), _seed(call)
-        kernels.backward_attention(query, key, value, mask, seed, upstream, dquery, dkey, dvalue, dmask, **settings)
-        gradients = [dquery, dkey, dvalue, dmask, None]
+    functions[call.output](*_operands(call), upstream, *found, **_settings(call))
+    found.extend(None for _ in given(call.seed))
     return [
-        None if one is None else _restored(call, one, tensor)
-        for one, tensor in zip(gradients, call.tensors, strict=True)
+        None if gradient is None else _restored(call, gradient, tensor)
+        for gradient, tensor in zip(found, call.tensors, strict=True)
     ]
 
 
@@ -108,8 +83,29 @@ def _four_axes(call: AttentionCall, tensor: Tensor) -> Tensor:
     return tensor.expand(*call.shape[:-2], *tensor.shape[-2:]).reshape(*_outer(call), *tensor.shape[-2:])
 
 
-def _mask(call: AttentionCall) -> Tensor | None:
-    return call.mask.expand(call.plan.shape).reshape(*_outer(call), *call.plan.shape[-2:]) if call.masked else None
+def _operands(call: AttentionCall) -> tuple[Tensor | None, ...]:
+    """The operands of the kernels: query, key, the value of sums, the mask, and the seed of sums."""
+    operands = [_four_axes(call, tensor) for tensor in (*call.scored, *given(call.value))]
+    mask = call.mask.expand(call.plan.shape).reshape(*_outer(call), *call.plan.shape[-2:]) if call.masked else None
+    if call.value is None:
+        return *operands, mask
+    seed = torch.full((1,), call.drawn_seed, dtype=torch.int64, device=call.device) if call.dropout_p else None
+    return *operands, mask, seed
+
+
+def _settings(call: AttentionCall) -> dict[str, Any]:
+    settings = {
+        "scale": call.factor,
+        "causal": call.is_causal,
+        "precision": torch.get_float32_matmul_precision(),
+    }
+    return settings if call.value is None else {**settings, "dropout_p": call.dropout_p}
+
+
+def _empty_gradient(call: AttentionCall, tensor: Tensor) -> Tensor:
+    """An uninitialised gradient of query, key or value."""
+    shape = (*_outer(call), *tensor.shape[-2:])
+    return _empty(tensor, shape, call.arithmetic, stored_dtype(tensor.dtype, call.device))
 
 
 def _empty_dmask(call: AttentionCall) -> Tensor:
@@ -117,25 +113,22 @@ def _empty_dmask(call: AttentionCall) -> Tensor:
     outer = call.shape[:-3]
     sizes = (1,) * (len(outer) + 3 - call.mask.ndim) + tuple(call.mask.shape)
     varies = any(size != 1 for size in sizes[: len(outer)])
-    shape = math.prod(outer) if varies else 1, *sizes[len(outer) :]
-    if math.prod(shape) != call.mask.numel():
-        return call.mask.new_empty(shape, dtype=call.arithmetic)
-    return torch.empty_like(call.mask, dtype=call.arithmetic).reshape(shape)
+    return _empty(
+        call.mask, (math.prod(outer) if varies else 1, *sizes[len(outer) :]), call.arithmetic, call.arithmetic
+    )
 
 
-def _seed(call: AttentionCall) -> Tensor | None:
-    if not call.dropout_p or call.seed is None:
-        return None
-    return torch.full((1,), call.drawn_seed, dtype=torch.int64, device=call.device)
+def _empty(tensor: Tensor, shape: Sequence[int], wide: torch.dtype, stored: torch.dtype) -> Tensor:
+    """An uninitialised gradient of that shape. Wide if a sum follows, else a view of one laid out as the tensor."""
+    if math.prod(shape) != tensor.numel():
+        return tensor.new_empty(shape, dtype=wide)
+    return torch.empty_like(tensor, dtype=stored).reshape(shape)
 
 
-def _settings(kind: Kind, call: AttentionCall) -> dict[str, Any]:
-    settings = {
-        "scale": kind.scale(call),
-        "causal": call.is_causal,
-        "precision": torch.get_float32_matmul_precision(),
-    }
-    return settings if call.value is None else {**settings, "dropout_p": call.dropout_p}
+def additive_scores(call: AttentionCall, wanted: Sequence[bool]) -> AdditiveScores:
+    """The additive scores of a call by kernels, and the gradients that `wanted` asks for."""
+    query, key, weight = operands_of_pairs(call)
+    return AdditiveScores(call.plan, query, key, weight, call.arithmetic, wanted)
 
 
 class AdditiveScores(Scores):
@@ -234,13 +227,9 @@ def log_sparse_backward(
 
     operands = matrices(tensors)
 
-    def empty(tensor: Tensor, operand: Tensor) -> Tensor:
-        if tensor.numel() != operand.numel():  # a sum over shared axes follows, before which it is not rounded
-            return operand.new_empty(operand.shape, dtype=scale.dtype)
-        return _matrix(torch.empty_like(tensor, dtype=stored_dtype(tensor.dtype, tensor.device)))
-
     found = [
-        empty(tensor, operand) if is_wanted else None for tensor, operand, is_wanted in zip(tensors, operands, wanted)
+        _empty(tensor, operand.shape, scale.dtype, stored_dtype(tensor.dtype, tensor.device)) if is_wanted else None
+        for tensor, operand, is_wanted in zip(tensors, operands, wanted)
     ]
     (query, key, value), (dquery, dkey, dvalue) = operands, found
     kernels.backward(query, key, value, _matrix(dout), dquery, dkey, dvalue, scale, local=local, restart=restart)

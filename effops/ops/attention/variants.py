@@ -7,61 +7,70 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from effops.blocks import pairs, softmax
+from effops.blocks import pairs, softmax, tiling
+from effops.blocks.dots import Products
 from effops.blocks.masked import Masked
+from effops.blocks.pairs import Scores
 from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
 from effops.numerics.layout import as_gradient
-from effops.ops.attention.call import (
-    SETTINGS,
-    AttentionCall,
-    Form,
-    Kind,
-    join_arguments,
-    prepare,
-    split_arguments,
-    tensor_dims,
-)
+from effops.ops.attention.call import SETTINGS, AttentionCall, given, join_arguments, split_arguments
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
 
+WIDE_BYTES = 2 * 1024 * 1024
+
+Form = Callable[..., Tensor]  # a scriptable function of the operands of the scores, the scale, and the arithmetic dtype
+Blocks = Callable[
+    [AttentionCall, Sequence[bool]], Scores
+]  # the scores block by block, and the gradients that are wanted
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of scores.
+
+    Attributes:
+        operands: the names of the operands, query and key first, and how many of the last dimensions of each are no
+            batch axes
+        forms: functions that compute the scores by PyTorch operations: naive and, where it differs, einsum
+        blocks: computes them block by block
+    """
+
+    operands: Mapping[str, int]
+    forms: Mapping[str, Form]
+    blocks: Blocks
+
 
 def attention_op(
-    kind: Kind,
-    name: str,
-    output: str,
-    *,
-    arguments: Callable[..., Any],
-    preference: tuple[str, ...],
+    kind: Kind, name: str, output: str, prepare: Callable[..., AttentionCall], preference: tuple[str, ...]
 ) -> Op:
     """The op of the scores, the weights or the sums of a kind.
 
-    `arguments` takes the arguments of the public function. It returns the operands of the scores, value, mask,
-    is_causal, scale and dropout_p.
+    `prepare` takes the name of the op, the output, and the arguments of the public function.
     """
-
-    def prepare_call(*args: Any, **options: Any) -> AttentionCall:
-        return prepare(kind, name, output, *arguments(*args, **options))
-
+    values = [("value", 2)] if output == "sums" else []
     op = Op(
         name,
-        prepare=prepare_call,
+        prepare=functools.partial(prepare, name, output),
         preference=preference,
-        core_dims=tensor_dims(kind, output),
+        core_dims=dict(join_arguments(kind.operands.items(), values, ("attn_mask", 2))),
     )
 
     def composed(form: Form) -> Callable[..., Tensor]:
-        return lambda *arguments: by_operations(kind, form, AttentionCall.split(output, arguments))
+        return lambda *arguments: by_operations(form, AttentionCall.split(output, arguments))
 
     add_forms(op, kind.forms, composed, lambda call: call.settings, functools.partial(compiled_bytes, kind))
-    add_custom_op(op, custom_op(op, kind, output, "chunked", in_blocks, in_blocks_backward), "chunked")
+    forward, backward = functools.partial(in_blocks, kind.blocks), functools.partial(in_blocks_backward, kind.blocks)
+    add_custom_op(op, custom_op(op, kind, output, "chunked", forward, backward), "chunked")
     return op
 
 
@@ -79,17 +88,11 @@ def custom_op(
     kind: Kind,
     output: str,
     variant: str,
-    compute: Callable[[Kind, AttentionCall], Tensor],
-    compute_backward: Callable[[Kind, Tensor, AttentionCall, Sequence[bool]], Gradients],
-    *,
-    empty: Callable[[AttentionCall], Tensor] | None = None,
-    native: bool = False,
+    forward: Callable[[AttentionCall], Tensor],
+    backward: Callable[[Tensor, AttentionCall, Sequence[bool]], Gradients],
+    **options: Any,
 ) -> CustomOp:
-    """The operator of a forward and a backward function.
-
-    `compute` takes the kind and a call. `compute_backward` takes the kind, the upstream gradient, a call, and which
-    gradients are wanted.
-    """
+    """The operator of a forward and a backward function. `options` are those of `CustomOp`."""
 
     def composite(call: AttentionCall) -> Tensor:
         if call.dropout_p:
@@ -97,25 +100,24 @@ def custom_op(
                 f'{op.name}(variant="{variant}"): with dropout there are no second derivatives and no forward mode; '
                 'set dropout_p=0, or give variant="naive"'
             )
-        return by_operations(kind, best_form(kind.forms), call)
+        return by_operations(best_form(kind.forms), call)
 
-    core_dims = {**tensor_dims(kind, output), **({"seed": 0} if output == "sums" else {})}
+    core_dims = {**op.core_dims, **({"seed": 0} if output == "sums" else {})}
     return CustomOp(
         f"{op.name}_{variant}",
         parameters={**dict.fromkeys(core_dims, Tensor), **SETTINGS},
         split=functools.partial(AttentionCall.split, output),
-        forward=functools.partial(compute, kind),
-        backward=functools.partial(compute_backward, kind),
+        forward=forward,
+        backward=backward,
         composite=composite,
-        empty=empty or (lambda call: call.result.empty(call.mask, call.dtype)),
         core_dims=tuple(core_dims.values()),
-        native=native,
+        **{"empty": empty, **options},
     )
 
 
-def by_operations(kind: Kind, form: Form, call: AttentionCall) -> Tensor:
+def by_operations(form: Form, call: AttentionCall) -> Tensor:
     """The result by PyTorch operations, from the scores that a form computes."""
-    scores = form(*call.scored, kind.scale(call), call.arithmetic)
+    scores = form(*call.scored, call.factor, call.arithmetic)
     if call.masked:
         mask = call.mask
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
@@ -137,37 +139,79 @@ def by_operations(kind: Kind, form: Form, call: AttentionCall) -> Tensor:
     return (weights @ call.value.to(weights.dtype)).to(call.dtype)
 
 
-def in_blocks(kind: Kind, call: AttentionCall) -> Tensor:
+def in_blocks(blocks: Blocks, call: AttentionCall) -> Tensor:
     """The result, computed block by block."""
     mask = call.mask if call.masked else None
-    scores = Masked(kind.blocks(call, (False,) * len(call.scored)), mask, causal=call.is_causal)
-    out = call.result.empty(call.mask, call.dtype)
+    scores = Masked(blocks(call, (False,) * len(call.scored)), mask, causal=call.is_causal)
+    out = empty(call)
     if call.output == "scores":
         return pairs.forward(scores, out)
-    if call.output == "weights":
+    if call.value is None:
         return softmax.forward_weights(scores, out)
-    return softmax.forward_sums(scores, call.values, _dropout(call), out)
+    return softmax.forward_sums(scores, _keyed(call, call.value), _dropout(call), out)
+
+
+def in_blocks_backward(blocks: Blocks, dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
+    """The gradients of the tensors of a call that `wanted` asks for, computed block by block."""
+    wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
+    wide = _widened(call)
+    mask = call.mask if call.masked else None
+    scores = Masked(blocks(wide, wants_scored), mask, causal=call.is_causal, wants_mask=wants_mask)
+    dvalue = None
+    if wide.value is None:
+        found = (pairs.backward if call.output == "scores" else softmax.backward_weights)(scores, dout)
+    else:
+        value = _keyed(wide, wide.value)
+        found, dvalue = softmax.backward_sums(scores, value, _dropout(call), dout, bool(wants_value))
+    dquery, dkey, *others, dmask = found
+    summed = [_squeezed(dvalue, -3) for _ in given(call.value)]
+    seeds = [None for _ in given(call.seed)]
+    gradients = join_arguments((_squeezed(dquery, -2), _squeezed(dkey, -3), *others), summed, dmask, *seeds)
+    return [
+        None if gradient is None else as_gradient(gradient, tensor)
+        for gradient, tensor in zip(gradients, call.tensors, strict=True)
+    ]
+
+
+def empty(call: AttentionCall) -> Tensor:
+    """An uninitialised result, in the plan's order of axes."""
+    return replace(call.plan, shape=call.shape).empty(call.mask, call.dtype)
+
+
+def scaled_dots(call: AttentionCall, wanted: Sequence[bool]) -> Products:
+    """The scores scale <query, key>, and the gradients of query and key that `wanted` asks for."""
+    query, key = operands_of_pairs(call)
+    plan, arithmetic = call.plan, call.arithmetic
+    summed = 0 if call.value is None else call.value.shape[-1]
+    extents = tiling.cut(
+        plan,
+        max(1, query.shape[-1], summed),
+        arithmetic.itemsize,
+        copies=1.0,
+        values_per_row=softmax.VALUES_PER_ROW + summed,
+        # If a block is the only buffer, it may be larger than the cache: fewer, longer passes are faster.
+        pair_bytes=tiling.BLOCK_BYTES if summed or any(wanted) else WIDE_BYTES,
+    )
+    wants_query, wants_key = wanted
+    return Products(
+        plan, key, query, arithmetic, factor=call.factor, extents=extents, wants_loc=wants_key, wants_x=wants_query
+    )
+
+
+def operands_of_pairs(call: AttentionCall) -> tuple[Tensor, ...]:
+    """The operands query (*batch, queries, 1, D), key (*batch, 1, keys, D), and the others."""
+    query, key, *others = call.scored
+    return query.expand(*call.plan.shape[:-2], *query.shape[-2:]).unsqueeze(-2), _keyed(call, key), *others
+
+
+def _keyed(call: AttentionCall, tensor: Tensor) -> Tensor:
+    """Keys or values as an operand (*batch, 1, keys, D), expanded along the axes where either of them varies."""
+    batch = [size if axis in call.plan.batch else 1 for axis, size in enumerate(call.plan.shape[:-2])]
+    return tensor.expand(*batch, *tensor.shape[-2:]).unsqueeze(-3)
 
 
 def _dropout(call: AttentionCall) -> softmax.Dropout | None:
-    if not call.dropout_p or call.seed is None:
-        return None
-    return softmax.Dropout(call.plan, call.dropout_p, call.drawn_seed, call.device)
-
-
-def in_blocks_backward(kind: Kind, dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
-    """The gradients of the tensors of a call that `wanted` asks for, computed block by block."""
-    given = call.tensors
-    wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
-    call = _widened(call)
-    mask = call.mask if call.masked else None
-    scores = Masked(kind.blocks(call, wants_scored), mask, causal=call.is_causal, wants_mask=wants_mask)
-    dvalue = None
-    if call.value is None:
-        found = (pairs.backward if call.output == "scores" else softmax.backward_weights)(scores, dout)
-    else:
-        found, dvalue = softmax.backward_sums(scores, call.values, _dropout(call), dout, bool(wants_value))
-    return _restored(call, found, dvalue, given)
+    return softmax.Dropout(call.plan, call.dropout_p, call.drawn_seed, call.device) if call.dropout_p else None
 
 
 def _widened(call: AttentionCall) -> AttentionCall:
@@ -178,18 +222,8 @@ def _widened(call: AttentionCall) -> AttentionCall:
     def wide(tensor: Tensor) -> Tensor:
         return tensor.to(call.arithmetic) if tensor.shape[:-2] != batch else tensor
 
-    return call._replace(scored=(wide(query), wide(key), *others), value=None if value is None else wide(value))
+    return replace(call, scored=(wide(query), wide(key), *others), value=None if value is None else wide(value))
 
 
-def _restored(
-    call: AttentionCall, of_scores: Sequence[Tensor | None], dvalue: Tensor | None, tensors: Sequence[Tensor]
-) -> Gradients:
-    """The gradients of the tensors of a call, from the gradients of its expanded operands and of the mask."""
-    dquery, dkey, *others, dmask = of_scores
-    scored = None if dquery is None else dquery.squeeze(-2), None if dkey is None else dkey.squeeze(-3), *others
-    summed = [None if dvalue is None else dvalue.squeeze(-3)] if call.value is not None else []
-    found = join_arguments(scored, summed, dmask, *(None for _ in summed))
-    return [
-        None if gradient is None else as_gradient(gradient, tensor)
-        for gradient, tensor in zip(found, tensors, strict=True)
-    ]
+def _squeezed(gradient: Tensor | None, axis: int) -> Tensor | None:
+    return None if gradient is None else gradient.squeeze(axis)
