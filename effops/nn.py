@@ -1,7 +1,5 @@
 """Layers of `torch.nn` that compute their attention by effops."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -116,7 +114,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         query, key, value = (self._heads(tensor) for tensor in self._projected(query, key, value))
         causal = is_causal and attn_mask is None  # with a mask, `is_causal` only hints that the mask is causal
-        if causal and key_padding_mask is not None:
+        if causal and (key_padding_mask is not None or self.attention == "additive"):
             pairs = query.shape[-2], key.shape[-2]
             attn_mask, causal = torch.ones(pairs, dtype=torch.bool, device=query.device).triu(1), False
         mask = self._mask(key_padding_mask, attn_mask, query)
@@ -129,8 +127,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         result = linear(result, self.out_proj.weight, self.out_proj.bias)
         weights = None
         if need_weights:
-            variant = "naive" if self.attention == "naive" else None
-            weights = attention_weights(query, key, mask, is_causal=causal, variant=variant)
+            weights = attention_weights(query, key, mask, is_causal=causal, variant=self._variant())
             weights = weights.mean(-3) if average_attn_weights else weights
         if not batched:
             return result.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -145,20 +142,18 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 )
             return log_sparse_attention(query, key, value, self.local, self.restart)
         if self.attention == "additive":
-            if causal:
-                shape = query.shape[-2], key.shape[-2]
-                mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
             return additive_attention(query, key, value, self.additive_weight, mask)
         dropout = self.dropout if self.training else 0.0
-        variant = "naive" if self.attention == "naive" else None
-        return attention(query, key, value, mask, dropout, causal, variant=variant)
+        return attention(query, key, value, mask, dropout, causal, variant=self._variant())
+
+    def _variant(self) -> str | None:
+        return "naive" if self.attention == "naive" else None
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if self.has_one_projection and query is key and key is value:
             return linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-        weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if self.has_one_projection:
-            weights = self.in_proj_weight.chunk(3)
+        separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        weights = self.in_proj_weight.chunk(3) if self.has_one_projection else separate
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return tuple(linear(*operands) for operands in zip((query, key, value), weights, biases))
 

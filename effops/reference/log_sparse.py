@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, unit_roundoff
-from effops.ops.attention.log_sparse import LogSparseCall, log_sparse_attention
+from effops.ops.attention.call import LogSparseCall
+from effops.ops.attention.log_sparse import log_sparse_attention
 from effops.reference.reference import Bounds, Reference, normal_sample, normal_workload
 
 

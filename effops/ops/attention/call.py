@@ -1,4 +1,7 @@
-"""Calls of attention: masked scores of all pairs of queries and keys, their softmax, or the weighted sums of values."""
+"""Calls of attention: masked scores of all pairs of queries and keys, their softmax, or the weighted sums of values.
+
+`prepare` validates a call, and `prepare_log_sparse` one over the log-sparse pattern.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_dense, check_devices, check_operand
 from effops.dispatch.op import Call
@@ -293,3 +297,125 @@ def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, 
 def _widens(own: Shape, pairs: tuple[int, int]) -> bool:
     """Whether the last two axes of a shape would enlarge those of the pairs, not just broadcast to them."""
     return any(size not in (1, wanted) for size, wanted in zip((1, 1, *own)[-2:], pairs))
+
+
+LOG_SPARSE = "log_sparse_attention"
+
+
+@dataclass
+class LogSparseCall(Call):
+    """A validated call of log-sparse attention: its tensors, the dtype of the result, and the settings."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dtype: torch.dtype
+    local: int
+    restart: int | None
+    scale: float | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return *self.tensors, self.dtype, self.local, self.restart, self.scale
+
+    @property
+    def batch(self) -> Shape:
+        return tuple(torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in self.tensors)))
+
+    @property
+    def shape(self) -> Shape:
+        return *self.batch, *self.value.shape[-2:]
+
+    @property
+    def factor(self) -> float:
+        """The factor of the scores."""
+        return factor(self.query, self.scale)
+
+    @property
+    def pattern(self) -> Pattern:
+        return Pattern(self.local, self.restart)
+
+    @property
+    def operations(self) -> int:
+        """About how many floating-point operations the pairs of the pattern take."""
+        return self.operations_of(self.pattern.pairs(self.query.shape[-2]))
+
+    def operations_of(self, pairs: int) -> int:
+        """A multiplication and an addition for each feature of keys and values, and the operations of the softmax."""
+        return math.prod(self.batch) * pairs * 2 * (self.query.shape[-1] + self.value.shape[-1] + 4)
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The tensors with one batch axis. It merges the axes of the shape to which their batch axes broadcast."""
+        return [matrix(tensor.expand(*self.batch, *tensor.shape[-2:])) for tensor in self.tensors]
+
+
+def matrix(tensor: Tensor) -> Tensor:
+    """A tensor with one batch axis."""
+    return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
+
+
+def empty(call: AttentionCall | LogSparseCall, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised result, contiguous."""
+    return call.tensors[0].new_empty(call.shape, dtype=dtype or call.dtype)
+
+
+def prepare_log_sparse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    local: int = 1,
+    restart: int | None = None,
+    scale: float | None = None,
+) -> LogSparseCall:
+    """Validate shapes, dtypes, devices and settings (never values of tensors), and round as autocast would."""
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        check_operand(LOG_SPARSE, name, tensor, dims=2)
+    check_devices(LOG_SPARSE, **tensors)
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"{LOG_SPARSE}: last dimension of `key` must equal that of `query`; got query {tuple(query.shape)}, key "
+            f"{tuple(key.shape)}; project one to the size of the other"
+        )
+    for name in ("key", "value"):
+        if tensors[name].shape[-2] != query.shape[-2]:
+            raise ValueError(
+                f"{LOG_SPARSE}: `{name}` must have as many positions as `query`; got query {tuple(query.shape)}, "
+                f"{name} {tuple(tensors[name].shape)}; the pattern is that of self-attention: pad or cut the shorter "
+                "one"
+            )
+    try:
+        torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors.values()))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{LOG_SPARSE}: batch shapes must broadcast; got query {tuple(query.shape)}, key {tuple(key.shape)}, value "
+            f"{tuple(value.shape)}; unsqueeze the axes that should pair up, or repeat the heads that are shared"
+        ) from error
+    _check_pattern(local, restart)
+    if scale is not None and not isinstance(scale, Real):
+        raise TypeError(
+            f"{LOG_SPARSE}: `scale` must be a number or None; got {type(scale).__name__}; multiply query by a tensor"
+        )
+    query, key, value = rounded_by_autocast(query, key, value)
+    dtype = wider(wider(query.dtype, key.dtype), value.dtype)
+    return LogSparseCall(query, key, value, dtype, local, restart, None if scale is None else float(scale))
+
+
+def _check_pattern(local: int, restart: int | None) -> None:
+    for name, number in {"local": local, **({} if restart is None else {"restart": restart})}.items():
+        if not isinstance(number, int) or isinstance(number, bool):
+            got = type(number).__name__
+            raise TypeError(f"{LOG_SPARSE}: `{name}` must be an integer; got {got}; convert it with int()")
+        if number < 1:
+            remedy = "1 is a position's attention to itself" if name == "local" else "None is no restart"
+            raise ValueError(f"{LOG_SPARSE}: `{name}` must be at least 1; got {number}; {remedy}")
+    if restart is not None and local > restart:
+        raise ValueError(
+            f"{LOG_SPARSE}: `local` must be at most `restart`, where every earlier position is attended to; got local="
+            f"{local}, restart={restart}; lower `local` or raise `restart`"
+        )

@@ -7,7 +7,7 @@ from effops.blocks.dots import contract
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import add_custom_op, add_kernels
 from effops.ops.attention import sdpa, triton
-from effops.ops.attention.call import group_heads, prepare_scores, prepare_sums
+from effops.ops.attention.call import empty, group_heads, prepare_scores, prepare_sums
 from effops.ops.attention.variants import Kind, attention_op, custom_op, scaled_dots
 
 
@@ -25,7 +25,7 @@ scores_op = attention_op(KIND, "attention_scores", "scores", prepare_scores, PRE
 weights_op = attention_op(KIND, "attention_weights", "weights", prepare_scores, PREFERENCE)
 op = attention_op(KIND, "attention", "sums", prepare_sums, ("sdpa", *PREFERENCE))
 for with_kernels, output in ((scores_op, "scores"), (weights_op, "weights"), (op, "sums")):
-    in_kernels = custom_op(with_kernels, KIND, output, "triton", triton.forward, triton.backward, empty=triton.empty)
+    in_kernels = custom_op(with_kernels, KIND, output, "triton", triton.forward, triton.backward, empty=empty)
     add_kernels(with_kernels, in_kernels)
 add_custom_op(
     op,

@@ -1,29 +1,17 @@
 """Log-sparse attention by PyTorch's FlexAttention, which computes every block that has a pair of the pattern."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from effops.blocks.log_sparse import Pattern, allowed
 from effops.dispatch.custom_op import is_plain, requires_grad
 from effops.dispatch.jit import compile_by_signature
+from effops.ops.attention.call import LogSparseCall
 
 BLOCK = 128  # positions of a block, the default of FlexAttention
 
 
-class Call(Protocol):
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
-
-
-def requires_flex(call: Call) -> str:
+def requires_flex(call: LogSparseCall) -> str:
     if not is_plain(call.tensors):
         return "needs tensors in memory, neither traced nor transformed: it is compiled by itself"
     dtypes = {tensor.dtype for tensor in call.tensors}
@@ -39,20 +27,19 @@ def requires_flex(call: Call) -> str:
     return ""
 
 
-def forward(tensors: Sequence[Tensor], pattern: Pattern, scale: float) -> Tensor:
-    """The attention of queries (batch, L, E) to keys (batch, L, E), with values (batch, L, F)."""
-    query, key, value = _operands(tensors)
-    counts, indices = _blocks(pattern, query)
+def forward(call: LogSparseCall) -> Tensor:
+    query, key, value = _operands(call)
+    counts, indices = _blocks(call.pattern, query)
     features = query.shape[-1], value.shape[-1]
-    return _compiled(query, key, value, counts, indices, *pattern, scale, *features).squeeze(1)
+    return _compiled(query, key, value, counts, indices, *call.pattern, call.factor, *features).view(call.shape)
 
 
-def _operands(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _operands(call: LogSparseCall) -> list[Tensor]:
     """The tensors in the layout that the kernel is compiled for.
 
     Their batch axis stays the batch axis. As an axis of heads, the kernel would be compiled for each size of it.
     """
-    return [tensor.detach().contiguous().unsqueeze(1) for tensor in tensors]
+    return [tensor.detach().contiguous().unsqueeze(1) for tensor in call.matrices]
 
 
 def _blocks(pattern: Pattern, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,15 +78,15 @@ def _compiled(
     return out
 
 
-def allocate(tensors: Sequence[Tensor]) -> Tensor:
+def allocate(call: LogSparseCall) -> Tensor:
     """Allocate what the forward pass allocates on a CPU, since its kernel cannot run on fake tensors.
 
     It allocates copies of keys and values and, for each thread, blocks of pairs and of rows.
     """
-    query, key, value = _operands(tensors)
+    query, key, value = _operands(call)
     block = min(BLOCK, query.shape[-2])
     thread = block * (2 * block + 2 + 2 * query.shape[-1] + value.shape[-1])
     buffers = torch.empty_like(key), torch.empty_like(value), query.new_empty(torch.get_num_threads() * thread)
     out = torch.empty_like(value)
     del buffers
-    return out.squeeze(1)
+    return out.view(call.shape)

@@ -1,7 +1,5 @@
 """Variant sdpa: `F.scaled_dot_product_attention`, which runs PyTorch's own fused kernels where it has them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,9 +27,8 @@ class _FourAxes:
     """
 
     def __init__(self, call: AttentionCall) -> None:
-        assert call.value is not None
         self.call, self.batch = call, call.shape[:-2]
-        (query, key), value = call.scored, call.value
+        query, key, value = call.tensors[:3]
         shared = all(_size(tensor, -3) == 1 for tensor in (key, value))
         self.grouped = len(self.batch) == 3 and self.batch[-1] > 1 and shared
         keyed = (*self.batch[:-1], 1) if self.grouped else self.batch
@@ -132,8 +129,7 @@ def cost(call: AttentionCall) -> Cost:
     A thread holds a block of pairs, two statistics of each of its queries, and their sums. If the operands are rounded,
     it also holds the block in their dtype. Where oneDNN multiplies, the kernel is named as unknown.
     """
-    split = functools.partial(AttentionCall.split, call.output)
-    found = predicted(split, call, forward)
+    found = predicted(functools.partial(AttentionCall.split, call.output), call, forward)
     if call.device.type != "cpu" or not is_fused(call):
         return found
     queries, keys = call.plan.shape[-2:]
@@ -148,8 +144,7 @@ def cost(call: AttentionCall) -> Cost:
 
 
 def requires_one_dtype(call: AttentionCall) -> str:
-    assert call.value is not None
-    dtypes = {tensor.dtype for tensor in (*call.scored, call.value)}
+    dtypes = {tensor.dtype for tensor in call.tensors[:3]}
     if dtypes == {call.dtype}:
         return ""
     return f"needs query, key and value in the dtype of the result, {call.dtype}; got {', '.join(map(str, dtypes))}"
@@ -164,10 +159,8 @@ def requires_positive_scale(call: AttentionCall) -> str:
 def is_fused(call: AttentionCall) -> bool:
     """Whether `F.scaled_dot_product_attention` holds nothing of the size of queries times keys for this call."""
     if call.device.type == "cuda" and is_plain(call.tensors):
-        choice: int = _FourAxes(call).given_to(_fused_sdp_choice)
-        return choice != SDPBackend.MATH.value
-    query, key, value = *call.scored, call.value
-    assert value is not None
+        return bool(_FourAxes(call).given_to(_fused_sdp_choice) != SDPBackend.MATH.value)
+    query, key, value = call.tensors[:3]
     if call.device.type == "cuda":
         return call.dtype != torch.float64
     return (

@@ -4,8 +4,6 @@ The kernels of scaled dot products take four axes (batch, heads, rows, columns),
 broadcasts. An operand whose batch axes do not collapse into batch and heads is copied.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,16 +16,11 @@ from effops.blocks.plan import Plan, Slices
 from effops.blocks.tiling import Block, cut, part, sizes
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import as_gradient
-from effops.ops.attention.call import AttentionCall, given
+from effops.ops.attention.call import AttentionCall, LogSparseCall, empty, given, matrix
 from effops.ops.attention.variants import operands_of_pairs
 from effops.ops.densities.triton import stored_dtype
 
 KERNEL_BYTES = 2**24  # size of the additive scores that kernels compute at once
-
-
-def empty(call: AttentionCall) -> Tensor:
-    """An uninitialised result, contiguous."""
-    return call.mask.new_empty(call.shape, dtype=call.dtype)
 
 
 def forward(call: AttentionCall) -> Tensor:
@@ -38,7 +31,7 @@ def forward(call: AttentionCall) -> Tensor:
         "weights": kernels.weights,
         "sums": kernels.attention,
     }
-    out = call.mask.new_empty(call.shape, dtype=stored_dtype(call.dtype, call.device))
+    out = empty(call, stored_dtype(call.dtype, call.device))
     functions[call.output](*_operands(call), out.view(*_outer(call), *call.shape[-2:]), **_settings(call))
     return out.to(call.dtype)
 
@@ -52,7 +45,7 @@ def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradi
         "sums": kernels.backward_attention,
     }
     found = [
-        _empty_gradient(call, tensor) if is_wanted else None
+        _empty(tensor, (*_outer(call), *tensor.shape[-2:]), call.arithmetic) if is_wanted else None
         for tensor, is_wanted in zip((*call.scored, *given(call.value)), wanted)
     ]
     found.append(_empty_dmask(call) if wanted[len(found)] else None)
@@ -102,33 +95,20 @@ def _settings(call: AttentionCall) -> dict[str, Any]:
     return settings if call.value is None else {**settings, "dropout_p": call.dropout_p}
 
 
-def _empty_gradient(call: AttentionCall, tensor: Tensor) -> Tensor:
-    """An uninitialised gradient of query, key or value."""
-    shape = (*_outer(call), *tensor.shape[-2:])
-    return _empty(tensor, shape, call.arithmetic, stored_dtype(tensor.dtype, call.device))
-
-
 def _empty_dmask(call: AttentionCall) -> Tensor:
     """An uninitialised gradient of a mask. An axis over which the kernel sums has size 1."""
     outer = call.shape[:-3]
     sizes = (1,) * (len(outer) + 3 - call.mask.ndim) + tuple(call.mask.shape)
     varies = any(size != 1 for size in sizes[: len(outer)])
-    return _empty(
-        call.mask, (math.prod(outer) if varies else 1, *sizes[len(outer) :]), call.arithmetic, call.arithmetic
-    )
+    shape = (math.prod(outer) if varies else 1, *sizes[len(outer) :])
+    return _empty(call.mask, shape, call.arithmetic, call.arithmetic)
 
 
-def _empty(tensor: Tensor, shape: Sequence[int], wide: torch.dtype, stored: torch.dtype) -> Tensor:
+def _empty(tensor: Tensor, shape: Sequence[int], wide: torch.dtype, stored: torch.dtype | None = None) -> Tensor:
     """An uninitialised gradient of that shape. Wide if a sum follows, else a view of one laid out as the tensor."""
     if math.prod(shape) != tensor.numel():
         return tensor.new_empty(shape, dtype=wide)
-    return torch.empty_like(tensor, dtype=stored).reshape(shape)
-
-
-def additive_scores(call: AttentionCall, wanted: Sequence[bool]) -> AdditiveScores:
-    """The additive scores of a call by kernels, and the gradients that `wanted` asks for."""
-    query, key, weight = operands_of_pairs(call)
-    return AdditiveScores(call.plan, query, key, weight, call.arithmetic, wanted)
+    return torch.empty_like(tensor, dtype=stored or stored_dtype(tensor.dtype, tensor.device)).reshape(shape)
 
 
 class AdditiveScores(Scores):
@@ -159,9 +139,10 @@ class AdditiveScores(Scores):
     def evaluate(self, block: Block, out: Tensor | None) -> None:
         if out is None:
             return
-        target = self._target(block, out)
+        shape = self._sizes(block)
+        target = out.view(shape) if out.is_contiguous() else out.new_empty(shape)
         self.kernels.scores(*self._operands(block), target)
-        if target.untyped_storage() is not out.untyped_storage():
+        if not out.is_contiguous():
             out.copy_(target.view(out.shape))
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
@@ -190,61 +171,43 @@ class AdditiveScores(Scores):
         """The sizes of a block that has three axes: batch, rows and columns."""
         return tuple(math.prod(sizes(axes)) for axes in block)
 
-    def _target(self, block: Block, out: Tensor) -> Tensor:
-        """`out` viewed as batch, rows and columns, or memory of that shape if `out` is not contiguous."""
-        shape = self._sizes(block)
-        return out.view(shape) if out.is_contiguous() else out.new_empty(shape)
-
-    def _operands(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    def _operands(self, block: Block) -> list[Tensor]:
         """The operands query (batch, rows, D), key (batch, columns, D) and weight (batch, D) of a block."""
         batch, rows, columns = self._sizes(block)
-        dimension = self.views[0].shape[-1]
-        query, key, weight = (
-            part(view, axes).expand(*sizes(axes), dimension) for view, axes in zip(self.views, self._slices(block))
-        )
-        return (
-            query.reshape(batch, rows, dimension),
-            key.reshape(batch, columns, dimension),
-            weight.reshape(batch, dimension),
-        )
+        return [
+            part(view, axes).expand(*sizes(axes), view.shape[-1]).reshape(*shape, view.shape[-1])
+            for view, axes, shape in zip(self.views, self._slices(block), ((batch, rows), (batch, columns), (batch,)))
+        ]
 
 
-def log_sparse(tensors: Sequence[Tensor], out: Tensor, scale: Tensor, local: int, restart: int | None) -> Tensor:
-    """Log-sparse attention of query, key and value, in the layout and dtype of `out`."""
+def additive_scores(call: AttentionCall, wanted: Sequence[bool]) -> AdditiveScores:
+    """The additive scores of a call by kernels, and the gradients that `wanted` asks for."""
+    query, key, weight = operands_of_pairs(call)
+    return AdditiveScores(call.plan, query, key, weight, call.arithmetic, wanted)
+
+
+def log_sparse(call: LogSparseCall) -> Tensor:
     from effops.kernels import log_sparse as kernels
 
-    query, key, value = matrices(tensors)
-    stored = out.to(stored_dtype(out.dtype, out.device))
-    kernels.forward(query, key, value, _matrix(stored), scale, local=local, restart=restart)
-    return stored.to(out.dtype)
+    out = empty(call, stored_dtype(call.dtype, call.device))
+    kernels.forward(*call.matrices, matrix(out), _scale(call), local=call.local, restart=call.restart)
+    return out.to(call.dtype)
 
 
-def log_sparse_backward(
-    dout: Tensor, tensors: Sequence[Tensor], scale: Tensor, local: int, restart: int | None, wanted: Sequence[bool]
-) -> Gradients:
-    """The gradients of query, key and value that `wanted` asks for."""
+def log_sparse_backward(dout: Tensor, call: LogSparseCall, wanted: Sequence[bool]) -> Gradients:
     from effops.kernels import log_sparse as kernels
 
-    operands = matrices(tensors)
-
+    operands = call.matrices
     found = [
-        _empty(tensor, operand.shape, scale.dtype, stored_dtype(tensor.dtype, tensor.device)) if is_wanted else None
-        for tensor, operand, is_wanted in zip(tensors, operands, wanted)
+        _empty(tensor, operand.shape, call.arithmetic) if is_wanted else None
+        for tensor, operand, is_wanted in zip(call.tensors, operands, wanted)
     ]
-    (query, key, value), (dquery, dkey, dvalue) = operands, found
-    kernels.backward(query, key, value, _matrix(dout), dquery, dkey, dvalue, scale, local=local, restart=restart)
-    batch = dout.shape[:-2]
+    kernels.backward(*operands, matrix(dout), *found, _scale(call), local=call.local, restart=call.restart)
     return [
-        None if own is None else as_gradient(own.view(*batch, *tensor.shape[-2:]), tensor)
-        for own, tensor in zip(found, tensors)
+        None if own is None else as_gradient(own.view(*call.batch, *tensor.shape[-2:]), tensor)
+        for own, tensor in zip(found, call.tensors)
     ]
 
 
-def matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with one batch axis. It merges the axes of the shape to which their batch axes broadcast."""
-    batch = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors))
-    return [_matrix(tensor.expand(*batch, *tensor.shape[-2:])) for tensor in tensors]
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
+def _scale(call: LogSparseCall) -> Tensor:
+    return torch.full((1,), call.factor, dtype=call.arithmetic, device=call.device)

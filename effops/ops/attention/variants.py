@@ -3,13 +3,10 @@
 Each op gets the variants made of PyTorch operations and of blocks. `custom_op` makes the operators of other variants.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +80,11 @@ def compiled_bytes(kind: Kind, program: inductor.Program, call: AttentionCall) -
     return inductor.softmax(program, *operands, pairs=pairs, columns=columns, value=call.value)
 
 
+def ordered_empty(call: AttentionCall) -> Tensor:
+    """An uninitialised result, in the plan's order of axes."""
+    return replace(call.plan, shape=call.shape).empty(call.mask, call.dtype)
+
+
 def custom_op(
     op: Op,
     kind: Kind,
@@ -90,9 +92,10 @@ def custom_op(
     variant: str,
     forward: Callable[[AttentionCall], Tensor],
     backward: Callable[[Tensor, AttentionCall, Sequence[bool]], Gradients],
-    **options: Any,
+    empty: Callable[[AttentionCall], Tensor] = ordered_empty,
+    native: bool = False,
 ) -> CustomOp:
-    """The operator of a forward and a backward function. `options` are those of `CustomOp`."""
+    """The operator of a forward and a backward function. `empty` and `native` are as in `CustomOp`."""
 
     def composite(call: AttentionCall) -> Tensor:
         if call.dropout_p:
@@ -110,8 +113,9 @@ def custom_op(
         forward=forward,
         backward=backward,
         composite=composite,
+        empty=empty,
         core_dims=tuple(core_dims.values()),
-        **{"empty": empty, **options},
+        native=native,
     )
 
 
@@ -143,7 +147,7 @@ def in_blocks(blocks: Blocks, call: AttentionCall) -> Tensor:
     """The result, computed block by block."""
     mask = call.mask if call.masked else None
     scores = Masked(blocks(call, (False,) * len(call.scored)), mask, causal=call.is_causal)
-    out = empty(call)
+    out = ordered_empty(call)
     if call.output == "scores":
         return pairs.forward(scores, out)
     if call.value is None:
@@ -171,11 +175,6 @@ def in_blocks_backward(blocks: Blocks, dout: Tensor, call: AttentionCall, wanted
         None if gradient is None else as_gradient(gradient, tensor)
         for gradient, tensor in zip(gradients, call.tensors, strict=True)
     ]
-
-
-def empty(call: AttentionCall) -> Tensor:
-    """An uninitialised result, in the plan's order of axes."""
-    return replace(call.plan, shape=call.shape).empty(call.mask, call.dtype)
 
 
 def scaled_dots(call: AttentionCall, wanted: Sequence[bool]) -> Products:
