@@ -23,7 +23,6 @@ from effops.memory.models import (
     Positions,
     bert_large,
     time_series,
-    training,
     workload_parts,
 )
 
@@ -238,8 +237,7 @@ def test_bert_tells_what_is_wrong(monkeypatch):
         bert_large()
 
 
-@pytest.mark.parametrize("module", [time_series, training])
-def test_examples(module):
-    found = doctest.testmod(module, extraglobs={"torch": torch})
-    assert found.attempted
+def test_examples():
+    found = doctest.testmod(time_series, extraglobs={"torch": torch})
+    assert found.attempted == 4  # lines of the examples of TST and of workload_parts
     assert not found.failed

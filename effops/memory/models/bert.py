@@ -1,11 +1,9 @@
 """BERT-large of the package transformers, with random weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
-from effops.memory.models.training import Parts
+from effops.memory.models.time_series import Parts
 
 
 def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager", checkpointing: bool = False) -> Parts:

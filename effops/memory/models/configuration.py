@@ -1,7 +1,5 @@
 """The sizes of the time-series transformers, and their kinds of attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 KINDS = ("naive", "fused", "log_sparse")

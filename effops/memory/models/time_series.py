@@ -1,13 +1,13 @@
-"""Three time-series transformers: encoder and decoder, one of them fed by the other, and the encoder alone."""
+"""Three time-series transformers, and how they are trained: the parts of a workload."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypedDict
 
-from collections.abc import Callable, Mapping
-
+import torch
 from torch import Tensor, nn
 
 from effops.memory.models.configuration import PUBLISHED, Configuration
-from effops.memory.models.layers import decoder, embedding, encoder
+from effops.memory.models.layers import DecoderLayer, Stack, embedding, encoder
 
 
 class TST(nn.Module):
@@ -27,7 +27,7 @@ class TST(nn.Module):
         super().__init__()
         width, features = configuration.d_model, configuration.d_out
         self.src_embedding, self.tgt_embedding = embedding(configuration), embedding(configuration)
-        self.encoder, self.decoder = encoder(configuration), decoder(configuration)
+        self.encoder, self.decoder = encoder(configuration), Stack(DecoderLayer, configuration)
         self.generator, self.head = nn.Linear(width, features), nn.Linear(width, features)
         initialise(self)
 
@@ -35,8 +35,7 @@ class TST(nn.Module):
         self, src: Tensor, tgt: Tensor, src_mask: Tensor | None = None, tgt_mask: Tensor | None = None
     ) -> Tensor:
         memory = self.encoder(self.src_embedding(src), src_mask)
-        result: Tensor = self.head(self.decoder(self.tgt_embedding(tgt), memory, src_mask, tgt_mask))
-        return result.sigmoid()
+        return torch.sigmoid(self.head(self.decoder(self.tgt_embedding(tgt), memory, src_mask, tgt_mask)))
 
 
 class Enc2DecTST(TST):
@@ -46,8 +45,7 @@ class Enc2DecTST(TST):
         self, src: Tensor, tgt: Tensor, src_mask: Tensor | None = None, tgt_mask: Tensor | None = None
     ) -> Tensor:
         memory = self.encoder(self.src_embedding(src), src_mask)
-        result: Tensor = self.head(self.decoder(memory, memory, src_mask, tgt_mask))
-        return result.sigmoid()
+        return torch.sigmoid(self.head(self.decoder(memory, memory, src_mask, tgt_mask)))
 
 
 class EncoderOnlyTST(nn.Module):
@@ -56,10 +54,8 @@ class EncoderOnlyTST(nn.Module):
     def __init__(self, configuration: Configuration = PUBLISHED) -> None:
         super().__init__()
         self.src_embedding, self.encoder = embedding(configuration), encoder(configuration)
-        self.dropout, self.head = (
-            nn.Dropout(configuration.dropout),
-            nn.Linear(configuration.d_model, configuration.d_out),
-        )
+        self.dropout = nn.Dropout(configuration.dropout)
+        self.head = nn.Linear(configuration.d_model, configuration.d_out)
         initialise(self)
 
     def forward(self, src: Tensor, src_mask: Tensor | None = None) -> Tensor:
@@ -79,3 +75,50 @@ ARCHITECTURES: Mapping[str, Callable[[Configuration], nn.Module]] = {
     "encoder_only_tst": EncoderOnlyTST,
     "enc2dec_tst": Enc2DecTST,
 }
+
+
+class Parts(TypedDict):
+    """The callables that a workload is made of, by the names of its arguments."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def workload_parts(architecture: str, configuration: Configuration = PUBLISHED) -> Parts:
+    """Training of one of `ARCHITECTURES` as in the published search: smooth L1 loss, Adam, masks of ones.
+
+    A batch is a tuple of the arguments of the model's `forward` and the targets `(batch, seq_len, d_out)`. Masks are
+    `(batch, 1, seq_len)`; a batch for log-sparse attention has none. Tensors are made on PyTorch's default device.
+
+    Raises:
+        ValueError: there is no such architecture
+
+    Example:
+        >>> parts = workload_parts("encoder_only_tst", Configuration(layers=1))
+        >>> parts["loss"](parts["model"](), parts["batch"](4)).shape
+        torch.Size([])
+    """
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"workload_parts: `architecture` must be one of {', '.join(ARCHITECTURES)}; got {architecture!r}"
+        )
+    sequences = 1 if architecture == "encoder_only_tst" else 2
+    masks = 0 if configuration.attention == "log_sparse" else sequences
+    length = configuration.seq_len
+
+    def batch(batch_size: int) -> tuple[Tensor, ...]:
+        return (
+            *(torch.rand(batch_size, length, configuration.d_in) for _ in range(sequences)),
+            *(torch.ones(batch_size, 1, length) for _ in range(masks)),
+            torch.rand(batch_size, length, configuration.d_out),
+        )
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        *inputs, targets = batch
+        return nn.functional.smooth_l1_loss(model(*inputs), targets)
+
+    return Parts(
+        model=lambda: ARCHITECTURES[architecture](configuration), batch=batch, loss=loss, optimizer=torch.optim.Adam
+    )
