@@ -22,7 +22,7 @@ from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, 
 from effops.prediction.inside import caution
 from effops.prediction.operations import CLASSES
 from effops.prediction.recorder import Recorder, generator_states_recorded
-from effops.prediction.timeline import CATEGORIES, Timeline
+from effops.prediction.timeline import Timeline
 from effops.pytorch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -81,12 +81,11 @@ class Anatomy:
         Inference has no end of backward.
         """
         timeline = self.timeline
-        ends = timeline.ends
         ticks = {
             "after setup": timeline.start,
-            "end of forward": ends.get("forward"),
+            "end of forward": timeline.ends.get("forward"),
             "peak": timeline.peak,
-            "end of backward": ends.get("backward"),
+            "end of backward": timeline.ends.get("backward"),
             "end of step": timeline.end,
         }
         return {
@@ -103,9 +102,8 @@ class Anatomy:
         sides = {"predicted": self.timeline, "measured": self.measured.timeline}
         sizes = {name: Counter(one.nbytes for one in timeline.alive(timeline.peak)) for name, timeline in sides.items()}
         found = []
-        for name, other in (("predicted", "measured"), ("measured", "predicted")):
+        for (name, timeline), other in zip(sides.items(), ("measured", "predicted")):
             for nbytes, count in (sizes[name] - sizes[other]).items():
-                timeline = sides[name]
                 operators = sorted({one.operator for one in timeline.alive(timeline.peak) if one.nbytes == nbytes})
                 found.append((count * nbytes, f"{name} only: {count} x {nbytes:,} bytes of {', '.join(operators)}"))
         return [text for _, text in sorted(found, reverse=True)]
@@ -116,12 +114,12 @@ class Anatomy:
         )
 
     def _instants_table(self) -> str:
-        shown = [category for category in CATEGORIES if self.categories[category]]
         instants = self.instants
         rows = [["predicted" if self.operations else "measured", *instants, "most"]]
-        for category in shown:
-            cells = (instant[category] for instant in instants.values())
-            rows.append([category, *map(format_bytes, cells), format_bytes(self.categories[category])])
+        for category, most in self.categories.items():
+            if most:
+                cells = (instant[category] for instant in instants.values())
+                rows.append([category, *map(format_bytes, cells), format_bytes(most)])
         totals = (sum(instant.values()) for instant in instants.values())
         rows.append(["all tensors", *map(format_bytes, totals), format_bytes(self.peak_bytes)])
         return aligned(rows)
@@ -204,6 +202,7 @@ def _predicted(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(mode, cuda)
     recorder.enter("setup")
+    modules = _CalledModules()
     workload = replace(workload, model=functools.partial(_build_in_mode, workload.model, mode))
     with (
         torch.random.fork_rng(),
@@ -212,16 +211,17 @@ def _predicted(
         CudaForms(recorder.unknown) if cuda else nullcontext(),
         recorder,
         generator_states_recorded(),
-        _CalledModules() as modules,
+        register_module_forward_pre_hook(modules.enter),
+        register_module_forward_hook(modules.leave),
     ):
         try:
             _check_batch(workload, batch_size)
-            step = Step(workload, batch_size, recorder)
+            step = Step(workload, batch_size, recorder.enter, recorder.mark)
             modules.model = step.model
             for group in step.optimizer.param_groups if cuda and step.optimizer else ():
                 if group.get("foreach", True) is None and not group.get("fused"):
                     group["foreach"] = True
-            step.warm_up()
+            step.run(batches=1)
             recorder.begin()
             step.run()
         except UNPREDICTABLE as error:
@@ -276,32 +276,18 @@ def _build_in_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.M
     return model
 
 
-class _CalledModules:
-    """Knows which modules this thread is calling."""
+class _CalledModules(threading.local):
+    """The modules that are being called, from the outermost to the innermost; each thread has its own."""
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
         self.model: nn.Module | None = None
         self.called: list[nn.Module] = []
 
-    def __enter__(self) -> _CalledModules:
-        self.handles = (
-            register_module_forward_pre_hook(lambda module, arguments: self._entered(module)),
-            register_module_forward_hook(lambda module, arguments, result: self._exited()),
-        )
-        return self
+    def enter(self, module: nn.Module, arguments: object) -> None:
+        self.called.append(module)
 
-    def __exit__(self, *exception: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _entered(self, module: nn.Module) -> None:
-        if threading.get_ident() == self.thread:
-            self.called.append(module)
-
-    def _exited(self) -> None:
-        if threading.get_ident() == self.thread:
-            self.called.pop()
+    def leave(self, module: nn.Module, arguments: object, result: object) -> None:
+        del self.called[-1:]  # of another thread there is none, if it entered the module before this was told
 
     def where(self) -> str:
         """The innermost module that is being called."""

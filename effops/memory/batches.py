@@ -1,14 +1,11 @@
 """The largest batch whose step fits a budget: predicted, or found by running."""
 
-from __future__ import annotations
-
 import gc
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from effops.measure import available_bytes
 from effops.memory.anatomy import anatomy
@@ -292,14 +289,6 @@ def _prober(
     return lambda size: measured_timeline(workload, size).peak_bytes
 
 
-class _NoObserver:
-    """Observes nothing, for steps that are run and not followed."""
-
-    def enter(self, phase: str) -> None: ...
-
-    def mark(self, category: str, found: Iterable[Tensor]) -> None: ...
-
-
 def _cuda_peak(workload: Workload, size: int, context_bytes: int | None) -> int | None:
     """The peak of `PROBED_STEPS` steps, or None where memory runs out.
 
@@ -308,7 +297,7 @@ def _cuda_peak(workload: Workload, size: int, context_bytes: int | None) -> int 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:
-        step = Step(workload, size, _NoObserver())
+        step = Step(workload, size)
         for _ in range(PROBED_STEPS):
             step.run()
         torch.cuda.synchronize()

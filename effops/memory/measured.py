@@ -1,7 +1,5 @@
 """Follows a step that really runs on the CPU, by the profiler's record of every allocation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,8 +22,8 @@ def measured_timeline(workload: Workload, batch_size: int) -> Timeline:
         without_collector(),
         torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        step = Step(workload, batch_size, notes)
-        step.warm_up()
+        step = Step(workload, batch_size, notes.enter, notes.mark)
+        step.run(batches=1)
         notes.note("begin")
         step.run()
         notes.note("end")
@@ -38,7 +36,7 @@ def measured_timeline(workload: Workload, batch_size: int) -> Timeline:
 
 
 class _Notes:
-    """An observer that leaves notes among the profiler's events."""
+    """Leaves notes on a step among the profiler's events."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[str, str, tuple[int, ...]]] = []

@@ -1,13 +1,10 @@
 """A training or inference step that can be run as it is, or on fake tensors."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,126 +82,112 @@ class Workload:
         return lambda module: False
 
 
-class Observer(Protocol):
-    """Follows a step: it is told of phases, and of the categories of tensors."""
-
-    def enter(self, phase: str) -> None:
-        """A phase begins: setup, inputs, forward, backward, optimizer or release; in inference also between."""
-
-    def mark(self, category: str, found: Iterable[Tensor]) -> None:
-        """The storages of these tensors belong to a category."""
-
-
 class Step:
     """A model, ready for any number of steps.
 
     Between calls of `run` the model stays, with the states of its optimizer and what modules keep by themselves.
+
+    Args:
+        workload, batch_size: as in `anatomy`
+        enter: is told of each phase that begins: setup, inputs, forward, backward, optimizer or release; in inference
+            also between
+        mark: is told a category, and tensors whose storages belong to it
     """
 
-    def __init__(self, workload: Workload, batch_size: int, observer: Observer) -> None:
-        self.workload, self.batch_size, self.observer = workload, batch_size, observer
-        observer.enter("setup")
+    def __init__(
+        self,
+        workload: Workload,
+        batch_size: int,
+        enter: Callable[[str], None] = lambda phase: None,
+        mark: Callable[[str, Iterable[Tensor]], None] = lambda category, found: None,
+    ) -> None:
+        self.workload, self.batch_size, self.enter, self.mark = workload, batch_size, enter, mark
+        enter("setup")
         self.model = workload.model()
         if not isinstance(self.model, nn.Module):
             raise TypeError(f"Workload: `model` must return a torch.nn.Module; got {type(self.model).__name__}")
         self.model.train(workload.trains)
-        observer.mark("weights", self.model.parameters())
-        observer.mark("weights", self.model.buffers())
+        mark("weights", self.model.parameters())
+        mark("weights", self.model.buffers())
         self._checkpoint()
         self.optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
         closure = inspect.signature(self.optimizer.step).parameters.get("closure") if self.optimizer else None
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if closure and closure.default is inspect.Parameter.empty:
             raise ValueError(
                 "Workload: `optimizer` must step without a closure, once a backward pass; got "
                 f"{type(self.optimizer).__name__}; choose another one"
             )
 
     def _checkpoint(self) -> None:
-        chosen = self.workload.checkpoints
-        if self.workload.checkpoint is True:
-            found = list(_listed_modules(self.model))
-        else:
-            found = [module for module in self.model.modules() if chosen(module)]
-        if self.workload.checkpoint and not found:
+        chosen = self.workload.checkpoint
+        modules = self.model.modules()
+        found = list(_listed_modules(self.model) if chosen is True else filter(self.workload.checkpoints, modules))
+        if chosen and not found:
             raise ValueError(
                 "Workload: `checkpoint` must choose modules of the model; got "
-                f"{self.workload.checkpoint!r}, which chooses none of {type(self.model).__name__}"
+                f"{chosen!r}, which chooses none of {type(self.model).__name__}"
             )
         for module in found:
             module.forward = functools.partial(checkpointed, module.forward, use_reentrant=False)
 
-    def warm_up(self) -> None:
-        """Run a step of one batch, after which all that steps leave behind is there."""
-        if self.workload.trains:
-            self._train(1)
-        else:
-            self._infer()
+    def run(self, batches: int | None = None) -> None:
+        """Run one step, of `Workload.accumulation_steps` batches or as many as given.
 
-    def run(self) -> None:
-        """Run one step of the workload."""
+        After a step of one batch, all that steps leave behind is there.
+        """
         if self.workload.trains:
-            self._train(self.workload.accumulation_steps)
+            self._train(batches or self.workload.accumulation_steps)
         else:
             self._infer()
 
     @torch.enable_grad()
     def _train(self, batches: int) -> None:
-        workload, enter = self.workload, self.observer.enter
-        assert workload.loss is not None
+        assert self.workload.loss is not None
         assert self.optimizer is not None
         for _ in range(batches):
             batch = self._batch()
-            enter("forward")
+            self.enter("forward")
             with self._autocast():
-                loss = workload.loss(self.model, batch)
-            enter("backward")
+                loss = self.workload.loss(self.model, batch)
+            self.enter("backward")
             torch.autograd.backward(loss / batches if batches > 1 else loss)
         gradients = (parameter.grad for parameter in self.model.parameters())
-        self.observer.mark("gradients", (gradient for gradient in gradients if gradient is not None))
-        enter("optimizer")
+        self.mark("gradients", (gradient for gradient in gradients if gradient is not None))
+        self.enter("optimizer")
         self.optimizer.step()
-        self.observer.mark("optimizer states", tensors(dict(self.optimizer.state)))
-        enter("release")
+        self.mark("optimizer states", tensors(dict(self.optimizer.state)))
+        self.enter("release")
         self.optimizer.zero_grad()
 
     @torch.no_grad()
     def _infer(self) -> None:
         batch = self._batch()
-        self.observer.enter("between")
-        with self._autocast(), self._calls_observed():
+        self.enter("between")
+        with (
+            self._autocast(),
+            self.model.register_forward_pre_hook(lambda module, arguments: self.enter("forward")),
+            self.model.register_forward_hook(lambda module, arguments, result: self.enter("between")),
+        ):
             if self.workload.generate is not None:
                 result = self.workload.generate(self.model, batch)
             elif isinstance(batch, Mapping):
                 result = self.model(**batch)
             else:
                 result = self.model(*batch) if isinstance(batch, (tuple, list)) else self.model(batch)
-        self.observer.enter("release")
+        self.enter("release")
         del result
 
     def _batch(self) -> Any:
-        self.observer.enter("inputs")
+        self.enter("inputs")
         batch = self.workload.batch(self.batch_size)
         if any(type(leaf).__module__ == "numpy" for leaf in tree_leaves(batch)):
             raise TypeError("Workload: `batch` must make tensors; got an array of numpy; use torch.from_numpy")
-        self.observer.mark("inputs", tensors(batch))
+        self.mark("inputs", tensors(batch))
         return batch
 
     def _autocast(self) -> torch.autocast:
         dtype = self.workload.autocast
         return torch.autocast(torch.get_default_device().type, dtype=dtype, enabled=dtype is not None)
-
-    @contextmanager
-    def _calls_observed(self) -> Iterator[None]:
-        """Tell calls of the model from what is done between them."""
-        handles = (
-            self.model.register_forward_pre_hook(lambda module, arguments: self.observer.enter("forward")),
-            self.model.register_forward_hook(lambda module, arguments, result: self.observer.enter("between")),
-        )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _listed_modules(module: nn.Module) -> Iterator[nn.Module]:

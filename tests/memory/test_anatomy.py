@@ -3,7 +3,6 @@
 import dataclasses
 import doctest
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -308,7 +307,6 @@ def test_the_outermost_lists_are_checkpointed():
             model=lambda: nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"own": inner})])}), checkpoint=True
         ),
         1,
-        SimpleNamespace(enter=lambda phase: None, mark=lambda category, found: None),
     )
     assert "forward" in vars(step.model["layers"][0])
     assert "forward" not in vars(inner[0])
