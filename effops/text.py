@@ -1,7 +1,5 @@
 """Readable tables and sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -3,8 +3,7 @@
 Each method is predicted by the anatomy of the step with it.
 """
 
-from __future__ import annotations
-
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -88,8 +87,10 @@ class Advice:
         return self.budget_bytes is None or least <= self.budget_bytes
 
     def __str__(self) -> str:
-        rows = [("method", "helps", "peak", "saves", "operations")]
-        rows.append(("as it is", "", format_bytes(self.peak_bytes), "", "x 1.00"))
+        rows = [
+            ("method", "helps", "peak", "saves", "operations"),
+            ("as it is", "", format_bytes(self.peak_bytes), "", "x 1.00"),
+        ]
         for method in self.methods:
             peak = method.peak_bytes
             saved = "-" if peak is None else f"{1 - peak / self.peak_bytes:.1%}"
@@ -160,24 +161,20 @@ def advise(
     start = _Setting(workload, batch_size)
     present = predict(start)
     model = fake_model(workload)
-    options = list(_options(workload, batch_size, model, devices, alternatives or {}))
+    options = _options(workload, batch_size, model, devices, alternatives or {})
     tried = [(option, option.predicted(start, present, predict)) for option in options]
-    methods = [method for _, method in tried]
-    methods += _missing_attention(present.anatomy, model)
-    methods.append(
-        Method(
-            "data loading", "speed", present.peak_bytes, 1.0, "no memory of the device: workers and pins are the host's"
-        )
-    )
-    combination = {}
-    if budget_bytes is not None:
-        combination = _combination(start, tried, predict, budget_bytes)
+    note = "no memory of the device: workers and pins are the host's"
+    methods = [
+        *(method for _, method in tried),
+        *_missing_attention(present.anatomy, model),
+        Method("data loading", "speed", present.peak_bytes, 1.0, note),
+    ]
     return Advice(
         batch_size * workload.accumulation_steps,
         present.peak_bytes,
         tuple(sorted(methods, key=lambda method: (method.peak_bytes is None, method.peak_bytes))),
         budget_bytes,
-        combination,
+        {} if budget_bytes is None else _combination(start, tried, predict, budget_bytes),
         tuple(sorted({name for found in predict.known.values() for name in found.anatomy.unknown})),
     )
 
@@ -215,24 +212,19 @@ class _Predictor:
         if not setting.stage:
             return found
         model = fake_model(setting.workload)
-        return replace(
-            found,
-            peak_bytes=sharded_peak_bytes(
-                found.anatomy.timeline,
-                setting.stage,
-                self.devices,
-                max(_total_bytes(module.parameters(recurse=False)) for module in model.modules()),
-                _total_bytes(model.buffers()),
-            ),
+        module_bytes = max(_total_bytes(module.parameters(recurse=False)) for module in model.modules())
+        peak_bytes = sharded_peak_bytes(
+            found.anatomy.timeline, setting.stage, self.devices, module_bytes, _total_bytes(model.buffers())
         )
+        return replace(found, peak_bytes=peak_bytes)
 
     def _predicted(self, workload: Workload, batch_size: int) -> _Prediction:
         steps = min(workload.accumulation_steps, 2)  # each batch after the second one finds what the second one does
         found = anatomy(replace(workload, accumulation_steps=steps), batch_size, device=self.device)
-        computed = {key: count for key, count in found.operations.items() if key[0] not in ("optimizer", "release")}
         totals: Counter[str] = Counter()
-        for (_, kind), count in computed.items():
-            totals[kind] += count
+        for (phase, kind), count in found.operations.items():
+            if phase not in ("optimizer", "release"):
+                totals[kind] += count
         contractions = None if totals[UNCOUNTED] else totals[CONTRACTION] / (batch_size * steps)
         return _Prediction(found, found.peak_bytes, contractions)
 
@@ -267,7 +259,8 @@ def _options(
     workload: Workload, batch_size: int, model: nn.Module, devices: int, alternatives: Mapping[str, Workload]
 ) -> Iterator[_Option]:
     for index, (name, other) in enumerate(alternatives.items()):
-        yield _Option("operation", name, "memory", _replaced(other), "the alternative that was given", index > 0)
+        change = functools.partial(replace, workload=other)
+        yield _Option("operation", name, "memory", change, "the alternative that was given", index > 0)
     swappable = sum(_is_swappable(module) for module in model.modules())
     if swappable:
         yield _Option(
@@ -282,7 +275,7 @@ def _options(
             "mixed precision",
             "mixed precision",
             "speed",
-            lambda setting: _changed(setting, autocast=torch.bfloat16),
+            functools.partial(_changed, autocast=torch.bfloat16),
             "autocast to bfloat16, weights and optimizer states stay as they are",
         )
         if workload.autocast is None
@@ -309,7 +302,7 @@ def _training_options(workload: Workload, batch_size: int, model: nn.Module, dev
             "gradient accumulation",
             f"gradient accumulation, {count} x {batch_size // count}",
             "memory",
-            _accumulated(count),
+            functools.partial(_split, count),
             "smaller kernels" + (", batch normalisation of smaller batches" if normalises else ""),
         )
     if not parts:
@@ -319,46 +312,33 @@ def _training_options(workload: Workload, batch_size: int, model: nn.Module, dev
         if devices > 1:
             name += f", {devices} devices"
             note = f"{', '.join(STAGES[:stage])} divided; communicates {COMMUNICATION[stage]} data parallelism"
-        yield _Option("ZeRO", name, "memory", _sharded(stage) if devices > 1 else None, note)
+        yield _Option("ZeRO", name, "memory", functools.partial(replace, stage=stage) if devices > 1 else None, note)
     yield _checkpointing(workload, model)
     for name, optimizer in OPTIMIZERS.items():
         note = "its states as bitsandbytes documents them" if optimizer is AdamW8bit else ""
-        yield _Option("optimizer", f"optimizer {name}", "both", _optimized(optimizer), note, alters=True)
+        change = functools.partial(_changed, optimizer=optimizer)
+        yield _Option("optimizer", f"optimizer {name}", "both", change, note, alters=True)
 
 
 def _checkpointing(workload: Workload, model: nn.Module) -> _Option:
-    family, name, helps = "checkpointing", "activation checkpointing", "memory"
+    option = functools.partial(_Option, "checkpointing", "activation checkpointing", "memory")
     if workload.checkpoint:
-        return _Option(family, name, helps, None, "is there")
+        return option(None, "is there")
     if not any(isinstance(module, nn.ModuleList) for module in model.modules()):
         note = "needs a torch.nn.ModuleList of layers; give Workload(checkpoint=...) the classes to compute again"
-        return _Option(family, name, helps, None, note)
-    note = "each module of a torch.nn.ModuleList is computed again in backward"
-    return _Option(family, name, helps, lambda setting: _changed(setting, checkpoint=True), note)
+        return option(None, note)
+    change = functools.partial(_changed, checkpoint=True)
+    return option(change, "each module of a torch.nn.ModuleList is computed again in backward")
 
 
 def _changed(setting: _Setting, **changes: object) -> _Setting:
     return replace(setting, workload=replace(setting.workload, **changes))  # type: ignore[arg-type]
 
 
-def _replaced(other: Workload) -> Callable[[_Setting], _Setting]:
-    return lambda setting: replace(setting, workload=other)
-
-
-def _accumulated(count: int) -> Callable[[_Setting], _Setting]:
-    def change(setting: _Setting) -> _Setting:
-        split = replace(setting, batch_size=setting.batch_size // count)
-        return _changed(split, accumulation_steps=setting.workload.accumulation_steps * count)
-
-    return change
-
-
-def _sharded(stage: int) -> Callable[[_Setting], _Setting]:
-    return lambda setting: replace(setting, stage=stage)
-
-
-def _optimized(optimizer: object) -> Callable[[_Setting], _Setting]:
-    return lambda setting: _changed(setting, optimizer=optimizer)
+def _split(count: int, setting: _Setting) -> _Setting:
+    """The same samples in so many forward passes."""
+    steps = setting.workload.accumulation_steps * count
+    return replace(_changed(setting, accumulation_steps=steps), batch_size=setting.batch_size // count)
 
 
 @dataclass(frozen=True)
@@ -399,11 +379,9 @@ def _swapped(layer: nn.Module) -> MultiheadAttention:
 
 def _missing_attention(present: Anatomy, model: nn.Module) -> list[Method]:
     """Advice on results of softmax that are held at the peak, where no layer can be exchanged."""
-    if any(_is_swappable(module) for module in model.modules()):
-        return []
     timeline = present.timeline
     softmax_bytes = [one.nbytes for one in timeline.alive(timeline.peak) if one.operator in SOFTMAX]
-    if not softmax_bytes:
+    if not softmax_bytes or any(_is_swappable(module) for module in model.modules()):
         return []
     note = (
         f"{len(softmax_bytes)} results of softmax take {format_bytes(sum(softmax_bytes))} at the peak; where they are "
@@ -427,8 +405,8 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
         return [min(nbytes, buffers - (buffers - nbytes) // devices + whole) for nbytes in curve]
 
     curves = dict(timeline.curves)
-    for category in ("optimizer states", "optimizer temporaries"):
-        curves[category] = divided(curves[category])
+    curves["optimizer states"] = divided(curves["optimizer states"])
+    curves["optimizer temporaries"] = divided(curves["optimizer temporaries"])
     if stage > 1:
         curves["gradients"] = divided(curves["gradients"], module_bytes)
     if stage > 2:
@@ -453,7 +431,7 @@ def _combination(
 
     They are tried in the order of what they cost. One that the others can do without is left out.
     """
-    usable = [(option, method) for option, method in tried if method.peak_bytes is not None]
+    usable = [one for one in tried if one[1].peak_bytes is not None]
     usable.sort(key=lambda one: (one[0].alters, round(one[1].operations or 1.0, 2)))
 
     def peak_of(options: Iterable[_Option]) -> int:
@@ -468,7 +446,7 @@ def _combination(
         if (found := peak_of(candidate.values())) < peak_bytes:
             chosen, peak_bytes = candidate, found
     together = list(chosen.values())
-    for option in reversed(list(together)):
+    for option in reversed(together):
         others = [other for other in together if other is not option]
         if peak_of(others) <= max(peak_bytes, budget_bytes):
             together = others

@@ -18,6 +18,8 @@ from effops.text import aligned, format_bytes
 LINE_STEPS = 12  # so many sizes are taken from a line through two peaks, before gaps are halved
 PROBED_STEPS = 3
 LARGEST_BATCH = 2**40
+MEANINGS = ("tensors", "device")
+MODES = ("predict", "probe")
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -104,14 +106,21 @@ def max_batch_size(
     Example:
         >>> effops.memory.max_batch_size(workload, "6 GiB").batch_size
     """
-    _check_choices(budget_means, mode, multiple_of, power_of_two)
+    for name, value, expected in (("budget_means", budget_means, MEANINGS), ("mode", mode, MODES)):
+        if value not in expected:
+            raise ValueError(f'max_batch_size: `{name}` must be "{expected[0]}" or "{expected[1]}"; got {value!r}')
+    if multiple_of < 1 or (power_of_two and multiple_of & (multiple_of - 1)):
+        raise ValueError(
+            "max_batch_size: `multiple_of` must be at least 1, and a power of two beside `power_of_two`; got "
+            f"{multiple_of}"
+        )
     budget_bytes = None if budget is None else parse_bytes(budget)
     unknown: set[str] = set()
     if mode == "predict":
         peak_of = _predictor(workload, budget_bytes, budget_means, device, context_bytes, unknown)
     else:
         peak_of = _prober(workload, budget_bytes, budget_means, context_bytes)
-    search = _Search(peak_of, _Powers(multiple_of) if power_of_two else _Multiples(multiple_of), budget_bytes)
+    search = _Search(peak_of, _Sizes(multiple_of, power_of_two), budget_bytes)
     if not search.fits(0):
         smallest = search.sizes.at(0)
         parts = anatomy(workload, smallest).instants["peak"] if mode == "predict" else {}
@@ -128,46 +137,23 @@ def max_batch_size(
     )
 
 
-def _check_choices(budget_means: str, mode: str, multiple_of: int, power_of_two: bool) -> None:
-    if budget_means not in ("tensors", "device"):
-        raise ValueError(f'max_batch_size: `budget_means` must be "tensors" or "device"; got {budget_means!r}')
-    if mode not in ("predict", "probe"):
-        raise ValueError(f'max_batch_size: `mode` must be "predict" or "probe"; got {mode!r}')
-    if multiple_of < 1 or (power_of_two and multiple_of & (multiple_of - 1)):
-        raise ValueError(
-            "max_batch_size: `multiple_of` must be at least 1, and a power of two beside `power_of_two`; got "
-            f"{multiple_of}"
-        )
-
-
 @dataclass(frozen=True)
-class _Multiples:
-    """The batch sizes that are multiples of `unit`, by index."""
+class _Sizes:
+    """The batch sizes that are allowed, by index: multiples of `unit`, or with `doubled` it times powers of two."""
 
     unit: int
+    doubled: bool
 
     def at(self, index: int) -> int:
-        return self.unit * (index + 1)
+        return int(self.unit * (2**index if self.doubled else index + 1))
 
     def last(self, size: float) -> int:
         """The index of the largest batch size up to a given one."""
-        return int(size // self.unit) - 1
+        units = int(size // self.unit)
+        return (units.bit_length() if self.doubled else units) - 1
 
 
-@dataclass(frozen=True)
-class _Powers:
-    """The batch sizes that are `unit` times a power of two, by index."""
-
-    unit: int
-
-    def at(self, index: int) -> int:
-        return int(self.unit * 2**index)
-
-    def last(self, size: float) -> int:
-        """The index of the largest batch size up to a given one."""
-        return int(size // self.unit).bit_length() - 1
-
-
+@dataclass
 class _Search:
     """Looks for the largest batch size that fits a budget.
 
@@ -178,11 +164,10 @@ class _Search:
         tried: the peaks found so far, by batch size
     """
 
-    def __init__(
-        self, peak_of: Callable[[int], int | None], sizes: _Multiples | _Powers, budget_bytes: int | None
-    ) -> None:
-        self.peak_of, self.sizes, self.budget_bytes = peak_of, sizes, budget_bytes
-        self.tried: dict[int, int | None] = {}
+    peak_of: Callable[[int], int | None]
+    sizes: _Sizes
+    budget_bytes: int | None
+    tried: dict[int, int | None] = field(default_factory=dict)
 
     def fits(self, index: int) -> bool:
         size = self.sizes.at(index)
@@ -210,7 +195,8 @@ class _Search:
                 index = max(low + 1, self.sizes.last(min(crossing, 2 * LARGEST_BATCH)))
             else:
                 index = self.sizes.last(2 * size) if high is None else (low + high) // 2
-            index = index if high is None else min(index, high - 1)
+            if high is not None:
+                index = min(index, high - 1)
             if self.fits(index):
                 low = index
             else:

@@ -3,8 +3,6 @@
 What a constructor computes from numbers alone keeps its values, such as a rate of dropout for each layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -6,8 +6,6 @@
 NVML sees what an allocator in the process does not: the CUDA context, and other processes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -140,12 +138,13 @@ def _allocators() -> dict[str, tuple[int, int]]:
     """Bytes of tensors and of cache in this process, by the UUID of the device."""
     if not torch.cuda.is_initialized():
         return {}
-    found = {}
-    for index in range(torch.cuda.device_count()):
-        tensor_bytes = torch.cuda.memory_allocated(index)
-        uuid = str(torch.cuda.get_device_properties(index).uuid)
-        found[uuid] = tensor_bytes, torch.cuda.memory_reserved(index) - tensor_bytes
-    return found
+    return {
+        str(torch.cuda.get_device_properties(index).uuid): (
+            torch.cuda.memory_allocated(index),
+            torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index),
+        )
+        for index in range(torch.cuda.device_count())
+    }
 
 
 def _usage(nvml: Any, index: int, allocators: Mapping[str, tuple[int, int]]) -> DeviceUsage:
@@ -173,10 +172,8 @@ def _process_bytes(nvml: Any, handle: Any, present: bool) -> int | None:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError_NotSupported:
         return None
-    for process in processes:
-        if process.pid == os.getpid():
-            return None if process.usedGpuMemory is None else int(process.usedGpuMemory)
-    return None if present else 0
+    occupied: dict[int, int | None] = {process.pid: process.usedGpuMemory for process in processes}
+    return occupied.get(os.getpid(), None if present else 0)
 
 
 def summarize(result: Any) -> Summary:

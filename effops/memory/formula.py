@@ -4,8 +4,6 @@ print(estimate_transformer(8, 8, 8, 32, 256))
 print(estimate_transformer(8, 8, 8, 32, 256, formula="detailed", details=Details(attention="fused")))
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Optimizers of other libraries whose memory is predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Pictures of memory: over a step, and against the sizes of a model."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path

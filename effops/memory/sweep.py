@@ -1,7 +1,6 @@
 """How the largest batch, or the peak, answers to each size of a model."""
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,29 +100,25 @@ def sweep(
     base_values = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
     if unknown_names := [axis for axis in base_values if axis not in axes]:
         raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown_names)}")
-    known: dict[tuple[Any, ...], int] = {}
     unknown: set[str] = set()
 
-    def result(values: Mapping[str, Any]) -> int:
-        key = tuple(values.values())
-        if key not in known:
-            workload = workload_of(**values)
-            if batch_size is not None:
-                predicted = anatomy(workload, batch_size, device=device)
-                known[key] = predicted.peak_bytes
-                unknown.update(predicted.unknown)
-            else:
-                known[key] = largest(workload)
-        return known[key]
-
-    def largest(workload: Workload) -> int:
+    @functools.cache
+    def result(*values: Any) -> int:
+        workload = workload_of(**dict(zip(base_values, values)))
+        if batch_size is not None:
+            predicted = anatomy(workload, batch_size, device=device)
+            unknown.update(predicted.unknown)
+            return predicted.peak_bytes
         try:
-            fitting = max_batch_size(workload, budget, power_of_two=power_of_two, device=device)
+            largest = max_batch_size(workload, budget, power_of_two=power_of_two, device=device)
         except BudgetTooSmallError:
             return 0
-        unknown.update(fitting.unknown)
-        return fitting.batch_size
+        unknown.update(largest.unknown)
+        return largest.batch_size
 
-    found = {axis: {value: result({**base_values, axis: value}) for value in values} for axis, values in axes.items()}
+    found = {
+        axis: {value: result(*(base_values | {axis: value}).values()) for value in values}
+        for axis, values in axes.items()
+    }
     budget_bytes = None if budget is None else parse_bytes(budget)
     return Sweep(found, base_values, budget_bytes, batch_size, tuple(sorted(unknown)))
