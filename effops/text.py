@@ -6,13 +6,12 @@ from collections.abc import Sequence
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Lines of cells, the first `left` columns to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [cell.ljust(width) for cell, width in zip(row[:left], widths)]
-        cells += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:])]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join(map(line, rows))
+    justified = (
+        [cell.ljust(width) for cell, width in zip(row[:left], widths)]
+        + [cell.rjust(width) for cell, width in zip(row[left:], widths[left:])]
+        for row in rows
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in justified)
 
 
 def format_bytes(count: float) -> str:

@@ -161,14 +161,10 @@ def advise(
     start = _Setting(workload, batch_size)
     present = predict(start)
     model = fake_model(workload)
-    options = _options(workload, batch_size, model, devices, alternatives or {})
+    options = _options(start, present.anatomy, model, devices, alternatives or {})
     tried = [(option, option.predicted(start, present, predict)) for option in options]
     note = "no memory of the device: workers and pins are the host's"
-    methods = [
-        *(method for _, method in tried),
-        *_missing_attention(present.anatomy, model),
-        Method("data loading", "speed", present.peak_bytes, 1.0, note),
-    ]
+    methods = [*(method for _, method in tried), Method("data loading", "speed", present.peak_bytes, 1.0, note)]
     return Advice(
         batch_size * workload.accumulation_steps,
         present.peak_bytes,
@@ -256,8 +252,9 @@ class _Option:
 
 
 def _options(
-    workload: Workload, batch_size: int, model: nn.Module, devices: int, alternatives: Mapping[str, Workload]
+    start: _Setting, present: Anatomy, model: nn.Module, devices: int, alternatives: Mapping[str, Workload]
 ) -> Iterator[_Option]:
+    workload, batch_size = start.workload, start.batch_size
     for index, (name, other) in enumerate(alternatives.items()):
         change = functools.partial(replace, workload=other)
         yield _Option("operation", name, "memory", change, "the alternative that was given", index > 0)
@@ -292,6 +289,15 @@ def _options(
             "fewer samples a step" + (", noisier gradients" if workload.trains else ""),
             alters=True,
         )
+    alive = present.timeline.alive(present.timeline.peak)
+    softmax_bytes = [one.nbytes for one in alive if one.operator in SOFTMAX]
+    if softmax_bytes and not swappable:
+        note = (
+            f"{len(softmax_bytes)} results of softmax take {format_bytes(sum(softmax_bytes))} at the peak; where they "
+            "are weights of attention, write effops.attention(query, key, value, attn_mask, dropout_p), which holds "
+            "none"
+        )
+        yield _Option("operation", "effops.attention", "memory", None, note)
 
 
 def _training_options(workload: Workload, batch_size: int, model: nn.Module, devices: int) -> Iterator[_Option]:
@@ -375,19 +381,6 @@ def _swapped(layer: nn.Module) -> MultiheadAttention:
         device=layer.out_proj.weight.device,
         dtype=layer.out_proj.weight.dtype,
     )
-
-
-def _missing_attention(present: Anatomy, model: nn.Module) -> list[Method]:
-    """Advice on results of softmax that are held at the peak, where no layer can be exchanged."""
-    timeline = present.timeline
-    softmax_bytes = [one.nbytes for one in timeline.alive(timeline.peak) if one.operator in SOFTMAX]
-    if not softmax_bytes or any(_is_swappable(module) for module in model.modules()):
-        return []
-    note = (
-        f"{len(softmax_bytes)} results of softmax take {format_bytes(sum(softmax_bytes))} at the peak; where they are "
-        "weights of attention, write effops.attention(query, key, value, attn_mask, dropout_p), which holds none"
-    )
-    return [Method("effops.attention", "memory", None, None, note)]
 
 
 def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_bytes: int, buffer_bytes: int) -> int:

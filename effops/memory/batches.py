@@ -195,8 +195,7 @@ class _Search:
                 index = max(low + 1, self.sizes.last(min(crossing, 2 * LARGEST_BATCH)))
             else:
                 index = self.sizes.last(2 * size) if high is None else (low + high) // 2
-            if high is not None:
-                index = min(index, high - 1)
+            index = index if high is None else min(index, high - 1)
             if self.fits(index):
                 low = index
             else:

@@ -216,14 +216,16 @@ def _state(blocks: int, width: int, hidden: int, dtype: torch.dtype, details: De
     linear = sum(rows * columns for rows, columns in matrices) + biases
     parameters = linear - biases + vectors
     wide = SINGLE_BYTES if details.mixed_precision else dtype.itemsize
-    if details.optimizer == "adamw_8bit":
-        states = ADAMW_8BIT_BYTES * parameters
-    elif details.optimizer == "adafactor":
-        states = wide * (sum(rows + columns for rows, columns in matrices) + vectors)
-    else:
-        states = wide * STATES_PER_PARAMETER[details.optimizer] * parameters
+    states = {name: wide * count * parameters for name, count in STATES_PER_PARAMETER.items()}
+    states["adafactor"] = wide * (sum(rows + columns for rows, columns in matrices) + vectors)
+    states["adamw_8bit"] = ADAMW_8BIT_BYTES * parameters
     copies = {"weights as autocast copies them": dtype.itemsize * linear} if details.mixed_precision else {}
-    return {"weights": wide * parameters, **copies, "gradients": wide * parameters, "optimizer states": states}
+    return {
+        "weights": wide * parameters,
+        **copies,
+        "gradients": wide * parameters,
+        "optimizer states": states[details.optimizer],
+    }
 
 
 def _activations(
@@ -241,23 +243,21 @@ def _activations(
         """Bytes an element of what dropout saves."""
         return 0 if not details.dropout else 1 if on_cuda else itemsize
 
-    terms = {"inputs of normalisations": norms * wide * features}
-    if details.norm == "fused":
-        terms["statistics of normalisations"] = norms * 2 * max(SINGLE_BYTES, wide) * rows
-    else:  # saves x - mean, its product with the scale, the deviation, and that plus epsilon
-        terms["parts of normalisations"] = norms * wide * (2 * features + 2 * rows)
+    naive, composed = details.attention == "naive", details.norm == "composed"
+    keeps_statistics = not naive and (on_cuda or not details.dropout)  # dropout on a CPU attends in blocks, without any
     inputs = 5 if details.mixed_precision else 3  # queries, keys and values share one; autocast copies it for each
-    terms["inputs of projections"] = blocks * narrow * inputs * features
-    terms["queries, keys and values"] = blocks * narrow * 3 * features
-    if details.attention == "naive":
-        terms["weights of attention"] = blocks * softmax * pairs
-        terms["weights of attention, dropped"] = blocks * softmax * pairs * details.dropout
-        terms["weights of attention, rounded"] = blocks * narrow * pairs * (softmax != narrow)
-    elif on_cuda or not details.dropout:  # with dropout on a CPU, effops attends in blocks and keeps none
-        terms["statistics of attention"] = blocks * max(SINGLE_BYTES, narrow) * batch * heads * seq_len
-    terms["hidden features"] = blocks * narrow * inside * (2 if details.dropout else 1)
-    dropped = mask(narrow) * (2 * features + inside)
-    if details.attention == "naive":
-        dropped += mask(softmax) * pairs
-    terms["dropout masks"] = blocks * dropped
+    terms = {
+        "inputs of normalisations": norms * wide * features,
+        "statistics of normalisations": norms * 2 * max(SINGLE_BYTES, wide) * rows * (not composed),
+        # These are x - mean, its product with the scale, the deviation, and that plus epsilon.
+        "parts of normalisations": norms * wide * (2 * features + 2 * rows) * composed,
+        "inputs of projections": blocks * narrow * inputs * features,
+        "queries, keys and values": blocks * narrow * 3 * features,
+        "weights of attention": blocks * softmax * pairs * naive,
+        "weights of attention, dropped": blocks * softmax * pairs * (naive and details.dropout),
+        "weights of attention, rounded": blocks * narrow * pairs * (naive and softmax != narrow),
+        "statistics of attention": blocks * max(SINGLE_BYTES, narrow) * batch * heads * seq_len * keeps_statistics,
+        "hidden features": blocks * narrow * inside * (2 if details.dropout else 1),
+        "dropout masks": blocks * (mask(narrow) * (2 * features + inside) + mask(softmax) * pairs * naive),
+    }
     return {name: count for name, count in terms.items() if count}

@@ -85,10 +85,9 @@ def _events(nodes: Sequence[Any], operators: tuple[str, ...]) -> Iterator[tuple[
     """The time, address, bytes and enclosing operator of each allocation, of each release and of each note."""
     for node in nodes:
         kind = node.tag.name
-        if kind == "Allocation":
-            if node.extra_fields.device == torch.device("cpu"):
-                fields = node.extra_fields
-                yield node.start_time_ns, fields.ptr, fields.alloc_size, _innermost_operator(operators)
+        if kind == "Allocation" and node.extra_fields.device == torch.device("cpu"):
+            fields = node.extra_fields
+            yield node.start_time_ns, fields.ptr, fields.alloc_size, _innermost_operator(operators)
         elif node.name == MARK:
             yield node.start_time_ns, 0, 0, MARK
         yield from _events(node.children, (*operators, node.name) if kind == "TorchOp" else operators)
