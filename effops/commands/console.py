@@ -1,11 +1,11 @@
 """What commands show: a console that is plain where it is no terminal, and progress."""
 
-from __future__ import annotations
-
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
@@ -32,12 +32,13 @@ def shown_progress() -> Iterator[Progress]:
         yield lambda text: bar.update(task, description=text)
 
 
-def shown_result(json_file: str | None, json_text: str, show: Callable[[Console], None]) -> None:
-    """Show a result on standard output and write its JSON to a file, if one is named; "-" gives the JSON alone.
+def shown_result(json_file: str | None, content: Any, show: Callable[[Console], None]) -> None:
+    """Show a result on standard output and write its content as JSON to a file, if one is named; "-" gives that alone.
 
     Raises:
         OSError: the file cannot be written
     """
+    json_text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     if json_file == "-":
         sys.stdout.write(json_text)
         return

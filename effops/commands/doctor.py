@@ -1,20 +1,18 @@
 """What this machine can run: versions, devices, and every variant of every op, checked against float64."""
 
-from __future__ import annotations
-
-import json
+import importlib
 import math
 import os
 import platform
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 import effops
@@ -26,6 +24,7 @@ from effops.reference import error_ratio, gradient_error_ratio, reference_of
 from effops.text import format_bytes
 
 REASON_LENGTH = 400
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -118,10 +117,11 @@ def versions() -> dict[str, str | None]:
     from torch.utils import collect_env
 
     driver = collect_env.get_nvidia_driver_version(collect_env.run) if torch.version.cuda else None
+    triton, obstacle = _attempted(importlib.import_module, "triton")
     return {
         "effops": effops.__version__,
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": str(triton.__version__) if triton else f"cannot be imported: {obstacle}",
         "python": platform.python_version(),
         "system": platform.platform(),
         "cuda": torch.version.cuda,
@@ -130,28 +130,23 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def _triton_version() -> str:
-    try:
-        import triton
-    except Exception as error:  # an import may raise anything, which the report shows
-        return f"cannot be imported: {_one_line(error)}"
-    return str(triton.__version__)
-
-
 def _cuda_obstacle() -> str:
+    """An AssertionError if torch is built without CUDA, a RuntimeError without a driver or device; empty with one."""
+    return _attempted(torch.cuda.init)[1]
+
+
+def _attempted(run: Callable[..., T], *args: Any) -> tuple[T | None, str]:
+    """What a call returns, and empty; or None, and a line for what it raised, which may be anything."""
     try:
-        torch.cuda.init()
-    except Exception as error:  # AssertionError if torch is built without it, RuntimeError without a driver or device
-        return _one_line(error)
-    return ""
+        return run(*args), ""
+    except Exception as error:
+        return None, textwrap.shorten(f"{type(error).__name__}: {error}", REASON_LENGTH)
 
 
 def describe(device: torch.device) -> Device:
-    """The device's model, capability and memory."""
-    try:
-        return _describe_cuda(device) if device.type == "cuda" else _describe_cpu(device)
-    except Exception as error:  # a device that is listed may still fail
-        return Device(str(device), problem=f"raised {_one_line(error)}")
+    """The device's model, capability and memory, or why it fails although it is listed."""
+    found, problem = _attempted(_describe_cuda if device.type == "cuda" else _describe_cpu, device)
+    return found or Device(str(device), problem=f"raised {problem}")
 
 
 def _describe_cpu(device: torch.device) -> Device:
@@ -188,22 +183,25 @@ def check_op(op: Op, device: torch.device, progress: Progress) -> OpCheck:
         sample = reference.sample_case(case, dtype=dtype, device=device, generator=torch.Generator().manual_seed(0))
         return tuple(arg.detach().requires_grad_() for arg in sample)
 
-    automatic, reason = None, ""
-    try:
-        automatic = choose(op, op.prepare(*args()), None).name
-    except Exception as error:
-        reason = f"raised {_one_line(error)}"
+    automatic, error = _attempted(lambda: choose(op, op.prepare(*args()), None).name)
     checks = []
     for name in op.variants:
         progress(f"checking {op.name} {name} on {device}")
-        try:
-            checks.append(_check_variant(op, name, args()))
-        except Exception as error:
-            checks.append(VariantCheck(name, "failed", f"raised {_one_line(error)}"))
-    return OpCheck(op.name, str(device), case, str(dtype).removeprefix("torch."), automatic, reason, tuple(checks))
+        check, problem = _attempted(_check_variant, op, name, args)
+        checks.append(check or VariantCheck(name, "failed", f"raised {problem}"))
+    return OpCheck(
+        op.name,
+        str(device),
+        case,
+        str(dtype).removeprefix("torch."),
+        automatic,
+        f"raised {error}" if error else "",
+        tuple(checks),
+    )
 
 
-def _check_variant(op: Op, name: str, args: tuple[Tensor, ...]) -> VariantCheck:
+def _check_variant(op: Op, name: str, make_args: Callable[[], tuple[Tensor, ...]]) -> VariantCheck:
+    args = make_args()
     obstacle = op.variants[name].obstacle(op.prepare(*args))
     if obstacle:
         return VariantCheck(name, "unavailable", obstacle)
@@ -223,13 +221,9 @@ def _finite(ratio: float) -> float | None:
     return ratio if math.isfinite(ratio) else None
 
 
-def _one_line(error: Exception) -> str:
-    return textwrap.shorten(f"{type(error).__name__}: {error}", REASON_LENGTH)
-
-
-def json_text(report: Report) -> str:
-    """The report as JSON, with `passes`: whether every self-check does."""
-    return json.dumps({**asdict(report), "passes": report.passes}, indent=1, allow_nan=False) + "\n"
+def content(report: Report) -> dict[str, Any]:
+    """What is written as JSON: the report, with `passes`: whether every self-check does."""
+    return {**asdict(report), "passes": report.passes}
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -257,12 +251,16 @@ def _description(device: Device) -> str:
 
 
 def _table(check: OpCheck) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("Variant", no_wrap=True)
-    table.add_column("Status", no_wrap=True)
-    table.add_column("Error", no_wrap=True, justify="right")
-    table.add_column("Gradients' error", no_wrap=True, justify="right")
-    table.add_column("Reason", overflow="fold")
+    table = Table(
+        Column("Variant", no_wrap=True),
+        Column("Status", no_wrap=True),
+        Column("Error", no_wrap=True, justify="right"),
+        Column("Gradients' error", no_wrap=True, justify="right"),
+        Column("Reason", overflow="fold"),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for variant in check.variants:
         errors = (variant.error_ratio, variant.gradient_error_ratio)
         cells = ("-" if error is None else f"{error:.2f}" for error in errors)

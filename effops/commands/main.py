@@ -1,7 +1,5 @@
 """The `effops` command. Each subcommand imports what it needs when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -52,13 +50,13 @@ def memory_commands(parser: argparse.ArgumentParser) -> None:
 def doctor(options: argparse.Namespace) -> int:
     """Print what this machine can run; returns 1 if a self-check fails, 2 if the JSON file cannot be written."""
     from effops.commands.console import shown_progress, shown_result
-    from effops.commands.doctor import diagnose, json_text, print_report
+    from effops.commands.doctor import content, diagnose, print_report
 
     with shown_progress() as progress:
         report = diagnose(progress)
     code = int(not report.passes)
     try:
-        shown_result(options.json, json_text(report), lambda console: print_report(report, console))
+        shown_result(options.json, content(report), lambda console: print_report(report, console))
     except OSError as error:
         print(f"effops doctor: {error}", file=sys.stderr)
         code = 2

@@ -1,17 +1,14 @@
 """The subcommands of `effops memory`."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses
 import functools
 import importlib
-import json
+import itertools
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +16,12 @@ import torch
 from effops.commands.console import shown_progress, shown_result
 from effops.memory.advise import advise
 from effops.memory.anatomy import Anatomy, anatomy
-from effops.memory.batches import max_batch_size, parse_bytes
+from effops.memory.batches import MEANINGS, MODES, max_batch_size, parse_bytes
 from effops.memory.devices import NVMLUnavailableError, device_usage
 from effops.memory.formula import FORMULAS, OPTIMIZERS, Details, estimate_transformer
 from effops.memory.models import ARCHITECTURES, KINDS, Configuration, bert_large, workload_parts
 from effops.memory.plot import plot_anatomy
-from effops.memory.sweep import Sweep, sweep
+from effops.memory.sweep import sweep
 from effops.memory.workload import Workload
 from effops.prediction.cuda_forms import CONTEXT_BYTES
 
@@ -36,125 +33,22 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 Run = Callable[[argparse.Namespace], tuple[object, Any]]
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Give the parser of `effops memory` its subcommands."""
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-
-    def command(name: str, run: Run, what: str) -> argparse.ArgumentParser:
-        subparser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=f"Tell {what}.")
-        subparser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
-        subparser.set_defaults(run=functools.partial(_run, run))
-        return subparser
-
-    _estimate_options(command("estimate", _estimate, "what closed forms say of training a transformer"))
-    subparser = command("anatomy", _anatomy, "where the memory of a step goes")
-    _workload_options(subparser)
-    _device_options(subparser)
-    subparser.add_argument("--batch-size", type=int, required=True)
-    subparser.add_argument("--measure", action="store_true", help="also run the step on this CPU")
-    subparser.add_argument("--plot", metavar="FILE", help="draw memory over the step")
-    subparser = command("max-batch", _max_batch, "the largest batch whose step fits a budget")
-    _workload_options(subparser)
-    _device_options(subparser)
-    subparser.add_argument("--budget", required=True, help='such as "6 GiB"')
-    subparser.add_argument(
-        "--budget-means",
-        choices=("tensors", "device"),
-        default="tensors",
-        help="what tensors take, or what a CUDA device holds",
-    )
-    subparser.add_argument("--mode", choices=("predict", "probe"), default="predict", help="probe runs the steps")
-    subparser.add_argument("--multiple-of", type=int, default=1, metavar="N")
-    subparser.add_argument("--power-of-two", action="store_true", help="of the batch size")
-    subparser = command("advise", _advise, "what would lower the memory of a step")
-    _workload_options(subparser)
-    _device_option(subparser)
-    subparser.add_argument("--batch-size", type=int, required=True)
-    subparser.add_argument("--budget", help='of tensors, such as "6 GiB"; asks which methods together fit it')
-    subparser.add_argument("--devices", type=int, default=1, metavar="N", help="for ZeRO")
-    subparser = command("sweep", _sweep, "how the largest batch, or the peak, answers to each size of a model")
-    _workload_options(subparser)
-    _device_option(subparser)
-    subparser.add_argument(
-        "--axis",
-        action="append",
-        required=True,
-        metavar="NAME=VALUE,VALUE",
-        help="an option of the architecture, or an argument of the workload's function; may be repeated",
-    )
-    asked = subparser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--budget", help='of tensors, such as "6 GiB": asks for the largest batch')
-    asked.add_argument("--batch-size", type=int, help="asks for the peak")
-    subparser.add_argument("--power-of-two", action="store_true", help="of the batch size")
-    subparser.add_argument("--plot", metavar="FILE", help="draw it")
-    command("devices", _devices, "what NVML says that each device of this machine holds")
-
-
 def _run(run: Run, options: argparse.Namespace) -> int:
     """Show what a subcommand finds; returns 2 if it cannot."""
     try:
         with shown_progress() as progress:
             progress(f"{options.command}: predicting")
             found, content = run(options)
-        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        shown_result(options.json, text, lambda console: console.print(str(found), soft_wrap=True))
+        shown_result(options.json, content, lambda console: console.print(str(found), soft_wrap=True))
     except EXPECTED_ERRORS as error:
         print(f"effops memory {options.command}: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _estimate_options(parser: argparse.ArgumentParser) -> None:
-    for name in ("blocks", "heads", "head-dim", "batch-size", "seq-len"):
-        parser.add_argument(f"--{name}", type=int, required=True, metavar="N")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--formula", choices=FORMULAS, default="rough")
-    details = parser.add_argument_group("what the detailed formula knows besides")
-    details.add_argument("--d-ff", type=int, metavar="N")
-    details.add_argument("--attention", choices=("naive", "fused"))
-    details.add_argument("--norm", choices=("fused", "composed"))
-    details.add_argument("--dropout", action=argparse.BooleanOptionalAction)
-    details.add_argument("--optimizer", choices=OPTIMIZERS)
-    details.add_argument("--mixed-precision", action=argparse.BooleanOptionalAction)
-    details.add_argument("--device", choices=("cpu", "cuda"))
-
-
-def _workload_options(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--architecture", choices=(*ARCHITECTURES, "bert-large"), help="a model that has been published"
-    )
-    source.add_argument(
-        "--workload",
-        metavar="MODULE:NAME",
-        help="one's own effops.memory.Workload, or a function that returns it; the current directory can be imported",
-    )
-    sizes = parser.add_argument_group("options of the architecture")
-    for name, kind in CONFIGURATION_TYPES.items():
-        choices = (*KINDS, "eager", "sdpa") if name == "attention" else None
-        sizes.add_argument(_option(name), type=kind, choices=choices, metavar=None if choices else "N")
-    step = parser.add_argument_group("options of the step")
-    step.add_argument("--autocast", choices=("bfloat16", "float16"))
-    step.add_argument("--checkpoint", action="store_true", help="compute each layer of a ModuleList again in backward")
-    step.add_argument("--accumulation-steps", type=int, metavar="N")
-
-
-def _device_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="whose forms of operations are predicted"
-    )
-
-
-def _device_options(parser: argparse.ArgumentParser) -> None:
-    _device_option(parser)
-    parser.add_argument(
-        "--context", default=CONTEXT_BYTES, metavar="BYTES", help="what a CUDA device holds before there are tensors"
-    )
-
-
 def _estimate(options: argparse.Namespace) -> tuple[object, Any]:
-    names = (field.name for field in dataclasses.fields(Details))
-    details = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Details)}
+    details = {name: value for name, value in given.items() if value is not None}
     found = estimate_transformer(
         options.blocks,
         options.heads,
@@ -183,14 +77,14 @@ def _anatomy(options: argparse.Namespace) -> tuple[object, Any]:
 
 
 def _anatomy_content(found: Anatomy) -> dict[str, Any]:
-    operations: dict[str, dict[str, int]] = defaultdict(dict)
-    for (phase, kind), count in found.operations.items():
-        operations[phase][kind] = count
     names = ("batch_size", "peak_bytes", "device_bytes", "categories", "instants", "unknown", "differences")
     return {
         **{name: getattr(found, name) for name in names},
         "overheads": dict(found.overheads),
-        "operations": operations,
+        "operations": {
+            phase: {kind: count for (counted, kind), count in found.operations.items() if counted == phase}
+            for phase, _ in found.operations
+        },
         "measured": None if found.measured is None else _anatomy_content(found.measured),
     }
 
@@ -225,16 +119,10 @@ def _alternatives(options: argparse.Namespace) -> dict[str, Workload]:
     """The same architecture with the attentions that hold less."""
     if options.architecture is None:
         return {}
-    others = (
-        {"sdpa": "attention sdpa"}
-        if options.architecture == "bert-large"
-        else {
-            "fused": "attention fused",
-            "log_sparse": "attention log_sparse, which is another model",
-        }
-    )
-    others.pop(options.attention, None)
-    return {name: _workload(options, {"attention": kind}) for kind, name in others.items()}
+    others = {"fused": "attention fused", "log_sparse": "attention log_sparse, which is another model"}
+    if options.architecture == "bert-large":
+        others = {"sdpa": "attention sdpa"}
+    return {name: _workload(options, {"attention": kind}) for kind, name in others.items() if kind != options.attention}
 
 
 def _sweep(options: argparse.Namespace) -> tuple[object, Any]:
@@ -257,16 +145,11 @@ def _sweep(options: argparse.Namespace) -> tuple[object, Any]:
     )
     if options.plot:
         found.plot(options.plot)
-    return found, _sweep_content(found)
-
-
-def _sweep_content(found: Sweep) -> dict[str, Any]:
-    axes = {
+    results = {
         axis: [{"value": value, "result": result} for value, result in results.items()]
         for axis, results in found.axes.items()
     }
-    content = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    return {**content, "quantity": found.quantity, "axes": axes}
+    return found, {**dataclasses.asdict(found), "quantity": found.quantity, "axes": results}
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
@@ -297,20 +180,16 @@ def _workload(options: argparse.Namespace, values: Mapping[str, Any] | None = No
             raise ValueError(f"argument {_option(next(iter(given)))}: expected an --architecture beside it; got none")
         workload = _imported(options.workload, values or {})
     else:
-        workload = _published(options, {**given, **(values or {})})
-    changes: dict[str, Any] = {}
-    if options.autocast:
-        changes["autocast"] = DTYPES[options.autocast]
-    if options.checkpoint:
-        changes["checkpoint"] = True
-    if options.accumulation_steps is not None:
-        changes["accumulation_steps"] = options.accumulation_steps
-    return dataclasses.replace(workload, **changes)
+        workload = _published(**{"architecture": options.architecture, **given, **(values or {})})
+    changes = {
+        "autocast": DTYPES.get(options.autocast),
+        "checkpoint": options.checkpoint or None,
+        "accumulation_steps": options.accumulation_steps,
+    }
+    return dataclasses.replace(workload, **{name: value for name, value in changes.items() if value is not None})
 
 
-def _published(options: argparse.Namespace, values: Mapping[str, Any]) -> Workload:
-    architecture = values.get("architecture", options.architecture)
-    sizes = {name: value for name, value in values.items() if name != "architecture"}
+def _published(architecture: str, **sizes: Any) -> Workload:
     if architecture != "bert-large":
         return Workload(**workload_parts(architecture, Configuration(**sizes)))
     if unknown := [_option(name) for name in sizes if name not in BERT_OPTIONS]:
@@ -343,3 +222,138 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def argument(flag: str, group: str = "", **settings: Any) -> tuple[str, str, dict[str, Any]]:
+    """An option of a subcommand: its group, its flag, and what `add_argument` is given besides."""
+    return group, flag, settings
+
+
+ONE_OF = "one of"  # a group of which exactly one option must be given; any other group is shown under its title
+DETAILS = "what the detailed formula knows besides"
+SIZES = "options of the architecture"
+STEP = "options of the step"
+DEVICES = ("cpu", "cuda")
+DEVICE = argument("--device", choices=DEVICES, default="cpu", help="whose forms of operations are predicted")
+CONTEXT = argument(
+    "--context", default=CONTEXT_BYTES, metavar="BYTES", help="what a CUDA device holds before there are tensors"
+)
+BATCH_SIZE = argument("--batch-size", type=int, required=True)
+POWER_OF_TWO = argument("--power-of-two", action="store_true", help="of the batch size")
+WORKLOAD = (
+    argument("--architecture", ONE_OF, choices=(*ARCHITECTURES, "bert-large"), help="a model that has been published"),
+    argument(
+        "--workload",
+        ONE_OF,
+        metavar="MODULE:NAME",
+        help="one's own effops.memory.Workload, or a function that returns it; the current directory can be imported",
+    ),
+    *(
+        argument(_option(name), SIZES, choices=(*KINDS, "eager", "sdpa"))
+        if name == "attention"
+        else argument(_option(name), SIZES, type=kind, metavar="N")
+        for name, kind in CONFIGURATION_TYPES.items()
+    ),
+    argument("--autocast", STEP, choices=("bfloat16", "float16")),
+    argument("--checkpoint", STEP, action="store_true", help="compute each layer of a ModuleList again in backward"),
+    argument("--accumulation-steps", STEP, type=int, metavar="N"),
+)
+COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]]] = {
+    "estimate": (
+        _estimate,
+        "what closed forms say of training a transformer",
+        (
+            argument("--blocks", type=int, required=True, metavar="N"),
+            argument("--heads", type=int, required=True, metavar="N"),
+            argument("--head-dim", type=int, required=True, metavar="N"),
+            argument("--batch-size", type=int, required=True, metavar="N"),
+            argument("--seq-len", type=int, required=True, metavar="N"),
+            argument("--dtype", choices=DTYPES, default="float32"),
+            argument("--formula", choices=FORMULAS, default="rough"),
+            argument("--d-ff", DETAILS, type=int, metavar="N"),
+            argument("--attention", DETAILS, choices=("naive", "fused")),
+            argument("--norm", DETAILS, choices=("fused", "composed")),
+            argument("--dropout", DETAILS, action=argparse.BooleanOptionalAction),
+            argument("--optimizer", DETAILS, choices=OPTIMIZERS),
+            argument("--mixed-precision", DETAILS, action=argparse.BooleanOptionalAction),
+            argument("--device", DETAILS, choices=DEVICES),
+        ),
+    ),
+    "anatomy": (
+        _anatomy,
+        "where the memory of a step goes",
+        (
+            *WORKLOAD,
+            DEVICE,
+            CONTEXT,
+            BATCH_SIZE,
+            argument("--measure", action="store_true", help="also run the step on this CPU"),
+            argument("--plot", metavar="FILE", help="draw memory over the step"),
+        ),
+    ),
+    "max-batch": (
+        _max_batch,
+        "the largest batch whose step fits a budget",
+        (
+            *WORKLOAD,
+            DEVICE,
+            CONTEXT,
+            argument("--budget", required=True, help='such as "6 GiB"'),
+            argument(
+                "--budget-means",
+                choices=MEANINGS,
+                default="tensors",
+                help="what tensors take, or what a CUDA device holds",
+            ),
+            argument("--mode", choices=MODES, default="predict", help="probe runs the steps"),
+            argument("--multiple-of", type=int, default=1, metavar="N"),
+            POWER_OF_TWO,
+        ),
+    ),
+    "advise": (
+        _advise,
+        "what would lower the memory of a step",
+        (
+            *WORKLOAD,
+            DEVICE,
+            BATCH_SIZE,
+            argument("--budget", help='of tensors, such as "6 GiB"; asks which methods together fit it'),
+            argument("--devices", type=int, default=1, metavar="N", help="for ZeRO"),
+        ),
+    ),
+    "sweep": (
+        _sweep,
+        "how the largest batch, or the peak, answers to each size of a model",
+        (
+            *WORKLOAD,
+            DEVICE,
+            argument(
+                "--axis",
+                action="append",
+                required=True,
+                metavar="NAME=VALUE,VALUE",
+                help="an option of the architecture, or an argument of the workload's function; may be repeated",
+            ),
+            argument("--budget", ONE_OF, help='of tensors, such as "6 GiB": asks for the largest batch'),
+            argument("--batch-size", ONE_OF, type=int, help="asks for the peak"),
+            POWER_OF_TWO,
+            argument("--plot", metavar="FILE", help="draw it"),
+        ),
+    ),
+    "devices": (_devices, "what NVML says that each device of this machine holds", ()),
+}
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Give the parser of `effops memory` its subcommands."""
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, (run, what, arguments) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=what, description=f"Tell {what}.")
+        subparser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
+        subparser.set_defaults(run=functools.partial(_run, run))
+        for title, members in itertools.groupby(arguments, key=lambda one: one[0]):
+            group = subparser.add_argument_group(title) if title not in ("", ONE_OF) else subparser
+            if title == ONE_OF:
+                group = subparser.add_mutually_exclusive_group(required=True)
+            for _, flag, settings in members:
+                group.add_argument(flag, **settings)
