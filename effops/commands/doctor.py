@@ -6,7 +6,7 @@ import os
 import platform
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -219,11 +219,6 @@ def _check_variant(op: Op, name: str, make_args: Callable[[], tuple[Tensor, ...]
 
 def _finite(ratio: float) -> float | None:
     return ratio if math.isfinite(ratio) else None
-
-
-def content(report: Report) -> dict[str, Any]:
-    """What is written as JSON: the report, with `passes`: whether every self-check does."""
-    return {**asdict(report), "passes": report.passes}
 
 
 def print_report(report: Report, console: Console) -> None:

@@ -1,6 +1,7 @@
 """The `effops` command. Each subcommand imports what it needs when it runs."""
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,8 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes between the lines of tables
     options = argument_parser().parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = options.run
-    return run(options)
+    return int(options.run(options))
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -50,13 +50,14 @@ def memory_commands(parser: argparse.ArgumentParser) -> None:
 def doctor(options: argparse.Namespace) -> int:
     """Print what this machine can run; returns 1 if a self-check fails, 2 if the JSON file cannot be written."""
     from effops.commands.console import shown_progress, shown_result
-    from effops.commands.doctor import content, diagnose, print_report
+    from effops.commands.doctor import diagnose, print_report
 
     with shown_progress() as progress:
         report = diagnose(progress)
     code = int(not report.passes)
     try:
-        shown_result(options.json, content(report), lambda console: print_report(report, console))
+        content = {**dataclasses.asdict(report), "passes": report.passes}
+        shown_result(options.json, content, lambda console: print_report(report, console))
     except OSError as error:
         print(f"effops doctor: {error}", file=sys.stderr)
         code = 2
