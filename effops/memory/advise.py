@@ -4,7 +4,6 @@ Each method is predicted by the anatomy of the step with it.
 """
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -107,10 +106,9 @@ class Advice:
         budget = f"the budget of {format_bytes(self.budget_bytes)}"
         if not self.combination:
             return f"{budget} holds the step as it is" if self.fits else f"nothing here lowers the peak to {budget}"
-        rows = [("as it is", format_bytes(self.peak_bytes))]
-        rows += [(f"and {name}", format_bytes(nbytes)) for name, nbytes in self.combination.items()]
+        peaks = {"as it is": self.peak_bytes, **{f"and {name}": peak for name, peak in self.combination.items()}}
         head = f"within {budget}:" if self.fits else f"no combination fits {budget}; the lowest peak found:"
-        return f"{head}\n{aligned(rows)}"
+        return f"{head}\n{aligned([(name, format_bytes(peak)) for name, peak in peaks.items()])}"
 
 
 def advise(
@@ -163,8 +161,12 @@ def advise(
     model = fake_model(workload)
     options = _options(start, present.anatomy, model, devices, alternatives or {})
     tried = [(option, option.predicted(start, present, predict)) for option in options]
-    note = "no memory of the device: workers and pins are the host's"
-    methods = [*(method for _, method in tried), Method("data loading", "speed", present.peak_bytes, 1.0, note)]
+    methods = [
+        *(method for _, method in tried),
+        Method(
+            "data loading", "speed", present.peak_bytes, 1.0, "no memory of the device: workers and pins are the host's"
+        ),
+    ]
     return Advice(
         batch_size * workload.accumulation_steps,
         present.peak_bytes,
@@ -217,11 +219,12 @@ class _Predictor:
     def _predicted(self, workload: Workload, batch_size: int) -> _Prediction:
         steps = min(workload.accumulation_steps, 2)  # each batch after the second one finds what the second one does
         found = anatomy(replace(workload, accumulation_steps=steps), batch_size, device=self.device)
-        totals: Counter[str] = Counter()
-        for (phase, kind), count in found.operations.items():
-            if phase not in ("optimizer", "release"):
-                totals[kind] += count
-        contractions = None if totals[UNCOUNTED] else totals[CONTRACTION] / (batch_size * steps)
+        computed = {key: count for key, count in found.operations.items() if key[0] not in ("optimizer", "release")}
+
+        def total(kind: str) -> int:
+            return sum(count for (_, counted), count in computed.items() if counted == kind)
+
+        contractions = None if total(UNCOUNTED) else total(CONTRACTION) / (batch_size * steps)
         return _Prediction(found, found.peak_bytes, contractions)
 
 
@@ -428,7 +431,11 @@ def _combination(
     usable.sort(key=lambda one: (one[0].alters, round(one[1].operations or 1.0, 2)))
 
     def peak_of(options: Iterable[_Option]) -> int:
-        return predict(_applied(start, options)).peak_bytes
+        setting = start
+        for option in sorted(options, key=lambda option: FAMILIES.index(option.family)):
+            assert option.change is not None
+            setting = option.change(setting)
+        return predict(setting).peak_bytes
 
     chosen: dict[str, _Option] = {}
     peak_bytes = peak_of([])
@@ -444,10 +451,3 @@ def _combination(
         if peak_of(others) <= max(peak_bytes, budget_bytes):
             together = others
     return {option.name: peak_of(together[: index + 1]) for index, option in enumerate(together)}
-
-
-def _applied(setting: _Setting, options: Iterable[_Option]) -> _Setting:
-    for option in sorted(options, key=lambda option: FAMILIES.index(option.family)):
-        assert option.change is not None
-        setting = option.change(setting)
-    return setting

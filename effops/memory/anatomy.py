@@ -1,7 +1,5 @@
 """Where the memory of a step goes: predicted on fake tensors without running it, and measured beside that if asked."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections import Counter
@@ -57,7 +55,7 @@ class Anatomy:
     overheads: Mapping[str, int] = field(default_factory=dict)
     operations: Mapping[tuple[str, str], int] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
-    measured: Anatomy | None = None
+    measured: "Anatomy | None" = None
 
     @property
     def peak_bytes(self) -> int:
@@ -115,14 +113,14 @@ class Anatomy:
 
     def _instants_table(self) -> str:
         instants = self.instants
-        rows = [["predicted" if self.operations else "measured", *instants, "most"]]
-        for category, most in self.categories.items():
-            if most:
-                cells = (instant[category] for instant in instants.values())
-                rows.append([category, *map(format_bytes, cells), format_bytes(most)])
-        totals = (sum(instant.values()) for instant in instants.values())
-        rows.append(["all tensors", *map(format_bytes, totals), format_bytes(self.peak_bytes)])
-        return aligned(rows)
+        rows = {
+            category: [*(instant[category] for instant in instants.values()), most]
+            for category, most in self.categories.items()
+            if most
+        }
+        rows["all tensors"] = [*(sum(instant.values()) for instant in instants.values()), self.peak_bytes]
+        head = ["predicted" if self.operations else "measured", *instants, "most"]
+        return aligned([head, *([name, *map(format_bytes, row)] for name, row in rows.items())])
 
     def _peaks_table(self) -> str:
         lines = [f"peak of the tensors at batch size {self.batch_size}: {self.peak_bytes:,} bytes"]
@@ -143,12 +141,9 @@ class Anatomy:
         if not self.operations:
             return ""
         phases = list(dict.fromkeys(phase for phase, _ in self.operations))
-        rows = [["operations", *phases]]
-        for kind in CLASSES:
-            counts = [self.operations.get((phase, kind), 0) for phase in phases]
-            if any(counts):
-                rows.append([kind, *(f"{count:.3g}" for count in counts)])
-        return aligned(rows)
+        counts = {kind: [self.operations.get((phase, kind), 0) for phase in phases] for kind in CLASSES}
+        rows = ([kind, *(f"{count:.3g}" for count in row)] for kind, row in counts.items() if any(row))
+        return aligned([["operations", *phases], *rows])
 
 
 def anatomy(

@@ -50,12 +50,17 @@ class MaxBatch:
 
     def __str__(self) -> str:
         limit = "" if self.budget_bytes is None else f" of {format_bytes(self.budget_bytes)} ({self.budget_means})"
-        rows = [["batch size", "peak", ""]]
-        for size, nbytes in sorted(self.tried.items()):
-            verdict = "fits" if size <= self.batch_size else "does not fit"
-            rows.append([f"{size:,}", "out of memory" if nbytes is None else format_bytes(nbytes), verdict])
+        rows = [
+            (
+                f"{size:,}",
+                "out of memory" if nbytes is None else format_bytes(nbytes),
+                "fits" if size <= self.batch_size else "does not fit",
+            )
+            for size, nbytes in sorted(self.tried.items())
+        ]
+        table = aligned([("batch size", "peak", ""), *rows])
         head = f"largest batch within the budget{limit}: {self.batch_size:,}"
-        return "\n\n".join(part for part in (head, aligned(rows), caution(self.unknown)) if part)
+        return "\n\n".join(part for part in (head, table, caution(self.unknown)) if part)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -216,8 +221,7 @@ def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
 def _budget_too_small(size: int, nbytes: int | None, budget_bytes: int | None, parts: Mapping[str, int]) -> str:
     took = "more than the device has" if nbytes is None else format_bytes(nbytes)
     given = "none" if budget_bytes is None else format_bytes(budget_bytes)
-    largest = sorted(parts.items(), key=lambda one: -one[1])[:3]
-    most = ", ".join(f"{name} {format_bytes(part)}" for name, part in largest)
+    most = ", ".join(f"{name} {format_bytes(parts[name])}" for name in sorted(parts, key=lambda name: -parts[name])[:3])
     return (
         f"max_batch_size: `budget` must hold a step of batch size {size}, which takes {took}"
         f"{f' (at its peak {most})' if most else ''}; got {given}; raise it, or see what `advise` says of the workload"

@@ -84,10 +84,11 @@ class Summary:
     obstacle: str = ""
 
     def __str__(self) -> str:
-        lines = [f"Time: {self.time_s:.2f} s", f"Samples a second: {self.samples_per_second:.2f}"]
-        if self.usage is None:
-            return "\n".join([*lines, f"Memory occupied: unknown; {self.obstacle}"])
-        return "\n".join([*lines, f"Memory occupied: {format_bytes(self.usage.occupied_bytes)}", str(self.usage)])
+        occupied = f"unknown; {self.obstacle}"
+        if self.usage is not None:
+            occupied = f"{format_bytes(self.usage.occupied_bytes)}\n{self.usage}"
+        time = f"Time: {self.time_s:.2f} s\nSamples a second: {self.samples_per_second:.2f}"
+        return f"{time}\nMemory occupied: {occupied}"
 
 
 def device_usage() -> Usage:
@@ -136,14 +137,13 @@ def _nvml() -> Iterator[Any]:
 
 def _allocators() -> dict[str, tuple[int, int]]:
     """Bytes of tensors and of cache in this process, by the UUID of the device."""
-    if not torch.cuda.is_initialized():
-        return {}
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     return {
         str(torch.cuda.get_device_properties(index).uuid): (
             torch.cuda.memory_allocated(index),
             torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index),
         )
-        for index in range(torch.cuda.device_count())
+        for index in devices
     }
 
 

@@ -102,8 +102,8 @@ class Estimate:
         return self.state_bytes + self.activation_bytes
 
     def __str__(self) -> str:
-        counts = {**self.terms, "total": self.total_bytes}
-        counts.update({f"read as {reading}": count for reading, count in self.readings.items()})
+        readings = {f"read as {reading}": count for reading, count in self.readings.items()}
+        counts = {**self.terms, "total": self.total_bytes, **readings}
         rows = [(name, format_bytes(count), f"{count:,} B") for name, count in counts.items()]
         return "\n".join([aligned(rows), *(f"not counted: {omission}" for omission in self.omissions)])
 

@@ -45,9 +45,8 @@ class Sweep:
                 shown = f"{result:,}" if self.batch_size is None else format_bytes(result)
                 rows.append((axis, str(value), shown, f"x {result / at_base:.2f}" if at_base else "-"))
         base = ", ".join(f"{axis}={value}" for axis, value in self.base.items())
-        given = f"batch size {self.batch_size}"
-        if self.budget_bytes is not None:
-            given = f"a budget of {format_bytes(self.budget_bytes)}"
+        budget = self.budget_bytes
+        given = f"batch size {self.batch_size}" if budget is None else f"a budget of {format_bytes(budget)}"
         head = f"{self.quantity} with {given}, each axis varied alone around {base}"
         return "\n\n".join(part for part in (head, aligned(rows), caution(self.unknown)) if part)
 

@@ -8,13 +8,12 @@ The transformers have the form of The Annotated Transformer (Rush 2018): `x + dr
 normalisation after each stack. Nothing is copied and no value is looked at. So they also build and train on fake
 tensors.
 
-The folder may import `ops`. Start with `configuration.py` (the sizes) and `time_series.py` (the models, and the
+The folder may import `ops`. Start with `layers.py` (sizes and layers) and `time_series.py` (the models, and the
 parts of their workloads); `bert.py` has the parts of BERT-large.
 """
 
 from effops.memory.models.bert import bert_large
-from effops.memory.models.configuration import KINDS, Configuration
-from effops.memory.models.layers import Attention, Norm, Positions, encoder
+from effops.memory.models.layers import KINDS, Attention, Configuration, Norm, Positions, encoder
 from effops.memory.models.time_series import ARCHITECTURES, TST, EncoderOnlyTST, workload_parts
 
 __all__ = [

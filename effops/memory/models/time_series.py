@@ -6,8 +6,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from effops.memory.models.configuration import PUBLISHED, Configuration
-from effops.memory.models.layers import DecoderLayer, Stack, embedding, encoder
+from effops.memory.models.layers import PUBLISHED, Configuration, DecoderLayer, Stack, embedding, encoder
 
 
 class TST(nn.Module):
