@@ -224,7 +224,7 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def argument(flag: str, group: str = "", **settings: Any) -> tuple[str, str, dict[str, Any]]:
+def _argument(flag: str, group: str = "", **settings: Any) -> tuple[str, str, dict[str, Any]]:
     """An option of a subcommand: its group, its flag, and what `add_argument` is given besides."""
     return group, flag, settings
 
@@ -234,49 +234,49 @@ DETAILS = "what the detailed formula knows besides"
 SIZES = "options of the architecture"
 STEP = "options of the step"
 DEVICES = ("cpu", "cuda")
-DEVICE = argument("--device", choices=DEVICES, default="cpu", help="whose forms of operations are predicted")
-CONTEXT = argument(
+DEVICE = _argument("--device", choices=DEVICES, default="cpu", help="whose forms of operations are predicted")
+CONTEXT = _argument(
     "--context", default=CONTEXT_BYTES, metavar="BYTES", help="what a CUDA device holds before there are tensors"
 )
-BATCH_SIZE = argument("--batch-size", type=int, required=True)
-POWER_OF_TWO = argument("--power-of-two", action="store_true", help="of the batch size")
+BATCH_SIZE = _argument("--batch-size", type=int, required=True)
+POWER_OF_TWO = _argument("--power-of-two", action="store_true", help="of the batch size")
 WORKLOAD = (
-    argument("--architecture", ONE_OF, choices=(*ARCHITECTURES, "bert-large"), help="a model that has been published"),
-    argument(
+    _argument("--architecture", ONE_OF, choices=(*ARCHITECTURES, "bert-large"), help="a model that has been published"),
+    _argument(
         "--workload",
         ONE_OF,
         metavar="MODULE:NAME",
         help="one's own effops.memory.Workload, or a function that returns it; the current directory can be imported",
     ),
     *(
-        argument(_option(name), SIZES, choices=(*KINDS, "eager", "sdpa"))
+        _argument(_option(name), SIZES, choices=(*KINDS, "eager", "sdpa"))
         if name == "attention"
-        else argument(_option(name), SIZES, type=kind, metavar="N")
+        else _argument(_option(name), SIZES, type=kind, metavar="N")
         for name, kind in CONFIGURATION_TYPES.items()
     ),
-    argument("--autocast", STEP, choices=("bfloat16", "float16")),
-    argument("--checkpoint", STEP, action="store_true", help="compute each layer of a ModuleList again in backward"),
-    argument("--accumulation-steps", STEP, type=int, metavar="N"),
+    _argument("--autocast", STEP, choices=("bfloat16", "float16")),
+    _argument("--checkpoint", STEP, action="store_true", help="compute each layer of a ModuleList again in backward"),
+    _argument("--accumulation-steps", STEP, type=int, metavar="N"),
 )
 COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]]] = {
     "estimate": (
         _estimate,
         "what closed forms say of training a transformer",
         (
-            argument("--blocks", type=int, required=True, metavar="N"),
-            argument("--heads", type=int, required=True, metavar="N"),
-            argument("--head-dim", type=int, required=True, metavar="N"),
-            argument("--batch-size", type=int, required=True, metavar="N"),
-            argument("--seq-len", type=int, required=True, metavar="N"),
-            argument("--dtype", choices=DTYPES, default="float32"),
-            argument("--formula", choices=FORMULAS, default="rough"),
-            argument("--d-ff", DETAILS, type=int, metavar="N"),
-            argument("--attention", DETAILS, choices=("naive", "fused")),
-            argument("--norm", DETAILS, choices=("fused", "composed")),
-            argument("--dropout", DETAILS, action=argparse.BooleanOptionalAction),
-            argument("--optimizer", DETAILS, choices=OPTIMIZERS),
-            argument("--mixed-precision", DETAILS, action=argparse.BooleanOptionalAction),
-            argument("--device", DETAILS, choices=DEVICES),
+            _argument("--blocks", type=int, required=True, metavar="N"),
+            _argument("--heads", type=int, required=True, metavar="N"),
+            _argument("--head-dim", type=int, required=True, metavar="N"),
+            _argument("--batch-size", type=int, required=True, metavar="N"),
+            _argument("--seq-len", type=int, required=True, metavar="N"),
+            _argument("--dtype", choices=DTYPES, default="float32"),
+            _argument("--formula", choices=FORMULAS, default="rough"),
+            _argument("--d-ff", DETAILS, type=int, metavar="N"),
+            _argument("--attention", DETAILS, choices=("naive", "fused")),
+            _argument("--norm", DETAILS, choices=("fused", "composed")),
+            _argument("--dropout", DETAILS, action=argparse.BooleanOptionalAction),
+            _argument("--optimizer", DETAILS, choices=OPTIMIZERS),
+            _argument("--mixed-precision", DETAILS, action=argparse.BooleanOptionalAction),
+            _argument("--device", DETAILS, choices=DEVICES),
         ),
     ),
     "anatomy": (
@@ -287,8 +287,8 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
             DEVICE,
             CONTEXT,
             BATCH_SIZE,
-            argument("--measure", action="store_true", help="also run the step on this CPU"),
-            argument("--plot", metavar="FILE", help="draw memory over the step"),
+            _argument("--measure", action="store_true", help="also run the step on this CPU"),
+            _argument("--plot", metavar="FILE", help="draw memory over the step"),
         ),
     ),
     "max-batch": (
@@ -298,15 +298,15 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
             *WORKLOAD,
             DEVICE,
             CONTEXT,
-            argument("--budget", required=True, help='such as "6 GiB"'),
-            argument(
+            _argument("--budget", required=True, help='such as "6 GiB"'),
+            _argument(
                 "--budget-means",
                 choices=MEANINGS,
                 default="tensors",
                 help="what tensors take, or what a CUDA device holds",
             ),
-            argument("--mode", choices=MODES, default="predict", help="probe runs the steps"),
-            argument("--multiple-of", type=int, default=1, metavar="N"),
+            _argument("--mode", choices=MODES, default="predict", help="probe runs the steps"),
+            _argument("--multiple-of", type=int, default=1, metavar="N"),
             POWER_OF_TWO,
         ),
     ),
@@ -317,8 +317,8 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
             *WORKLOAD,
             DEVICE,
             BATCH_SIZE,
-            argument("--budget", help='of tensors, such as "6 GiB"; asks which methods together fit it'),
-            argument("--devices", type=int, default=1, metavar="N", help="for ZeRO"),
+            _argument("--budget", help='of tensors, such as "6 GiB"; asks which methods together fit it'),
+            _argument("--devices", type=int, default=1, metavar="N", help="for ZeRO"),
         ),
     ),
     "sweep": (
@@ -327,17 +327,17 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
         (
             *WORKLOAD,
             DEVICE,
-            argument(
+            _argument(
                 "--axis",
                 action="append",
                 required=True,
                 metavar="NAME=VALUE,VALUE",
                 help="an option of the architecture, or an argument of the workload's function; may be repeated",
             ),
-            argument("--budget", ONE_OF, help='of tensors, such as "6 GiB": asks for the largest batch'),
-            argument("--batch-size", ONE_OF, type=int, help="asks for the peak"),
+            _argument("--budget", ONE_OF, help='of tensors, such as "6 GiB": asks for the largest batch'),
+            _argument("--batch-size", ONE_OF, type=int, help="asks for the peak"),
             POWER_OF_TWO,
-            argument("--plot", metavar="FILE", help="draw it"),
+            _argument("--plot", metavar="FILE", help="draw it"),
         ),
     ),
     "devices": (_devices, "what NVML says that each device of this machine holds", ()),

@@ -401,8 +401,8 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
         return [min(nbytes, buffers - (buffers - nbytes) // devices + whole) for nbytes in curve]
 
     curves = dict(timeline.curves)
-    curves["optimizer states"] = divided(curves["optimizer states"])
-    curves["optimizer temporaries"] = divided(curves["optimizer temporaries"])
+    for category in ("optimizer states", "optimizer temporaries"):
+        curves[category] = divided(curves[category])
     if stage > 1:
         curves["gradients"] = divided(curves["gradients"], module_bytes)
     if stage > 2:
@@ -427,7 +427,7 @@ def _combination(
 
     They are tried in the order of what they cost. One that the others can do without is left out.
     """
-    usable = [one for one in tried if one[1].peak_bytes is not None]
+    usable = [(option, method) for option, method in tried if method.peak_bytes is not None]
     usable.sort(key=lambda one: (one[0].alters, round(one[1].operations or 1.0, 2)))
 
     def peak_of(options: Iterable[_Option]) -> int:
