@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Config, Launch, arithmetic_of, distinct, partial_sums, pointer, run, split, zero
+from .launch import Config, Launch, arithmetic_of, partial_sums, pointer, run, split, zero
+from .tiles import entries, indices, store_tile
 
 
 # fmt: off
@@ -31,8 +32,7 @@ def _load(ptr, stride_i, stride_k, i, k, size_i, size_k, DTYPE: tl.constexpr):
 
 @triton.jit
 def _ratio(query, key):
-    E = tl.exp(2 * (query + key))
-    return 1 / (1 + E)
+    return 1 / (1 + tl.exp(2 * (query + key)))
 
 
 @triton.jit
@@ -45,18 +45,12 @@ def _scores_kernel(
     M, N, D,
     DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    pid_n = pid % tiles_n
-    pid_m = pid // tiles_n % tiles_m
-    pid_b = pid // tiles_n // tiles_m
+    pid_n, pid_m, pid_b = indices(first_pid, (tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)))
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m, n = offs_m[:, None, None], offs_n[None, :, None]
-    query_ptr += pid_b * stride_qb
-    key_ptr += pid_b * stride_kb
-    weight_ptr += pid_b * stride_wb
+    query_ptr, key_ptr, weight_ptr = entries(
+        (pid_b,), ((query_ptr, stride_qb), (key_ptr, stride_kb), (weight_ptr, stride_wb)))
 
     terms = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), DTYPE)
     for start_k in range(0, D, BLOCK_K):
@@ -65,9 +59,7 @@ def _scores_kernel(
         key = _load(key_ptr, stride_kn, stride_kk, n, k, N, D, DTYPE)
         weight = tl.load(weight_ptr + k * stride_wk, mask=k < D, other=0.0).to(DTYPE)
         terms += weight * (1 - 2 * _ratio(query, key))
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    out_ptr += pid_b * stride_ob
-    tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :] * stride_on, tl.sum(terms, 2), mask=mask)
+    store_tile(out_ptr + pid_b * stride_ob, stride_om, stride_on, offs_m, offs_n, M, N, tl.sum(terms, 2))
 
 
 @triton.jit
@@ -82,19 +74,12 @@ def _query_kernel(
     DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """Write dquery, or one part of its sum over n."""
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_k = tl.cdiv(D, BLOCK_K)
-    pid_k = pid % tiles_k
-    pid_m = pid // tiles_k % tiles_m
-    pid_b = pid // tiles_k // tiles_m % B
-    part = pid // tiles_k // tiles_m // B
+    pid_k, pid_m, pid_b, part = indices(first_pid, (tl.cdiv(D, BLOCK_K), tl.cdiv(M, BLOCK_M), B))
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     m, k = offs_m[:, None, None], offs_k[None, None, :]
     query = _load(query_ptr + pid_b * stride_qb, stride_qm, stride_qk, m, k, M, D, DTYPE)
-    key_ptr += pid_b * stride_kb
-    dscore_ptr += pid_b * stride_gb
+    key_ptr, dscore_ptr = entries((pid_b,), ((key_ptr, stride_kb), (dscore_ptr, stride_gb)))
 
     terms = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), DTYPE)
     for start_n in range(part * part_n, tl.minimum((part + 1) * part_n, N), BLOCK_N):
@@ -107,8 +92,7 @@ def _query_kernel(
     weight = tl.load(weight_ptr + pid_b * stride_wb + offs_k * stride_wk, mask=offs_k < D, other=0.0).to(DTYPE)
     grad = 4 * weight[None, :] * tl.sum(terms, 1)
     grad_ptr += part * stride_dp + pid_b * stride_db
-    mask = (offs_m < M)[:, None] & (offs_k < D)[None, :]
-    tl.store(grad_ptr + offs_m[:, None] * stride_dm + offs_k[None, :] * stride_dk, grad, mask=mask)
+    store_tile(grad_ptr, stride_dm, stride_dk, offs_m, offs_k, M, D, grad)
 
 
 @triton.jit
@@ -122,16 +106,11 @@ def _weight_kernel(
     DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """Write dweight, or one part of its sum over m."""
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_k = tl.cdiv(D, BLOCK_K)
-    pid_k = pid % tiles_k
-    pid_b = pid // tiles_k % B
-    part = pid // tiles_k // B
+    pid_k, pid_b, part = indices(first_pid, (tl.cdiv(D, BLOCK_K), B))
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     k = offs_k[None, None, :]
-    query_ptr += pid_b * stride_qb
-    key_ptr += pid_b * stride_kb
-    dscore_ptr += pid_b * stride_gb
+    query_ptr, key_ptr, dscore_ptr = entries(
+        (pid_b,), ((query_ptr, stride_qb), (key_ptr, stride_kb), (dscore_ptr, stride_gb)))
 
     terms = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), DTYPE)
     for start_m in range(part * part_m, tl.minimum((part + 1) * part_m, M), BLOCK_M):
@@ -241,12 +220,7 @@ def _plan_weight(query: Tensor, key: Tensor, weight: Tensor, dscore: Tensor, dwe
 # fmt: on
 
 
-def shipped() -> Iterator[tuple[str, Launch]]:
-    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
-    return distinct(_representatives)
-
-
-def _representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
+def representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
     """Launches of every kernel, on tiles and on single columns.
 
     Operands of 16 bits are converted when they are loaded, so their launches are those of float32.

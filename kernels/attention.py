@@ -25,87 +25,35 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .attention_backward import new_statistics, plan_backward
+from .attention_backward import plan_backward
 from .attention_forward import plan_attention, plan_scores, plan_weights
 from .attention_tiles import AttentionCall
-from .launch import Launch, architecture_of, distinct, run
+from .launch import Launch, architecture_of, run
+
+PLANS = {"scores": plan_scores, "weights": plan_weights, "sums": plan_attention}
 
 
-# fmt: off
-def scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, out: Tensor, *, scale: float, causal: bool, precision: str,
+def forward(call: AttentionCall, out: Tensor) -> None:
+    """Write the output of the call to `out`: (B, H, M, V) for sums, else (B, H, M, N). It may have any strides."""
+    run(call.query, PLANS[call.output](architecture_of(call.query), call, out))
+
+
+def backward(
+    call: AttentionCall,
+    dout: Tensor,
+    dquery: Tensor | None,
+    dkey: Tensor | None,
+    dvalue: Tensor | None,
+    dmask: Tensor | None,
 ) -> None:
-    """Write s to `out`.
-
-    query is (B, H, M, E), key (B, H, N, E), mask and out are (B, H, M, N). They may have any strides, and any size may
-    be 0. A boolean mask is True where a pair takes part; a floating-point mask is added. `precision` is the value of
-    `torch.get_float32_matmul_precision()`.
-    """
-    call = AttentionCall(query, key, None, mask, None, scale, causal, 0.0, precision)
-    run(query, plan_scores(architecture_of(query), call, out))
-
-
-def weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, out: Tensor, *, scale: float, causal: bool, precision: str,
-) -> None:
-    """Write P to `out`, given the operands of `scores`."""
-    call = AttentionCall(query, key, None, mask, None, scale, causal, 0.0, precision)
-    run(query, plan_weights(architecture_of(query), call, out))
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor, *,
-    scale: float, causal: bool, dropout_p: float, precision: str,
-) -> None:
-    """Write P' value to `out`, given the operands of `scores`.
-
-    value is (B, H, N, V), out (B, H, M, V). `seed` holds one int64, which decides together with the index of a pair
-    whether dropout keeps it. Without a seed nothing is dropped.
-    """
-    call = AttentionCall(query, key, value, mask, seed, scale, causal, dropout_p, precision)
-    run(query, plan_attention(architecture_of(query), call, out))
-
-
-def backward_scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, dout: Tensor,
-    dquery: Tensor | None, dkey: Tensor | None, dmask: Tensor | None, *, scale: float, causal: bool, precision: str,
-) -> None:
-    """Write the gradients that are not None, given the operands of `scores`.
+    """Write the gradients that are not None, given that of the output.
 
     dmask has the dtype of the arithmetic. It is summed over each axis along which it has size 1.
     """
-    call = AttentionCall(query, key, None, mask, None, scale, causal, 0.0, precision)
-    run(query, plan_backward(architecture_of(query), call, None, dout, dquery, dkey, None, dmask))
+    run(call.query, plan_backward(architecture_of(call.query), call, dout, dquery, dkey, dvalue, dmask))
 
 
-def backward_weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, dout: Tensor,
-    dquery: Tensor | None, dkey: Tensor | None, dmask: Tensor | None, *, scale: float, causal: bool, precision: str,
-) -> None:
-    """Write the gradients of `weights` that are not None, as `backward_scores` does."""
-    call = AttentionCall(query, key, None, mask, None, scale, causal, 0.0, precision)
-    statistics = new_statistics(call)
-    run(query, plan_backward(architecture_of(query), call, statistics, dout, dquery, dkey, None, dmask))
-
-
-def backward_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: Tensor | None, dout: Tensor,
-    dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None, dmask: Tensor | None, *,
-    scale: float, causal: bool, dropout_p: float, precision: str,
-) -> None:
-    """Write the gradients of `attention` that are not None, as `backward_scores` does."""
-    call = AttentionCall(query, key, value, mask, seed, scale, causal, dropout_p, precision)
-    statistics = new_statistics(call)
-    run(query, plan_backward(architecture_of(query), call, statistics, dout, dquery, dkey, dvalue, dmask))
-# fmt: on
-
-
-def shipped() -> Iterator[tuple[str, Launch]]:
-    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
-    return distinct(_representatives)
-
-
-def _representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
+def representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
     """Launches of every kernel with what takes the most registers: the widest tiles, an additive mask and dropout.
 
     Other dtypes and precisions have the same tiles or smaller ones. Of those, the two kernels that hold the most are
@@ -118,10 +66,10 @@ def _representatives(architecture: str, dtype: torch.dtype, precision: str) -> I
     x = torch.empty(B, H, M, D, dtype=dtype, device="meta")
     full = x.new_empty(B, H, M, M)
     seed = x.new_empty(1, dtype=torch.int64)
-    statistics = x.new_empty(B, H, M, 3, dtype=torch.promote_types(dtype, torch.float32))
-    call = AttentionCall(x, x, x, full, seed, 0.125, True, 0.25, precision)
+    dmask = x.new_empty(B, H, M, 3, dtype=torch.promote_types(dtype, torch.float32))[..., :1]
+    call = AttentionCall("sums", x, x, x, full, seed, 0.125, True, 0.25, precision)
     yield from plan_attention(architecture, call, x)
-    for launch in plan_backward(architecture, call, statistics, x, x, x.clone(), x.clone(), statistics[..., :1]):
+    for launch in plan_backward(architecture, call, x, x, x.clone(), x.clone(), dmask):
         if thorough or launch.constants.get("OF") == "key":
             yield launch
     if thorough:

@@ -22,7 +22,8 @@ from .attention_tiles import (
     shift_of,
     weights_tile,
 )
-from .launch import Config, Launch, arithmetic_of, contraction_of, partial_sums, pointer, split, torch_dtype, zero
+from .launch import Config, Launch, contraction_of, partial_sums, pointer, split, torch_dtype, zero
+from .tiles import entries, indices, load_tile, moved, store_tile
 
 
 # fmt: off
@@ -40,18 +41,12 @@ def _statistics_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """Write max, 1 / total and delta of every row, side by side. All are 0 for a row without pairs."""
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    pid_m = pid % tiles_m
-    pid_h = pid // tiles_m % H
-    pid_b = pid // tiles_m // H
-    query_ptr += pid_b * stride_qb + pid_h * stride_qh
-    key_ptr += pid_b * stride_kb + pid_h * stride_kh
-    dout_ptr += pid_b * stride_gb + pid_h * stride_gh
-    if value_ptr is not None:
-        value_ptr += pid_b * stride_vb + pid_h * stride_vh
-    if mask_ptr is not None:
-        mask_ptr += pid_b * stride_ab + pid_h * stride_ah
+    pid_m, pid_h, pid_b = indices(first_pid, (tl.cdiv(M, BLOCK_M), H))
+    query_ptr, key_ptr, dout_ptr = entries(
+        (pid_b, pid_h), ((query_ptr, stride_qb, stride_qh), (key_ptr, stride_kb, stride_kh),
+                         (dout_ptr, stride_gb, stride_gh)))
+    value_ptr = moved(value_ptr, pid_b * stride_vb + pid_h * stride_vh)
+    mask_ptr = moved(mask_ptr, pid_b * stride_ab + pid_h * stride_ah)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_row = (pid_b * H + pid_h) * M + offs_m
     mask_m = offs_m < M
@@ -92,19 +87,12 @@ def _gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Write the gradient of rows i of an operand, or one part of its sum over j: a query has i = m, others i = n."""
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    pid_d = pid % tiles_d
-    pid_i = pid // tiles_d % tiles_i
-    pid_h = pid // tiles_d // tiles_i % H
-    pid_b = pid // tiles_d // tiles_i // H % B
-    part = pid // tiles_d // tiles_i // H // B
-    query_ptr += pid_b * stride_qb + pid_h * stride_qh
-    key_ptr += pid_b * stride_kb + pid_h * stride_kh
-    dout_ptr += pid_b * stride_gb + pid_h * stride_gh
-    if value_ptr is not None:
-        value_ptr += pid_b * stride_vb + pid_h * stride_vh
-    if mask_ptr is not None:
-        mask_ptr += pid_b * stride_ab + pid_h * stride_ah
+    pid_d, pid_i, pid_h, pid_b, part = indices(first_pid, (tiles_d, tiles_i, H, B))
+    query_ptr, key_ptr, dout_ptr = entries(
+        (pid_b, pid_h), ((query_ptr, stride_qb, stride_qh), (key_ptr, stride_kb, stride_kh),
+                         (dout_ptr, stride_gb, stride_gh)))
+    value_ptr = moved(value_ptr, pid_b * stride_vb + pid_h * stride_vh)
+    mask_ptr = moved(mask_ptr, pid_b * stride_ab + pid_h * stride_ah)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
     BLOCK_I: tl.constexpr = BLOCK_M if OF == "query" else BLOCK_N
     BLOCK_J: tl.constexpr = BLOCK_N if OF == "query" else BLOCK_M
@@ -124,7 +112,6 @@ def _gradient_kernel(
         end_j = tl.minimum((part + 1) * part_j, M)
         first_j = tl.maximum(part * part_j, tl.maximum(pid_i * BLOCK_N - reach, 0) // BLOCK_M * BLOCK_M)
     offs_i = pid_i * BLOCK_I + tl.arange(0, BLOCK_I)
-    mask_d = (offs_d < D)[None, :]
 
     grad = tl.zeros((BLOCK_I, BLOCK_D), DTYPE)
     for start_j in range(first_j, end_j, BLOCK_J):
@@ -145,9 +132,7 @@ def _gradient_kernel(
                 query_ptr, stride_qm, stride_qk, key_ptr, stride_kn, stride_kk, value_ptr, stride_vn, stride_vk,
                 mask_ptr, stride_am, stride_an, dout_ptr, stride_gm, stride_gk, seed_ptr, statistics_ptr, offs_row,
                 offs_m, offs_n, M, N, E, V, reach, scale, dropout_p, DTYPE, UPCAST, UPCAST_VALUE, PRECISION, BLOCK_K)
-        # factor has shape (BLOCK_J, BLOCK_D).
-        factor_ptrs = factor_ptr + offs_j[:, None] * stride_fj + offs_d[None, :] * stride_fk
-        factor = tl.load(factor_ptrs, mask=(offs_j < size_j)[:, None] & mask_d, other=0.0).to(DTYPE)
+        factor = load_tile(factor_ptr, stride_fj, stride_fk, offs_j, offs_d, size_j, D, 0.0).to(DTYPE)
         if OF != "query":
             pairs = tl.trans(pairs)
         grad = tl.dot(pairs, factor, grad, input_precision=PRECISION, out_dtype=DTYPE)
@@ -155,8 +140,7 @@ def _gradient_kernel(
     if OF != "value":
         grad *= tl.full((1, 1), scale, DTYPE)
     grad_ptr += part * stride_dp + pid_b * stride_db + pid_h * stride_dh
-    grad_ptrs = grad_ptr + offs_i[:, None] * stride_di + offs_d[None, :] * stride_dk
-    tl.store(grad_ptrs, grad, mask=(offs_i < size_i)[:, None] & mask_d)
+    store_tile(grad_ptr, stride_di, stride_dk, offs_i, offs_d, size_i, D, grad)
 
 
 @triton.jit
@@ -179,12 +163,7 @@ def _dmask_kernel(
 
     It has kept_b entries of b, kept_h of h, and kept_m by kept_n tiles. An axis with one entry is summed.
     """
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    pid_n = pid % kept_n
-    pid_m = pid // kept_n % kept_m
-    pid_h = pid // kept_n // kept_m % kept_h
-    pid_b = pid // kept_n // kept_m // kept_h % kept_b
-    part = pid // kept_n // kept_m // kept_h // kept_b
+    pid_n, pid_m, pid_h, pid_b, part = indices(first_pid, (kept_n, kept_m, kept_h, kept_b))
 
     total = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
     for tile in range(part * part_tiles, tl.minimum((part + 1) * part_tiles, sum_all)):
@@ -195,15 +174,12 @@ def _dmask_kernel(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         beyond = start_n >= start_m + BLOCK_M + reach
-        value_ptrs, mask_ptrs = value_ptr, mask_ptr
-        if value_ptr is not None:
-            value_ptrs += b * stride_vb + h * stride_vh
-        if mask_ptr is not None:
-            mask_ptrs += b * stride_ab + h * stride_ah
         total += dscores_tile(
             query_ptr + b * stride_qb + h * stride_qh, stride_qm, stride_qk,
-            key_ptr + b * stride_kb + h * stride_kh, stride_kn, stride_kk, value_ptrs, stride_vn, stride_vk,
-            mask_ptrs, stride_am, stride_an, dout_ptr + b * stride_gb + h * stride_gh, stride_gm, stride_gk,
+            key_ptr + b * stride_kb + h * stride_kh, stride_kn, stride_kk,
+            moved(value_ptr, b * stride_vb + h * stride_vh), stride_vn, stride_vk,
+            moved(mask_ptr, b * stride_ab + h * stride_ah), stride_am, stride_an,
+            dout_ptr + b * stride_gb + h * stride_gh, stride_gm, stride_gk,
             seed_ptr, statistics_ptr, (b * H + h) * M + offs_m, offs_m, offs_n, M, N,
             tl.where(beyond, 0, E), tl.where(beyond, 0, V), reach, scale, dropout_p,
             DTYPE, UPCAST, UPCAST_VALUE, PRECISION, BLOCK_K)
@@ -221,14 +197,9 @@ def _dmask_kernel(
 # fmt: on
 
 
-def new_statistics(call: AttentionCall) -> Tensor:
-    operands = [operand for operand in (call.query, call.key, call.value, call.mask) if operand is not None]
-    return call.query.new_empty((*call.query.shape[:3], 3), dtype=torch_dtype(arithmetic_of(*operands)))
-
-
 # fmt: off
 def plan_backward(
-    architecture: str, call: AttentionCall, statistics: Tensor | None, dout: Tensor,
+    architecture: str, call: AttentionCall, dout: Tensor,
     dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None, dmask: Tensor | None,
 ) -> Iterator[Launch]:
     B, H, M, N, E, V = call.sizes
@@ -237,6 +208,9 @@ def plan_backward(
         zero(*grads)
         return
     contraction = call.contraction(architecture)
+    statistics = None
+    if call.output != "scores":
+        statistics = call.query.new_empty((B, H, M, 3), dtype=torch_dtype(contraction["DTYPE"]))
     config = choose_config(architecture, contraction)
     upcast_value = contraction["UPCAST"]
     if call.value is not None:

@@ -19,6 +19,7 @@ from .attention_tiles import (
     shift_of,
 )
 from .launch import Config, Launch, pointer
+from .tiles import entries, indices, load_tile, moved, store_tile
 
 
 # fmt: off
@@ -33,26 +34,19 @@ def _scores_kernel(
     DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    pid_n = pid % tiles_n
-    pid_m = pid // tiles_n % tiles_m
-    pid_h = pid // tiles_n // tiles_m % H
-    pid_b = pid // tiles_n // tiles_m // H
-    if mask_ptr is not None:
-        mask_ptr += pid_b * stride_ab + pid_h * stride_ah
+    pid_n, pid_m, pid_h, pid_b = indices(first_pid, (tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M), H))
+    query_ptr, key_ptr, out_ptr = entries(
+        (pid_b, pid_h), ((query_ptr, stride_qb, stride_qh), (key_ptr, stride_kb, stride_kh),
+                         (out_ptr, stride_ob, stride_oh)))
+    mask_ptr = moved(mask_ptr, pid_b * stride_ab + pid_h * stride_ah)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
     E = tl.where(pid_n * BLOCK_N < (pid_m + 1) * BLOCK_M + reach, E, 0)  # beyond the diagonal no product is computed
     score, _ = score_tile(
-        query_ptr + pid_b * stride_qb + pid_h * stride_qh, stride_qm, stride_qk,
-        key_ptr + pid_b * stride_kb + pid_h * stride_kh, stride_kn, stride_kk, mask_ptr, stride_am, stride_an,
+        query_ptr, stride_qm, stride_qk, key_ptr, stride_kn, stride_kk, mask_ptr, stride_am, stride_an,
         offs_m, offs_n, M, N, E, reach, scale, DTYPE, UPCAST, PRECISION, BLOCK_K)
-    out_ptr += pid_b * stride_ob + pid_h * stride_oh
-    out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :] * stride_on
-    tl.store(out_ptrs, score, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+    store_tile(out_ptr, stride_om, stride_on, offs_m, offs_n, M, N, score)
 
 
 @triton.jit
@@ -67,17 +61,12 @@ def _weights_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """Write P. If WHOLE, one tile holds a row; else the scores of each tile are computed twice."""
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    pid_m = pid % tiles_m
-    pid_h = pid // tiles_m % H
-    pid_b = pid // tiles_m // H
-    query_ptr += pid_b * stride_qb + pid_h * stride_qh
-    key_ptr += pid_b * stride_kb + pid_h * stride_kh
-    if mask_ptr is not None:
-        mask_ptr += pid_b * stride_ab + pid_h * stride_ah
+    pid_m, pid_h, pid_b = indices(first_pid, (tl.cdiv(M, BLOCK_M), H))
+    query_ptr, key_ptr, out_ptr = entries(
+        (pid_b, pid_h), ((query_ptr, stride_qb, stride_qh), (key_ptr, stride_kb, stride_kh),
+                         (out_ptr, stride_ob, stride_oh)))
+    mask_ptr = moved(mask_ptr, pid_b * stride_ab + pid_h * stride_ah)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    out_ptrs = out_ptr + pid_b * stride_ob + pid_h * stride_oh + offs_m[:, None] * stride_om
 
     maximum = tl.full((BLOCK_M,), float("-inf"), DTYPE)
     total = tl.zeros((BLOCK_M,), DTYPE)
@@ -89,7 +78,7 @@ def _weights_kernel(
             offs_m, offs_n, M, N, E, reach, scale, DTYPE, UPCAST, PRECISION, BLOCK_K)
         weights, _, _ = exponentials(score, maximum)
         weights *= inverse_of(tl.sum(weights, 1))[:, None]
-        tl.store(out_ptrs + offs_n[None, :] * stride_on, weights, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+        store_tile(out_ptr, stride_om, stride_on, offs_m, offs_n, M, N, weights)
     else:
         for start_n in range(0, end, BLOCK_N):
             offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)
@@ -105,8 +94,7 @@ def _weights_kernel(
                 query_ptr, stride_qm, stride_qk, key_ptr, stride_kn, stride_kk, mask_ptr, stride_am, stride_an,
                 offs_m, offs_n, M, N, tl.where(start_n < end, E, 0), reach, scale, DTYPE, UPCAST, PRECISION, BLOCK_K)
             weights = tl.exp(score - shift[:, None]) * inverse[:, None]
-            mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-            tl.store(out_ptrs + offs_n[None, :] * stride_on, weights, mask=mask)
+            store_tile(out_ptr, stride_om, stride_on, offs_m, offs_n, M, N, weights)
 
 
 @triton.jit
@@ -122,22 +110,14 @@ def _attention_kernel(
     DTYPE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_d = tl.cdiv(V, BLOCK_D)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    pid_d = pid % tiles_d
-    pid_m = pid // tiles_d % tiles_m
-    pid_h = pid // tiles_d // tiles_m % H
-    pid_b = pid // tiles_d // tiles_m // H
-    query_ptr += pid_b * stride_qb + pid_h * stride_qh
-    key_ptr += pid_b * stride_kb + pid_h * stride_kh
-    value_ptr += pid_b * stride_vb + pid_h * stride_vh
-    if mask_ptr is not None:
-        mask_ptr += pid_b * stride_ab + pid_h * stride_ah
+    pid_d, pid_m, pid_h, pid_b = indices(first_pid, (tl.cdiv(V, BLOCK_D), tl.cdiv(M, BLOCK_M), H))
+    query_ptr, key_ptr, value_ptr, out_ptr = entries(
+        (pid_b, pid_h), ((query_ptr, stride_qb, stride_qh), (key_ptr, stride_kb, stride_kh),
+                         (value_ptr, stride_vb, stride_vh), (out_ptr, stride_ob, stride_oh)))
+    mask_ptr = moved(mask_ptr, pid_b * stride_ab + pid_h * stride_ah)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
     offs_row = (pid_b * H + pid_h) * M + offs_m
-    mask_d = (offs_d < V)[None, :]
 
     maximum = tl.full((BLOCK_M,), float("-inf"), DTYPE)
     total = tl.zeros((BLOCK_M,), DTYPE)
@@ -150,15 +130,11 @@ def _attention_kernel(
         weights, maximum, decay = exponentials(score, maximum)
         total = total * decay + tl.sum(weights, 1)
         weights = dropped(weights, seed_ptr, offs_row, offs_n, N, dropout_p, DTYPE)
-        # value has shape (BLOCK_N, BLOCK_D).
-        value_ptrs = value_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vk
-        value = tl.load(value_ptrs, mask=(offs_n < N)[:, None] & mask_d, other=0.0).to(DTYPE)
+        value = load_tile(value_ptr, stride_vn, stride_vk, offs_n, offs_d, N, V, 0.0).to(DTYPE)
         out = tl.dot(weights, value, out * decay[:, None], input_precision=PRECISION, out_dtype=DTYPE)
 
     out *= inverse_of(total)[:, None]
-    out_ptr += pid_b * stride_ob + pid_h * stride_oh
-    out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_ok
-    tl.store(out_ptrs, out, mask=(offs_m < M)[:, None] & mask_d)
+    store_tile(out_ptr, stride_om, stride_ok, offs_m, offs_d, M, V, out)
 # fmt: on
 
 

@@ -14,8 +14,20 @@ from .tiles import dots
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The operands and settings of a call, and what all kernels take of them."""
+    """The operands and settings of a call, and what all kernels take of them.
 
+    Attributes:
+        output: "scores" (s), "weights" (P) or "sums" (P' value)
+        query: (B, H, M, E). Operands may have any strides, and any size may be 0
+        key: (B, H, N, E)
+        value: (B, H, N, V), or None without sums
+        mask: (B, H, M, N). A boolean mask is True where a pair takes part; a floating-point mask is added
+        seed: one int64, which decides together with the index of a pair whether dropout keeps it. Without a seed
+            nothing is dropped
+        precision: the value of `torch.get_float32_matmul_precision()`
+    """
+
+    output: str
     query: Tensor
     key: Tensor
     value: Tensor | None

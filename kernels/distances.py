@@ -32,7 +32,6 @@ from .launch import (
     Config,
     Launch,
     arithmetic_of,
-    distinct,
     partial_statistics,
     partial_sums,
     pointer,
@@ -42,7 +41,7 @@ from .launch import (
     varies,
     zero,
 )
-from .tiles import add_scores, load_tile, upstream
+from .tiles import add_scores, indices, load_tile, moved, store_tile, upstream
 
 # How many G of a mixture, or gradients of x if those are more, are held at a time: 16 MiB in float32. One row of pairs
 # may exceed it.
@@ -122,15 +121,7 @@ def _scores_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """Write e, or G if the statistics of a mixture are given."""
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    pid_n = pid % tiles_n
-    pid_m = pid // tiles_n % tiles_m
-    pid_c = pid // tiles_n // tiles_m % C
-    pid_b = pid // tiles_n // tiles_m // C
-    if weights_ptr is not None:
-        weights_ptr += pid_b * stride_vb + pid_c * stride_vc
+    pid_n, pid_m, pid_c, pid_b = indices(first_pid, (tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M), C))
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
@@ -139,14 +130,12 @@ def _scores_kernel(
         loc_ptr + pid_b * stride_lb + pid_c * stride_lc, stride_lm, stride_ln, stride_lk,
         scale_ptr + pid_b * stride_sb + pid_c * stride_sc, stride_sm, stride_sn, stride_sk,
         constant_ptr + pid_b * stride_wb + pid_c * stride_wc, stride_wm, stride_wn,
-        weights_ptr, stride_vm, stride_vn, offs_m, offs_n, M, N, D,
+        moved(weights_ptr, pid_b * stride_vb + pid_c * stride_vc), stride_vm, stride_vn, offs_m, offs_n, M, N, D,
         DTYPE, X, LOC, SCALE, CONSTANT_M, CONSTANT_N, WEIGHTS_M, WEIGHTS_N, BLOCK_K)
     if statistics_ptr is not None:
         out, _ = upstream(out, statistics_ptr + pid_b * stride_zb + pid_c * stride_zc, stride_zm, stride_zi,
                           dout_ptr + pid_b * stride_gb + pid_c * stride_gc, stride_gm, offs_m, M, DTYPE)
-    out_ptr += pid_b * stride_ob + pid_c * stride_oc
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :] * stride_on, out, mask=mask)
+    store_tile(out_ptr + pid_b * stride_ob + pid_c * stride_oc, stride_om, stride_on, offs_m, offs_n, M, N, out)
 
 
 @triton.jit
@@ -163,12 +152,7 @@ def _logsumexp_kernel(
     CONSTANT_M: tl.constexpr, CONSTANT_N: tl.constexpr, WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    pid_m = pid % tiles_m
-    pid_c = pid // tiles_m % C
-    pid_b = pid // tiles_m // C % B
-    part = pid // tiles_m // C // B
+    pid_m, pid_c, pid_b, part = indices(first_pid, (tl.cdiv(M, BLOCK_M), C, B))
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
 
     maximum = tl.full((BLOCK_M,), float("-inf"), DTYPE)
@@ -202,14 +186,7 @@ def _gradient_kernel(
     OF_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """Write the sum over n, whichever axis that is, of -G z / s, or of G (z^2 - 1) / s if OF_SCALE."""
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_k = tl.cdiv(K, BLOCK_K)
-    pid_k = pid % tiles_k
-    pid_m = pid // tiles_k % tiles_m
-    pid_c = pid // tiles_k // tiles_m % C
-    pid_b = pid // tiles_k // tiles_m // C % B
-    part = pid // tiles_k // tiles_m // C // B
+    pid_k, pid_m, pid_c, pid_b, part = indices(first_pid, (tl.cdiv(K, BLOCK_K), tl.cdiv(M, BLOCK_M), C, B))
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     m, k = offs_m[:, None, None], offs_k[None, None, :]
@@ -244,8 +221,7 @@ def _gradient_kernel(
         grad += tl.where(G == 0, 0.0, term)  # where G is 0 nothing is added, not even 0 times an infinity
 
     grad_ptr += part * stride_dp + pid_b * stride_db + pid_c * stride_dc
-    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
-    tl.store(grad_ptr + offs_m[:, None] * stride_dm + offs_k[None, :] * stride_dk, tl.sum(grad, 1), mask=mask)
+    store_tile(grad_ptr, stride_dm, stride_dk, offs_m, offs_k, M, K, tl.sum(grad, 1))
 # fmt: on
 
 
@@ -509,12 +485,7 @@ def _axes(operand: Tensor) -> int:
     return sum(varies(operand, axis) << (4 - axis) for axis in (2, 3, 4))
 
 
-def shipped() -> Iterator[tuple[str, Launch]]:
-    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
-    return distinct(_representatives)
-
-
-def _representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
+def representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
     """Launches of every tile with what takes the most registers: operands that vary along as many axes as they can.
 
     Operands of 16 bits are converted when they are loaded, so their launches are those of float32.

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, distinct, pointer, run, zero
+from .launch import Launch, pointer, run, zero
+from .tiles import entries, indices, store_tile
 
 LARGEST = 2048  # the most features of a row, which registers hold
 
@@ -54,14 +55,41 @@ def _store_rows(
     ptr, stride_l, stride_e, rows, L, E, value,
     BLOCK_E: tl.constexpr,
 ):
-    offs_e = tl.arange(0, BLOCK_E).to(tl.int64)
-    tl.store(ptr + rows[:, None] * stride_l + offs_e[None, :] * stride_e, value,
-             mask=(rows < L)[:, None] & (offs_e < E)[None, :])
+    store_tile(ptr, stride_l, stride_e, rows, tl.arange(0, BLOCK_E).to(tl.int64), L, E, value)
 
 
 @triton.jit
 def _score(q, k, scale, keys):
     return tl.where(keys >= 0, tl.sum(q * k, 1) * scale, float("-inf"))
+
+
+@triton.jit
+def _sums(
+    q, dout,
+    k_ptr, stride_kl, stride_ke,
+    v_ptr, stride_vl, stride_ve,
+    rows, count, scale, L, E, V, local, restart, base,
+    DTYPE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """The maximum of s of each row, and the sums of exp(s - max) and of exp(s - max) v, or of its product with dout."""
+    maximum = tl.full((BLOCK_L,), float("-inf"), DTYPE)
+    total = tl.zeros((BLOCK_L,), DTYPE)
+    acc = tl.zeros((BLOCK_L, BLOCK_V) if dout is None else (BLOCK_L,), DTYPE)
+    for number in range(0, count):
+        keys = rows - _offset(number, local, restart, base)
+        k = _load_rows(k_ptr, stride_kl, stride_ke, keys, L, E, DTYPE, BLOCK_E)
+        v = _load_rows(v_ptr, stride_vl, stride_ve, keys, L, V, DTYPE, BLOCK_V)
+        score = _score(q, k, scale, keys)
+        larger = tl.maximum(maximum, score)
+        shrink = tl.exp(maximum - larger)
+        share = tl.exp(score - larger)
+        total = total * shrink + share
+        if dout is None:  # noqa: SIM108, known when compiling
+            acc = acc * shrink[:, None] + share[:, None] * v
+        else:
+            acc = acc * shrink + share * tl.sum(dout * v, 1)
+        maximum = larger
+    return maximum, total, acc
 
 
 @triton.jit
@@ -74,27 +102,13 @@ def _forward_kernel(
     scale_ptr, L, E, V, local, restart, base,
     DTYPE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(L, BLOCK_L)
-    pid_b = pid // blocks
-    pid_l = pid % blocks
+    pid_l, pid_b = indices(first_pid, (tl.cdiv(L, BLOCK_L),))
     rows = pid_l * BLOCK_L + tl.arange(0, BLOCK_L)
     q = _load_rows(q_ptr + pid_b * stride_qb, stride_ql, stride_qe, rows, L, E, DTYPE, BLOCK_E)
-    scale = tl.load(scale_ptr)
-    maximum = tl.full((BLOCK_L,), float("-inf"), DTYPE)
-    total = tl.zeros((BLOCK_L,), DTYPE)
-    acc = tl.zeros((BLOCK_L, BLOCK_V), DTYPE)
-    for number in range(0, tl.cdiv(tl.minimum((pid_l + 1) * BLOCK_L, L), restart) * base):
-        keys = rows - _offset(number, local, restart, base)
-        k = _load_rows(k_ptr + pid_b * stride_kb, stride_kl, stride_ke, keys, L, E, DTYPE, BLOCK_E)
-        v = _load_rows(v_ptr + pid_b * stride_vb, stride_vl, stride_ve, keys, L, V, DTYPE, BLOCK_V)
-        score = _score(q, k, scale, keys)
-        larger = tl.maximum(maximum, score)
-        shrink = tl.exp(maximum - larger)
-        share = tl.exp(score - larger)
-        total = total * shrink + share
-        acc = acc * shrink[:, None] + share[:, None] * v
-        maximum = larger
+    count = tl.cdiv(tl.minimum((pid_l + 1) * BLOCK_L, L), restart) * base
+    _, total, acc = _sums(
+        q, None, k_ptr + pid_b * stride_kb, stride_kl, stride_ke, v_ptr + pid_b * stride_vb, stride_vl, stride_ve,
+        rows, count, tl.load(scale_ptr), L, E, V, local, restart, base, DTYPE, BLOCK_L, BLOCK_E, BLOCK_V)
     _store_rows(out_ptr + pid_b * stride_ob, stride_ol, stride_oe, rows, L, V, acc / total[:, None], BLOCK_V)
 
 
@@ -111,31 +125,16 @@ def _backward_queries_kernel(
     DTYPE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     """Write dq, and the statistics of each row: maximum, sum and delta."""
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(L, BLOCK_L)
-    pid_b = pid // blocks
-    pid_l = pid % blocks
+    pid_l, pid_b = indices(first_pid, (tl.cdiv(L, BLOCK_L),))
     rows = pid_l * BLOCK_L + tl.arange(0, BLOCK_L)
-    k_ptr += pid_b * stride_kb
-    v_ptr += pid_b * stride_vb
+    k_ptr, v_ptr = entries((pid_b,), ((k_ptr, stride_kb), (v_ptr, stride_vb)))
     q = _load_rows(q_ptr + pid_b * stride_qb, stride_ql, stride_qe, rows, L, E, DTYPE, BLOCK_E)
     dout = _load_rows(dout_ptr + pid_b * stride_gb, stride_gl, stride_ge, rows, L, V, DTYPE, BLOCK_V)
     scale = tl.load(scale_ptr)
-    maximum = tl.full((BLOCK_L,), float("-inf"), DTYPE)
-    total = tl.zeros((BLOCK_L,), DTYPE)
-    delta = tl.zeros((BLOCK_L,), DTYPE)
     count = tl.cdiv(tl.minimum((pid_l + 1) * BLOCK_L, L), restart) * base
-    for number in range(0, count):
-        keys = rows - _offset(number, local, restart, base)
-        k = _load_rows(k_ptr, stride_kl, stride_ke, keys, L, E, DTYPE, BLOCK_E)
-        v = _load_rows(v_ptr, stride_vl, stride_ve, keys, L, V, DTYPE, BLOCK_V)
-        score = _score(q, k, scale, keys)
-        larger = tl.maximum(maximum, score)
-        shrink = tl.exp(maximum - larger)
-        share = tl.exp(score - larger)
-        total = total * shrink + share
-        delta = delta * shrink + share * tl.sum(dout * v, 1)
-        maximum = larger
+    maximum, total, delta = _sums(
+        q, dout, k_ptr, stride_kl, stride_ke, v_ptr, stride_vl, stride_ve,
+        rows, count, scale, L, E, V, local, restart, base, DTYPE, BLOCK_L, BLOCK_E, BLOCK_V)
     delta /= total
     statistics_ptr += pid_b * stride_zb + rows * stride_zl
     mask = rows < L
@@ -166,10 +165,7 @@ def _backward_keys_kernel(
     scale_ptr, L, E, V, local, restart, base,
     DTYPE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(L, BLOCK_L)
-    pid_b = pid // blocks
-    pid_l = pid % blocks
+    pid_l, pid_b = indices(first_pid, (tl.cdiv(L, BLOCK_L),))
     keys = pid_l * BLOCK_L + tl.arange(0, BLOCK_L)
     statistics_ptr += pid_b * stride_zb
     k = _load_rows(k_ptr + pid_b * stride_kb, stride_kl, stride_ke, keys, L, E, DTYPE, BLOCK_E)
@@ -218,18 +214,17 @@ def backward(
 # fmt: on
 
 
-def shipped() -> Iterator[tuple[str, Launch]]:
-    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
+def representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
+    """Launches of every kernel, in float64 with rows of the most features.
 
-    def representatives(architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
-        if dtype == torch.bfloat16:  # its code is that of float32, except for conversions
-            return
-        q = torch.empty(16, 16384, LARGEST if dtype == torch.float64 else 64, dtype=dtype, device="meta")
-        scale = q.new_empty(1)
-        yield from _plan_forward(q, q, q, q, scale, 1, None)
-        yield from _plan_backward(q, q, q, q, q, q, q, scale, 1, None)
-
-    return distinct(representatives)
+    Operands of 16 bits are converted when they are loaded, so their launches are those of float32.
+    """
+    if dtype.itemsize < 4:
+        return
+    q = torch.empty(16, 16384, LARGEST if dtype == torch.float64 else 64, dtype=dtype, device="meta")
+    scale = q.new_empty(1)
+    yield from _plan_forward(q, q, q, q, scale, 1, None)
+    yield from _plan_backward(q, q, q, q, q, q, q, scale, 1, None)
 
 
 # fmt: off

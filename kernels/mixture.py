@@ -17,7 +17,6 @@ an infinity. Without components the result is -inf, and all gradients are 0.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from .launch import (
     Launch,
     architecture_of,
     contraction_of,
-    distinct,
     partial_statistics,
     partial_sums,
     pointer,
@@ -39,7 +37,7 @@ from .launch import (
     varies,
     zero,
 )
-from .tiles import Map, add_scores, dots, finite, load_tile, upstream
+from .tiles import Map, add_scores, dots, entries, finite, indices, load_tile, moved, store_tile, upstream
 
 
 # fmt: off
@@ -107,16 +105,10 @@ def _forward_kernel(
     SCALE_M: tl.constexpr, SCALE_N: tl.constexpr, WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    pid_m = pid % tiles_m
-    pid_c = pid // tiles_m % C
-    pid_b = pid // tiles_m // C % B
-    part = pid // tiles_m // C // B
-    x_ptr += pid_b * stride_xb + pid_c * stride_xc
-    loc_ptr += pid_b * stride_lb + pid_c * stride_lc
-    scale_ptr += pid_b * stride_sb + pid_c * stride_sc
-    weights_ptr += pid_b * stride_wb + pid_c * stride_wc
+    pid_m, pid_c, pid_b, part = indices(first_pid, (tl.cdiv(M, BLOCK_M), C, B))
+    x_ptr, loc_ptr, scale_ptr, weights_ptr = entries(
+        (pid_b, pid_c), ((x_ptr, stride_xb, stride_xc), (loc_ptr, stride_lb, stride_lc),
+                         (scale_ptr, stride_sb, stride_sc), (weights_ptr, stride_wb, stride_wc)))
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
 
     maximum = tl.full((BLOCK_M,), float("-inf"), DTYPE)
@@ -153,28 +145,16 @@ def _backward_rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Write sums over n, of dx also over `sum_c` entries of c; or write dscale and dlog_weights of every pair."""
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    pid_d = pid % tiles_d
-    pid_m = pid // tiles_d % tiles_m
-    pid_c = pid // tiles_d // tiles_m % C
-    pid_b = pid // tiles_d // tiles_m // C % B
-    part = pid // tiles_d // tiles_m // C // B
-    x_ptr += pid_b * stride_xb
-    loc_ptr += pid_b * stride_lb
-    scale_ptr += pid_b * stride_sb
-    weights_ptr += pid_b * stride_wb
-    statistics_ptr += pid_b * stride_zb
-    dout_ptr += pid_b * stride_gb
+    pid_d, pid_m, pid_c, pid_b, part = indices(first_pid, (tiles_d, tl.cdiv(M, BLOCK_M), C, B))
+    x_ptr, loc_ptr, scale_ptr, weights_ptr, statistics_ptr, dout_ptr = entries(
+        (pid_b,), ((x_ptr, stride_xb), (loc_ptr, stride_lb), (scale_ptr, stride_sb), (weights_ptr, stride_wb),
+                   (statistics_ptr, stride_zb), (dout_ptr, stride_gb)))
+    dx_ptr = moved(dx_ptr, part * stride_dp + pid_b * stride_db + pid_c * stride_dc)
+    dscale_ptr = moved(dscale_ptr, part * stride_tp + pid_b * stride_tb + pid_c * stride_tc)
+    dweights_ptr = moved(dweights_ptr, part * stride_up + pid_b * stride_ub + pid_c * stride_uc)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask_m = (offs_m < M)[:, None]
-    mask_d = (offs_d < D)[None, :]
-    if dscale_ptr is not None:
-        dscale_ptr += part * stride_tp + pid_b * stride_tb + pid_c * stride_tc
-    if dweights_ptr is not None:
-        dweights_ptr += part * stride_up + pid_b * stride_ub + pid_c * stride_uc
 
     dx = tl.zeros((BLOCK_M, BLOCK_D), DTYPE)
     sum_G = tl.zeros((BLOCK_M, 1), DTYPE)
@@ -189,32 +169,28 @@ def _backward_rows_kernel(
             offs_m, offs_n, M, N, D, tolerance,
             phi, normaliser, DTYPE, UPCAST, PRECISION, SCALE_M, SCALE_N, WEIGHTS_M, WEIGHTS_N, BLOCK_K)
         if dx_ptr is not None:
-            # loc has shape (BLOCK_N, BLOCK_D).
-            loc_ptrs = loc_ptr + c * stride_lc + offs_n[:, None] * stride_ln + offs_d[None, :] * stride_lk
-            loc = tl.load(loc_ptrs, mask=(offs_n < N)[:, None] & mask_d, other=0.0).to(DTYPE)
+            loc = load_tile(loc_ptr + c * stride_lc, stride_ln, stride_lk, offs_n, offs_d, N, D, 0.0).to(DTYPE)
             dx = tl.dot(G_dot, finite(loc), dx, input_precision=PRECISION, out_dtype=DTYPE)
         if SUM_DSCALE or SUM_DWEIGHTS:
             sum_G += tl.sum(G, 1, keep_dims=True)
             sum_G_phi += tl.sum(G_phi, 1, keep_dims=True)
-        mask = mask_m & (offs_n < N)[None, :]
         if dscale_ptr is not None and not SUM_DSCALE:
             scale = load_tile(scale_ptr + c * stride_sc, stride_sm, stride_sn, offs_m, offs_n, M, N, 1.0,
                               SCALE_M, SCALE_N)
-            dscale_ptrs = dscale_ptr + offs_m[:, None] * stride_tm + offs_n[None, :] * stride_tn
-            tl.store(dscale_ptrs, _dscale(G, G_phi, scale, D, normaliser_grad), mask=mask)
+            dscale = _dscale(G, G_phi, scale, D, normaliser_grad)
+            store_tile(dscale_ptr, stride_tm, stride_tn, offs_m, offs_n, M, N, dscale)
         if dweights_ptr is not None and not SUM_DWEIGHTS:
-            tl.store(dweights_ptr + offs_m[:, None] * stride_um + offs_n[None, :] * stride_un, G, mask=mask)
+            store_tile(dweights_ptr, stride_um, stride_un, offs_m, offs_n, M, N, G)
 
     if dx_ptr is not None:
-        dx_ptr += part * stride_dp + pid_b * stride_db + pid_c * stride_dc
-        tl.store(dx_ptr + offs_m[:, None] * stride_dm + offs_d[None, :] * stride_dk, dx, mask=mask_m & mask_d)
+        store_tile(dx_ptr, stride_dm, stride_dk, offs_m, offs_d, M, D, dx)
     if SUM_DSCALE:
         scale = load_tile(scale_ptr + pid_c * stride_sc, stride_sm, stride_sn, offs_m, offs_m, M, N, 1.0,
                           SCALE_M, False)
         dscale = _dscale(sum_G, sum_G_phi, scale, D, normaliser_grad)
-        tl.store(dscale_ptr + offs_m[:, None] * stride_tm, dscale, mask=mask_m)
+        tl.store(dscale_ptr + offs_m[:, None] * stride_tm, dscale, mask=(offs_m < M)[:, None])
     if SUM_DWEIGHTS:
-        tl.store(dweights_ptr + offs_m[:, None] * stride_um, sum_G, mask=mask_m)
+        tl.store(dweights_ptr + offs_m[:, None] * stride_um, sum_G, mask=(offs_m < M)[:, None])
 
 
 @triton.jit
@@ -236,23 +212,16 @@ def _backward_columns_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Write sums over m of dloc, dscale and dlog_weights."""
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    pid_d = pid % tiles_d
-    pid_n = pid // tiles_d % tiles_n
-    pid_c = pid // tiles_d // tiles_n % C
-    pid_b = pid // tiles_d // tiles_n // C % B
-    part = pid // tiles_d // tiles_n // C // B
-    x_ptr += pid_b * stride_xb + pid_c * stride_xc
-    loc_ptr += pid_b * stride_lb + pid_c * stride_lc
-    scale_ptr += pid_b * stride_sb + pid_c * stride_sc
-    weights_ptr += pid_b * stride_wb + pid_c * stride_wc
-    statistics_ptr += pid_b * stride_zb + pid_c * stride_zc
-    dout_ptr += pid_b * stride_gb + pid_c * stride_gc
+    pid_d, pid_n, pid_c, pid_b, part = indices(first_pid, (tiles_d, tl.cdiv(N, BLOCK_N), C, B))
+    x_ptr, loc_ptr, scale_ptr, weights_ptr, statistics_ptr, dout_ptr = entries(
+        (pid_b, pid_c), ((x_ptr, stride_xb, stride_xc), (loc_ptr, stride_lb, stride_lc),
+                         (scale_ptr, stride_sb, stride_sc), (weights_ptr, stride_wb, stride_wc),
+                         (statistics_ptr, stride_zb, stride_zc), (dout_ptr, stride_gb, stride_gc)))
+    dloc_ptr = moved(dloc_ptr, part * stride_ep + pid_b * stride_eb + pid_c * stride_ec)
+    dscale_ptr = moved(dscale_ptr, part * stride_tp + pid_b * stride_tb + pid_c * stride_tc)
+    dweights_ptr = moved(dweights_ptr, part * stride_up + pid_b * stride_ub + pid_c * stride_uc)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask_n = (offs_n < N)[None, :]
-    mask_d = (offs_d < D)[:, None]
 
     dloc = tl.zeros((BLOCK_D, BLOCK_N), DTYPE)
     sum_G = tl.zeros((1, BLOCK_N), DTYPE)
@@ -268,23 +237,18 @@ def _backward_columns_kernel(
             sum_G += tl.sum(G, 0, keep_dims=True)
             sum_G_phi += tl.sum(G_phi, 0, keep_dims=True)
         if dloc_ptr is not None:
-            # x has shape (BLOCK_D, BLOCK_M).
-            x_ptrs = x_ptr + offs_m[None, :] * stride_xm + offs_d[:, None] * stride_xk
-            x = tl.load(x_ptrs, mask=(offs_m < M)[None, :] & mask_d, other=0.0).to(DTYPE)
+            x = load_tile(x_ptr, stride_xk, stride_xm, offs_d, offs_m, D, M, 0.0).to(DTYPE)
             dloc = tl.dot(finite(x), G_dot, dloc, input_precision=PRECISION, out_dtype=DTYPE)
 
     if dloc_ptr is not None:
-        dloc_ptr += part * stride_ep + pid_b * stride_eb + pid_c * stride_ec
-        dloc_ptrs = dloc_ptr + offs_n[None, :] * stride_en + offs_d[:, None] * stride_ek
-        tl.store(dloc_ptrs, dloc, mask=mask_n & mask_d)
+        store_tile(dloc_ptr, stride_ek, stride_en, offs_d, offs_n, D, N, dloc)
+    mask_n = (offs_n < N)[None, :] & (pid_d == 0)
     if dscale_ptr is not None:
-        dscale_ptr += part * stride_tp + pid_b * stride_tb + pid_c * stride_tc
         scale = load_tile(scale_ptr, stride_sm, stride_sn, offs_n, offs_n, M, N, 1.0, False, SCALE_N)
         dscale = _dscale(sum_G, sum_G_phi, scale, D, normaliser_grad)
-        tl.store(dscale_ptr + offs_n[None, :] * stride_tn, dscale, mask=mask_n & (pid_d == 0))
+        tl.store(dscale_ptr + offs_n[None, :] * stride_tn, dscale, mask=mask_n)
     if dweights_ptr is not None:
-        dweights_ptr += part * stride_up + pid_b * stride_ub + pid_c * stride_uc
-        tl.store(dweights_ptr + offs_n[None, :] * stride_un, sum_G, mask=mask_n & (pid_d == 0))
+        tl.store(dweights_ptr + offs_n[None, :] * stride_un, sum_G, mask=mask_n)
 # fmt: on
 
 
@@ -431,12 +395,7 @@ def _plan_backward(
 # fmt: on
 
 
-def shipped(map: Map) -> Iterator[tuple[str, Launch]]:
-    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
-    return distinct(partial(_representatives, map=map))
-
-
-def _representatives(architecture: str, dtype: torch.dtype, precision: str, map: Map) -> Iterator[Launch]:
+def representatives(map: Map, architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
     """Launches with every gradient, and W of one row or of every pair.
 
     W of every pair is compiled at the highest precision alone. Others have the same tiles and take fewer registers.

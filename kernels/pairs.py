@@ -15,7 +15,6 @@ Arithmetic is float64 if x, loc or scale is, else float32. Results are rounded o
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Config, Launch, architecture_of, contraction_of, distinct, partial_sums, pointer, run, split, zero
-from .tiles import Map, dots, load_tile
+from .launch import Config, Launch, architecture_of, contraction_of, partial_sums, pointer, run, split, zero
+from .tiles import Map, dots, entries, indices, load_tile, moved, store_tile
 
 
 # fmt: off
@@ -40,16 +39,9 @@ def _forward_kernel(
     PRECISION: tl.constexpr, SCALE_M: tl.constexpr, SCALE_N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    pid_n = pid % tiles_n
-    pid_m = pid // tiles_n % tiles_m
-    pid_b = pid // tiles_n // tiles_m
-    x_ptr += pid_b * stride_xb
-    loc_ptr += pid_b * stride_lb
-    scale_ptr += pid_b * stride_sb
-    out_ptr += pid_b * stride_ob
+    pid_n, pid_m, pid_b = indices(first_pid, (tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)))
+    x_ptr, loc_ptr, scale_ptr, out_ptr = entries(
+        (pid_b,), ((x_ptr, stride_xb), (loc_ptr, stride_lb), (scale_ptr, stride_sb), (out_ptr, stride_ob)))
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
@@ -58,8 +50,7 @@ def _forward_kernel(
     scale = load_tile(scale_ptr, stride_sm, stride_sn, offs_m, offs_n, M, N, 1.0, SCALE_M, SCALE_N)
     value, _ = phi(dot, tolerance)
     out = normaliser(scale.to(tl.float64), D).to(DTYPE) + scale.to(DTYPE) * value
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :] * stride_on, out, mask=mask)
+    store_tile(out_ptr, stride_om, stride_on, offs_m, offs_n, M, N, out)
 
 
 @triton.jit
@@ -76,35 +67,24 @@ def _backward_kernel(
     PRECISION: tl.constexpr, SCALE_M: tl.constexpr, SCALE_N: tl.constexpr, SUM_DSCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    pid_d = pid % tiles_d
-    pid_m = pid // tiles_d % tiles_m
-    pid_b = pid // tiles_d // tiles_m % B
-    part = pid // tiles_d // tiles_m // B
-    x_ptr += pid_b * stride_xb
-    loc_ptr += pid_b * stride_lb
-    scale_ptr += pid_b * stride_sb
-    dout_ptr += pid_b * stride_gb
+    pid_d, pid_m, pid_b, part = indices(first_pid, (tiles_d, tl.cdiv(M, BLOCK_M), B))
+    x_ptr, loc_ptr, scale_ptr, dout_ptr = entries(
+        (pid_b,), ((x_ptr, stride_xb), (loc_ptr, stride_lb), (scale_ptr, stride_sb), (dout_ptr, stride_gb)))
+    dx_ptr = moved(dx_ptr, part * stride_dp + pid_b * stride_db)
+    dscale_ptr = moved(dscale_ptr, part * stride_tp + pid_b * stride_tb)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask_m = offs_m < M
-    mask_d = offs_d < D
-    if dscale_ptr is not None:
-        dscale_ptr += part * stride_tp + pid_b * stride_tb
 
     dx = tl.zeros((BLOCK_M, BLOCK_D), DTYPE)
     dscale = tl.zeros((BLOCK_M,), DTYPE)
     for start_n in range(part * part_n, tl.minimum((part + 1) * part_n, N), BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < N
-        mask = mask_m[:, None] & mask_n[None, :]
         dot = dots(x_ptr, stride_xm, stride_xk, loc_ptr, stride_ln, stride_lk, offs_m, offs_n, M, N, D,
                    DTYPE, UPCAST, PRECISION, BLOCK_K)
-        dot = tl.where(mask, dot, 0.0)  # beyond the edges 0 times an infinity may have given NaN
+        # Beyond the edges 0 times an infinity may have given NaN.
+        dot = tl.where((offs_m < M)[:, None] & (offs_n < N)[None, :], dot, 0.0)
         scale = load_tile(scale_ptr, stride_sm, stride_sn, offs_m, offs_n, M, N, 1.0, SCALE_M, SCALE_N)
-        dout_ptrs = dout_ptr + offs_m[:, None] * stride_gm + offs_n[None, :] * stride_gn
-        dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(DTYPE)
+        dout = load_tile(dout_ptr, stride_gm, stride_gn, offs_m, offs_n, M, N, 0.0).to(DTYPE)
         value, slope = phi(dot, tolerance)
         if dscale_ptr is not None:  # noqa: SIM102, known when compiling
             if pid_d == 0:
@@ -112,20 +92,16 @@ def _backward_kernel(
                 if SUM_DSCALE:
                     dscale += tl.sum(term, 1)
                 else:
-                    tl.store(dscale_ptr + offs_m[:, None] * stride_tm + offs_n[None, :] * stride_tn, term, mask=mask)
+                    store_tile(dscale_ptr, stride_tm, stride_tn, offs_m, offs_n, M, N, term)
         if dx_ptr is not None:
             grad = dout * scale.to(DTYPE) * slope
-            # loc has shape (BLOCK_N, BLOCK_D).
-            loc_ptrs = loc_ptr + offs_n[:, None] * stride_ln + offs_d[None, :] * stride_lk
-            loc = tl.load(loc_ptrs, mask=mask_n[:, None] & mask_d[None, :], other=0.0).to(DTYPE)
+            loc = load_tile(loc_ptr, stride_ln, stride_lk, offs_n, offs_d, N, D, 0.0).to(DTYPE)
             dx = tl.dot(grad, loc, dx, input_precision=PRECISION, out_dtype=DTYPE)
 
     if dx_ptr is not None:
-        dx_ptr += part * stride_dp + pid_b * stride_db
-        dx_ptrs = dx_ptr + offs_m[:, None] * stride_dm + offs_d[None, :] * stride_dk
-        tl.store(dx_ptrs, dx, mask=mask_m[:, None] & mask_d[None, :])
+        store_tile(dx_ptr, stride_dm, stride_dk, offs_m, offs_d, M, D, dx)
     if SUM_DSCALE:
-        tl.store(dscale_ptr + offs_m * stride_tm, dscale, mask=mask_m & (pid_d == 0))
+        tl.store(dscale_ptr + offs_m * stride_tm, dscale, mask=(offs_m < M) & (pid_d == 0))
 
 
 @triton.jit
@@ -156,12 +132,8 @@ def _forward_rows_kernel(
     phi: tl.constexpr, normaliser: tl.constexpr, DTYPE: tl.constexpr, LOC_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    pid_m = pid % tiles_m
-    pid_b = pid // tiles_m
-    x_ptr += pid_b * stride_xb
-    loc_ptr += pid_b * stride_lb
+    pid_m, pid_b = indices(first_pid, (tl.cdiv(M, BLOCK_M),))
+    x_ptr, loc_ptr = entries((pid_b,), ((x_ptr, stride_xb), (loc_ptr, stride_lb)))
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
     rows = offs_m[:, None]
@@ -188,18 +160,12 @@ def _backward_rows_kernel(
     phi: tl.constexpr, normaliser_grad: tl.constexpr, DTYPE: tl.constexpr, LOC_M: tl.constexpr,
     SUM_DSCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    pid = first_pid + tl.program_id(0).to(tl.int64)
-    pid_k = pid % tiles_k
-    pid_b = pid // tiles_k % B
-    part = pid // tiles_k // B
-    x_ptr += pid_b * stride_xb
-    loc_ptr += pid_b * stride_lb
-    if dx_ptr is not None:
-        dx_ptr += pid_b * stride_db
-    if dloc_ptr is not None:
-        dloc_ptr += part * stride_ep + pid_b * stride_eb
-    if dscale_ptr is not None:
-        dscale_ptr += part * stride_tp + pid_b * stride_tb
+    pid_k, pid_b, part = indices(first_pid, (tiles_k, B))
+    x_ptr, loc_ptr, scale_ptr, dout_ptr = entries(
+        (pid_b,), ((x_ptr, stride_xb), (loc_ptr, stride_lb), (scale_ptr, stride_sb), (dout_ptr, stride_gb)))
+    dx_ptr = moved(dx_ptr, pid_b * stride_db)
+    dloc_ptr = moved(dloc_ptr, part * stride_ep + pid_b * stride_eb)
+    dscale_ptr = moved(dscale_ptr, part * stride_tp + pid_b * stride_tb)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     mask_k = offs_k < D
 
@@ -214,8 +180,8 @@ def _backward_rows_kernel(
         dot = _row_dots(x_ptr, stride_xm, stride_xk, loc_ptr, stride_lm, stride_lk, rows, loc_rows, M, D,
                         DTYPE, BLOCK_K)
         dot = tl.where(mask_m, dot, 0.0)  # beyond the edges 0 times an infinity may have given NaN
-        scale = tl.load(scale_ptr + pid_b * stride_sb + offs_m * stride_sm, mask=mask_m, other=1.0)
-        dout = tl.load(dout_ptr + pid_b * stride_gb + offs_m * stride_gm, mask=mask_m, other=0.0).to(DTYPE)
+        scale = tl.load(scale_ptr + offs_m * stride_sm, mask=mask_m, other=1.0)
+        dout = tl.load(dout_ptr + offs_m * stride_gm, mask=mask_m, other=0.0).to(DTYPE)
         value, slope = phi(dot, tolerance)
         grad = (dout * scale.to(DTYPE) * slope)[:, None]
         if dscale_ptr is not None:  # noqa: SIM102, known when compiling
@@ -297,12 +263,7 @@ def backward(
 # fmt: on
 
 
-def shipped(map: Map) -> Iterator[tuple[str, Launch]]:
-    """One launch of every kernel and configuration, as `launch.distinct` gives them."""
-    return distinct(partial(_representatives, map=map))
-
-
-def _representatives(architecture: str, dtype: torch.dtype, precision: str, map: Map) -> Iterator[Launch]:
+def representatives(map: Map, architecture: str, dtype: torch.dtype, precision: str) -> Iterator[Launch]:
     """Launches for all branches of `choose_config`, with every gradient, and W where it takes the most registers."""
 
     def launches(x_shape: tuple[int, ...], loc_shape: tuple[int, ...], full_scale: bool) -> Iterator[Launch]:

@@ -1,4 +1,4 @@
-"""Device functions that several families share: products of rows, tiles of operands and the logsumexp of a mixture."""
+"""Device functions that families share: programs and their operands, tiles, products and the logsumexp of a mixture."""
 
 from typing import Any, NamedTuple
 
@@ -16,6 +16,36 @@ class Map(NamedTuple):
 
 # fmt: off
 @triton.jit
+def indices(first_pid, sizes):
+    """The index of this program along each axis of the grid, fastest first. The last axis, of any size, has no size."""
+    pid = first_pid + tl.program_id(0).to(tl.int64)
+    found = ()
+    for axis in tl.static_range(len(sizes)):
+        found += (pid % sizes[axis],)
+        pid //= sizes[axis]
+    found += (pid,)
+    return found
+
+
+@triton.jit
+def entries(index, operands):
+    """The pointers of operands, which come with strides, moved to the entry with an index."""
+    found = ()
+    for i in tl.static_range(len(operands)):
+        ptr = operands[i][0]
+        for axis in tl.static_range(len(index)):
+            ptr += index[axis] * operands[i][axis + 1]
+        found += (ptr,)
+    return found
+
+
+@triton.jit
+def moved(ptr, offset):
+    """A pointer moved by an offset. None stays None."""
+    return ptr if ptr is None else ptr + offset
+
+
+@triton.jit
 def dots(
     x_ptr, stride_xm, stride_xk,
     loc_ptr, stride_ln, stride_lk,
@@ -26,12 +56,8 @@ def dots(
     dot = tl.zeros((offs_m.shape[0], offs_n.shape[0]), DTYPE)
     for start_k in range(0, D, BLOCK_K):
         offs_k = start_k + tl.arange(0, BLOCK_K).to(tl.int64)
-        mask_k = offs_k < D
-        # x has shape (BLOCK_M, BLOCK_K), loc (BLOCK_K, BLOCK_N).
-        x_mask = (offs_m < M)[:, None] & mask_k[None, :]
-        loc_mask = mask_k[:, None] & (offs_n < N)[None, :]
-        x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_k[None, :] * stride_xk, mask=x_mask, other=0.0)
-        loc = tl.load(loc_ptr + offs_k[:, None] * stride_lk + offs_n[None, :] * stride_ln, mask=loc_mask, other=0.0)
+        x = load_tile(x_ptr, stride_xm, stride_xk, offs_m, offs_k, M, D, 0.0)
+        loc = load_tile(loc_ptr, stride_lk, stride_ln, offs_k, offs_n, D, N, 0.0)
         if UPCAST:
             x = x.to(DTYPE)
             loc = loc.to(DTYPE)
@@ -43,12 +69,22 @@ def dots(
 def load_tile(
     ptr, stride_m, stride_n,
     offs_m, offs_n, M, N, other,
-    ALONG_M: tl.constexpr, ALONG_N: tl.constexpr,
+    ALONG_M: tl.constexpr = True, ALONG_N: tl.constexpr = True,
 ):
     """A tile, of size 1 along each axis along which the operand is constant: W is computed once along it."""
     rows = offs_m[:, None] if ALONG_M else tl.zeros((1, 1), tl.int64)
     columns = offs_n[None, :] if ALONG_N else tl.zeros((1, 1), tl.int64)
     return tl.load(ptr + rows * stride_m + columns * stride_n, mask=(rows < M) & (columns < N), other=other)
+
+
+@triton.jit
+def store_tile(
+    ptr, stride_m, stride_n,
+    offs_m, offs_n, M, N, tile,
+):
+    """Store what of a tile is within the edges."""
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(ptr + offs_m[:, None] * stride_m + offs_n[None, :] * stride_n, tile, mask=mask)
 
 
 @triton.jit

@@ -5,6 +5,7 @@
 A process of its own, because Triton either compiles or interprets for the whole life of a process.
 """
 
+import functools
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ import tempfile
 import torch
 import triton
 from effops.kernels import additive, attention, distances, log_sparse, mixture, pairs, power_spherical, von_mises_fisher
+from effops.kernels.launch import distinct
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -86,12 +88,10 @@ def describe(launch):
 
 def every():
     for family in pairs, mixture:
-        yield from family.shipped(power_spherical.MAP)
-        yield from family.shipped(von_mises_fisher.MAP)
-    yield from distances.shipped()
-    yield from log_sparse.shipped()
-    yield from attention.shipped()
-    yield from additive.shipped()
+        yield from distinct(functools.partial(family.representatives, power_spherical.MAP))
+        yield from distinct(functools.partial(family.representatives, von_mises_fisher.MAP))
+    for family in distances, log_sparse, attention, additive:
+        yield from distinct(family.representatives)
 
 
 def alike(architecture, launch):

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from effops.prediction.allocations import Allocations
 
 SCORES = {"precision": "highest", "tolerance": 1e-6}
-ATTENTION = {"scale": 0.3, "causal": True, "precision": "highest"}
 
 
 def pairs_forward(new):
@@ -76,42 +75,42 @@ def additive_backward(new):
     additive.backward(*operands, new(1, 2, 60), *(torch.empty_like(operand) for operand in operands))
 
 
-def attention_operands(new):
-    return new(1, 2, 66, 7), new(1, 2, 40, 7), new(1, 2, 40, 9), new(1, 1, 1, 40).expand(1, 2, 66, 40)
+def attention_call(output, new, *, boolean=False, dropout_p=0.0):
+    query, key, value = new(1, 2, 66, 7), new(1, 2, 40, 7), new(1, 2, 40, 9) if output == "sums" else None
+    mask = new(1, 1, 1, 40).expand(1, 2, 66, 40)
+    seed = new(1).to(torch.int64) if dropout_p else None
+    return attention.AttentionCall(
+        output, query, key, value, mask > 0 if boolean else mask, seed, 0.3, True, dropout_p, "highest"
+    )
 
 
-def attention_gradients(new):
-    return new(1, 2, 66, 7), new(1, 2, 40, 7), new(1, 2, 40, 9), new(1, 1, 1, 40)
+def attention_gradients(new, *, value):
+    return new(1, 2, 66, 7), new(1, 2, 40, 7), new(1, 2, 40, 9) if value else None, new(1, 1, 1, 40)
 
 
 def attention_scores(new):
-    query, key, _, mask = attention_operands(new)
-    attention.scores(query, key, mask, new(1, 2, 66, 40), **ATTENTION)
+    attention.forward(attention_call("scores", new), new(1, 2, 66, 40))
 
 
 def attention_weights(new):
-    query, key, _, mask = attention_operands(new)
-    attention.weights(query, key, mask > 0, new(1, 2, 66, 40), **ATTENTION)
+    attention.forward(attention_call("weights", new, boolean=True), new(1, 2, 66, 40))
 
 
 def attention_sums(new):
-    attention.attention(*attention_operands(new), None, new(1, 2, 66, 9), dropout_p=0.0, **ATTENTION)
+    attention.forward(attention_call("sums", new), new(1, 2, 66, 9))
 
 
 def attention_backward_scores(new):
-    (query, key, _, mask), (dquery, dkey, _, dmask) = attention_operands(new), attention_gradients(new)
-    attention.backward_scores(query, key, mask, new(1, 2, 66, 40), dquery, dkey, dmask, **ATTENTION)
+    attention.backward(attention_call("scores", new), new(1, 2, 66, 40), *attention_gradients(new, value=False))
 
 
 def attention_backward_weights(new):
-    (query, key, _, mask), (dquery, dkey, _, dmask) = attention_operands(new), attention_gradients(new)
-    attention.backward_weights(query, key, mask, new(1, 2, 66, 40), dquery, dkey, dmask, **ATTENTION)
+    attention.backward(attention_call("weights", new), new(1, 2, 66, 40), *attention_gradients(new, value=False))
 
 
 def attention_backward_sums(new):
-    seed = new(1).to(torch.int64)
-    operands = *attention_operands(new), seed, new(1, 2, 66, 9), *attention_gradients(new)
-    attention.backward_attention(*operands, dropout_p=0.25, **ATTENTION)
+    call = attention_call("sums", new, dropout_p=0.25)
+    attention.backward(call, new(1, 2, 66, 9), *attention_gradients(new, value=True))
 
 
 def log_sparse_forward(new):

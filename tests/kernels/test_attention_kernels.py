@@ -29,14 +29,14 @@ pytestmark = MARKS
 
 # (B, H, M, N, E, V): several tiles and tails; one query; one key; wider than a tile; more keys than queries
 SHAPES = [(1, 1, 70, 67, 17, 20), (1, 2, 1, 65, 7, 3), (2, 2, 9, 1, 1, 1), (2, 1, 5, 7, 130, 129), (1, 1, 3, 140, 5, 9)]
-RESULTS = "scores", "weights", "attention"
+RESULTS = "scores", "weights", "sums"
 
 
 class Attention:
     """Operands, a mask that varies along the axes `along`, and exact results with what rounding may add to each."""
 
     def __init__(
-        self, shape, result="attention", mask=None, along="bhmn", dtypes=(f32,) * 4, causal=False, seed=None, p=0.0
+        self, shape, result="sums", mask=None, along="bhmn", dtypes=(f32,) * 4, causal=False, seed=None, p=0.0
     ):
         B, H, M, N, E, V = shape
         self.shape, self.result, self.dtypes = shape, result, dtypes
@@ -54,31 +54,30 @@ class Attention:
         elif mask == "float":
             self.mask = padded(random(*size).to(dtypes[3]).to(DEVICE))
         self.arithmetic = f64 if arithmetic(*self.operands) < 2.0**-30 else f32
-        self.dout = padded(random(B, H, M, V if result == "attention" else N).to(self.arithmetic).to(DEVICE))
-        self.settings = {"scale": 0.3, "causal": causal, "precision": "highest"}
+        self.dout = padded(random(B, H, M, V if result == "sums" else N).to(self.arithmetic).to(DEVICE))
+        self.settings = {"scale": 0.3, "causal": causal, "dropout_p": p, "precision": "highest"}
         self.seed = None if seed is None else torch.tensor([seed], device=DEVICE)
-        if result == "attention":
-            self.settings["dropout_p"] = p
 
     @property
     def operands(self):
         mask = [] if self.mask is None or self.mask.dtype == torch.bool else [self.mask]
-        return [self.query, self.key, *([self.value] if self.result == "attention" else []), *mask]
+        return [self.query, self.key, *([self.value] if self.result == "sums" else []), *mask]
 
     @property
-    def args(self):
+    def call(self):
         mask = None if self.mask is None else self.mask.expand(self.shape[:4])
-        return self.query, self.key, *((self.value, mask, self.seed) if self.result == "attention" else (mask,))
+        value = self.value if self.result == "sums" else None
+        return attention.AttentionCall(self.result, self.query, self.key, value, mask, self.seed, **self.settings)
 
     def forward(self, layout="padded"):
         out = LAYOUTS[layout](torch.full(self.dout.shape, math.nan, dtype=self.arithmetic, device=DEVICE))
-        getattr(attention, self.result)(*self.args, out, **self.settings)
+        attention.forward(self.call, out)
         assert_padding_untouched(out)
         return out
 
     def backward(self, wanted=None, layout="padded"):
         """Gradients of query, key, value and mask."""
-        operands = self.query, self.key, self.value if self.result == "attention" else None, self.mask
+        operands = self.query, self.key, self.value if self.result == "sums" else None, self.mask
         dtypes = *self.dtypes[:3], self.arithmetic
         present = [t is not None and t.dtype != torch.bool for t in operands]
         grads = [
@@ -86,8 +85,7 @@ class Attention:
             if wanted else None
             for t, dtype, wanted in zip(operands, dtypes, map(lambda a, b: a and b, present, wanted or present))
         ]  # fmt: skip
-        given = grads if self.result == "attention" else [grads[0], grads[1], grads[3]]
-        getattr(attention, f"backward_{self.result}")(*self.args, self.dout, *given, **self.settings)
+        attention.backward(self.call, self.dout, *grads)
         for grad in grads:
             if grad is not None:
                 assert_padding_untouched(grad)
@@ -122,7 +120,7 @@ class Attention:
         else:
             out, out_error = P, P_error
             dP, dP_error = dout, torch.zeros_like(s)
-            if self.result == "attention":
+            if self.result == "sums":
                 out = P * keep @ value
                 out_error = (P_error + terms[1] * u * P) * keep @ value.abs()
                 dP = dout @ value.mT * keep
@@ -184,7 +182,7 @@ def test_masks_vary_along_some_axes(result, along):
 @pytest.mark.usefixtures("whole_sums")
 @pytest.mark.parametrize("along", ["", "n", "hm", "bmn"])
 def test_gradient_of_a_mask_in_one_sum(along):
-    Attention((2, 2, 66, 35, 3, 4), "attention", "float", along, causal=True).check((False, False, False, True))
+    Attention((2, 2, 66, 35, 3, 4), "sums", "float", along, causal=True).check((False, False, False, True))
 
 
 DTYPES = [(f64,) * 4, (bf16,) * 4, (f16,) * 4, (f32, f32, f32, f64), (bf16, bf16, f32, f32), (f16, bf16, f16, bf16)]
@@ -194,7 +192,7 @@ DTYPES = [(f64,) * 4, (bf16,) * 4, (f16,) * 4, (f32, f32, f32, f64), (bf16, bf16
 @pytest.mark.parametrize("result", RESULTS)
 def test_dtypes(result, dtypes):
     """float64 to its last digits, the scale too."""
-    if result != "attention" and dtypes[0] == dtypes[1] != dtypes[2]:
+    if result != "sums" and dtypes[0] == dtypes[1] != dtypes[2]:
         pytest.skip("differs in the value alone")
     Attention((1, 2, 35, 34, 18, 7), result, "float", "hn", dtypes, causal=True).check()
 
@@ -243,7 +241,7 @@ def test_grid_limit_and_parts_do_not_change_the_result(shape, result, monkeypatc
 
 
 @pytest.mark.usefixtures("whole_sums")
-@pytest.mark.parametrize("result", ["weights", "attention"])
+@pytest.mark.parametrize("result", ["weights", "sums"])
 @pytest.mark.parametrize("order", [1, -1])
 def test_spread(result, order):
     """The running maximum moves by 300 from one end to the other."""
@@ -253,7 +251,7 @@ def test_spread(result, order):
 
 
 @pytest.mark.usefixtures("whole_sums")
-@pytest.mark.parametrize("result", ["weights", "attention"])
+@pytest.mark.parametrize("result", ["weights", "sums"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
 def test_a_bad_query_stays_alone(result, bad):
     operands = Attention((1, 2, 67, 40, 5, 6), result, causal=True)
@@ -268,7 +266,7 @@ def test_a_bad_query_stays_alone(result, bad):
     assert torch.equal(grads[1][:, 0], dkey[:, 0])
 
 
-@pytest.mark.parametrize("result", ["weights", "attention"])
+@pytest.mark.parametrize("result", ["weights", "sums"])
 def test_a_row_without_pairs_passes_no_gradient(result):
     """Not even that of an infinite dout."""
     operands = Attention((1, 1, 3, 4, 5, 6), result, "bool", "m")
@@ -308,7 +306,7 @@ def kept(operands):
 @pytest.mark.usefixtures("whole_sums")
 @pytest.mark.parametrize(("p", "dtype"), [(0.25, f32), (0.9, f64)], ids=str)
 def test_dropout(p, dtype):
-    operands = Attention((2, 2, 17, 35, 3, 18), "attention", "float", "n", (dtype,) * 4, seed=2**40 + 5, p=p)
+    operands = Attention((2, 2, 17, 35, 3, 18), "sums", "float", "n", (dtype,) * 4, seed=2**40 + 5, p=p)
     keep = kept(operands)
     count, n = keep.sum().item(), keep.numel()
     assert abs(count - n * (1 - p)) < 5 * math.sqrt(n * p * (1 - p))
@@ -322,7 +320,7 @@ def test_dropout(p, dtype):
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_dropout_of_none_or_all(p):
-    operands = Attention((1, 1, 3, 4, 5, 6), "attention", seed=7, p=p)
+    operands = Attention((1, 1, 3, 4, 5, 6), "sums", seed=7, p=p)
     if p:
         assert (operands.forward() == 0).all()
         for grad in operands.backward()[:3]:

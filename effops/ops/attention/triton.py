@@ -5,7 +5,7 @@ broadcasts. An operand whose batch axes do not collapse into batch and heads is 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,32 +26,23 @@ KERNEL_BYTES = 2**24  # size of the additive scores that kernels compute at once
 def forward(call: AttentionCall) -> Tensor:
     from effops.kernels import attention as kernels
 
-    functions: dict[str, Callable[..., None]] = {
-        "scores": kernels.scores,
-        "weights": kernels.weights,
-        "sums": kernels.attention,
-    }
     out = empty(call, stored_dtype(call.dtype, call.device))
-    functions[call.output](*_operands(call), out.view(*_outer(call), *call.shape[-2:]), **_settings(call))
+    kernels.forward(kernels.AttentionCall(*_arguments(call)), out.view(*_outer(call), *call.shape[-2:]))
     return out.to(call.dtype)
 
 
 def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
     from effops.kernels import attention as kernels
 
-    functions: dict[str, Callable[..., None]] = {
-        "scores": kernels.backward_scores,
-        "weights": kernels.backward_weights,
-        "sums": kernels.backward_attention,
-    }
-    found = [
+    dquery, dkey, *dvalue = (
         _empty(tensor, (*_outer(call), *tensor.shape[-2:]), call.arithmetic) if is_wanted else None
         for tensor, is_wanted in zip((*call.scored, *given(call.value)), wanted)
-    ]
-    found.append(_empty_dmask(call) if wanted[len(found)] else None)
+    )
+    dmask = _empty_dmask(call) if wanted[2 + len(dvalue)] else None
     upstream = dout.reshape(*_outer(call), *call.shape[-2:])
-    functions[call.output](*_operands(call), upstream, *found, **_settings(call))
-    found.extend(None for _ in given(call.seed))
+    gradients = dquery, dkey, dvalue[0] if dvalue else None, dmask
+    kernels.backward(kernels.AttentionCall(*_arguments(call)), upstream, *gradients)
+    found = dquery, dkey, *dvalue, dmask, *(None for _ in given(call.seed))
     return [
         None if gradient is None else _restored(call, gradient, tensor)
         for gradient, tensor in zip(found, call.tensors, strict=True)
@@ -76,23 +67,14 @@ def _four_axes(call: AttentionCall, tensor: Tensor) -> Tensor:
     return tensor.expand(*call.shape[:-2], *tensor.shape[-2:]).reshape(*_outer(call), *tensor.shape[-2:])
 
 
-def _operands(call: AttentionCall) -> tuple[Tensor | None, ...]:
-    """The operands of the kernels: query, key, the value of sums, the mask, and the seed of sums."""
-    operands = [_four_axes(call, tensor) for tensor in (*call.scored, *given(call.value))]
+def _arguments(call: AttentionCall) -> tuple[Any, ...]:
+    """The operands and settings of the call, as the kernels take them."""
+    query, key = (_four_axes(call, tensor) for tensor in call.scored)
+    value = None if call.value is None else _four_axes(call, call.value)
     mask = call.mask.expand(call.plan.shape).reshape(*_outer(call), *call.plan.shape[-2:]) if call.masked else None
-    if call.value is None:
-        return *operands, mask
     seed = torch.full((1,), call.drawn_seed, dtype=torch.int64, device=call.device) if call.dropout_p else None
-    return *operands, mask, seed
-
-
-def _settings(call: AttentionCall) -> dict[str, Any]:
-    settings = {
-        "scale": call.factor,
-        "causal": call.is_causal,
-        "precision": torch.get_float32_matmul_precision(),
-    }
-    return settings if call.value is None else {**settings, "dropout_p": call.dropout_p}
+    settings = call.factor, call.is_causal, call.dropout_p, torch.get_float32_matmul_precision()
+    return call.output, query, key, value, mask, seed, *settings
 
 
 def _empty_dmask(call: AttentionCall) -> Tensor:
