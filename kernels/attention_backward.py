@@ -23,7 +23,7 @@ from .attention_tiles import (
     weights_tile,
 )
 from .launch import Config, Launch, contraction_of, partial_sums, pointer, split, torch_dtype, zero
-from .tiles import entries, indices, load_tile, moved, store_tile
+from .tiles import entries, indices, load_tile, store_tile
 
 
 # fmt: off
@@ -45,8 +45,10 @@ def _statistics_kernel(
     query_ptr, key_ptr, dout_ptr = entries(
         (pid_b, pid_h), ((query_ptr, stride_qb, stride_qh), (key_ptr, stride_kb, stride_kh),
                          (dout_ptr, stride_gb, stride_gh)))
-    value_ptr = moved(value_ptr, pid_b * stride_vb + pid_h * stride_vh)
-    mask_ptr = moved(mask_ptr, pid_b * stride_ab + pid_h * stride_ah)
+    if value_ptr is not None:
+        value_ptr += pid_b * stride_vb + pid_h * stride_vh
+    if mask_ptr is not None:
+        mask_ptr += pid_b * stride_ab + pid_h * stride_ah
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_row = (pid_b * H + pid_h) * M + offs_m
     mask_m = offs_m < M
@@ -91,8 +93,10 @@ def _gradient_kernel(
     query_ptr, key_ptr, dout_ptr = entries(
         (pid_b, pid_h), ((query_ptr, stride_qb, stride_qh), (key_ptr, stride_kb, stride_kh),
                          (dout_ptr, stride_gb, stride_gh)))
-    value_ptr = moved(value_ptr, pid_b * stride_vb + pid_h * stride_vh)
-    mask_ptr = moved(mask_ptr, pid_b * stride_ab + pid_h * stride_ah)
+    if value_ptr is not None:
+        value_ptr += pid_b * stride_vb + pid_h * stride_vh
+    if mask_ptr is not None:
+        mask_ptr += pid_b * stride_ab + pid_h * stride_ah
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
     BLOCK_I: tl.constexpr = BLOCK_M if OF == "query" else BLOCK_N
     BLOCK_J: tl.constexpr = BLOCK_N if OF == "query" else BLOCK_M
@@ -177,8 +181,8 @@ def _dmask_kernel(
         total += dscores_tile(
             query_ptr + b * stride_qb + h * stride_qh, stride_qm, stride_qk,
             key_ptr + b * stride_kb + h * stride_kh, stride_kn, stride_kk,
-            moved(value_ptr, b * stride_vb + h * stride_vh), stride_vn, stride_vk,
-            moved(mask_ptr, b * stride_ab + h * stride_ah), stride_am, stride_an,
+            value_ptr if value_ptr is None else value_ptr + b * stride_vb + h * stride_vh, stride_vn, stride_vk,
+            mask_ptr if mask_ptr is None else mask_ptr + b * stride_ab + h * stride_ah, stride_am, stride_an,
             dout_ptr + b * stride_gb + h * stride_gh, stride_gm, stride_gk,
             seed_ptr, statistics_ptr, (b * H + h) * M + offs_m, offs_m, offs_n, M, N,
             tl.where(beyond, 0, E), tl.where(beyond, 0, V), reach, scale, dropout_p,

@@ -19,7 +19,7 @@ from .attention_tiles import (
     shift_of,
 )
 from .launch import Config, Launch, pointer
-from .tiles import entries, indices, load_tile, moved, store_tile
+from .tiles import entries, indices, load_tile, store_tile
 
 
 # fmt: off
@@ -38,7 +38,8 @@ def _scores_kernel(
     query_ptr, key_ptr, out_ptr = entries(
         (pid_b, pid_h), ((query_ptr, stride_qb, stride_qh), (key_ptr, stride_kb, stride_kh),
                          (out_ptr, stride_ob, stride_oh)))
-    mask_ptr = moved(mask_ptr, pid_b * stride_ab + pid_h * stride_ah)
+    if mask_ptr is not None:
+        mask_ptr += pid_b * stride_ab + pid_h * stride_ah
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
@@ -65,7 +66,8 @@ def _weights_kernel(
     query_ptr, key_ptr, out_ptr = entries(
         (pid_b, pid_h), ((query_ptr, stride_qb, stride_qh), (key_ptr, stride_kb, stride_kh),
                          (out_ptr, stride_ob, stride_oh)))
-    mask_ptr = moved(mask_ptr, pid_b * stride_ab + pid_h * stride_ah)
+    if mask_ptr is not None:
+        mask_ptr += pid_b * stride_ab + pid_h * stride_ah
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
 
     maximum = tl.full((BLOCK_M,), float("-inf"), DTYPE)
@@ -114,7 +116,8 @@ def _attention_kernel(
     query_ptr, key_ptr, value_ptr, out_ptr = entries(
         (pid_b, pid_h), ((query_ptr, stride_qb, stride_qh), (key_ptr, stride_kb, stride_kh),
                          (value_ptr, stride_vb, stride_vh), (out_ptr, stride_ob, stride_oh)))
-    mask_ptr = moved(mask_ptr, pid_b * stride_ab + pid_h * stride_ah)
+    if mask_ptr is not None:
+        mask_ptr += pid_b * stride_ab + pid_h * stride_ah
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
     offs_row = (pid_b * H + pid_h) * M + offs_m

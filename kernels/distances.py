@@ -41,7 +41,7 @@ from .launch import (
     varies,
     zero,
 )
-from .tiles import add_scores, indices, load_tile, moved, store_tile, upstream
+from .tiles import add_scores, indices, load_tile, store_tile, upstream
 
 # How many G of a mixture, or gradients of x if those are more, are held at a time: 16 MiB in float32. One row of pairs
 # may exceed it.
@@ -130,7 +130,8 @@ def _scores_kernel(
         loc_ptr + pid_b * stride_lb + pid_c * stride_lc, stride_lm, stride_ln, stride_lk,
         scale_ptr + pid_b * stride_sb + pid_c * stride_sc, stride_sm, stride_sn, stride_sk,
         constant_ptr + pid_b * stride_wb + pid_c * stride_wc, stride_wm, stride_wn,
-        moved(weights_ptr, pid_b * stride_vb + pid_c * stride_vc), stride_vm, stride_vn, offs_m, offs_n, M, N, D,
+        weights_ptr if weights_ptr is None else weights_ptr + pid_b * stride_vb + pid_c * stride_vc,
+        stride_vm, stride_vn, offs_m, offs_n, M, N, D,
         DTYPE, X, LOC, SCALE, CONSTANT_M, CONSTANT_N, WEIGHTS_M, WEIGHTS_N, BLOCK_K)
     if statistics_ptr is not None:
         out, _ = upstream(out, statistics_ptr + pid_b * stride_zb + pid_c * stride_zc, stride_zm, stride_zi,

@@ -37,7 +37,7 @@ from .launch import (
     varies,
     zero,
 )
-from .tiles import Map, add_scores, dots, entries, finite, indices, load_tile, moved, store_tile, upstream
+from .tiles import Map, add_scores, dots, entries, finite, indices, load_tile, store_tile, upstream
 
 
 # fmt: off
@@ -150,9 +150,12 @@ def _backward_rows_kernel(
     x_ptr, loc_ptr, scale_ptr, weights_ptr, statistics_ptr, dout_ptr = entries(
         (pid_b,), ((x_ptr, stride_xb), (loc_ptr, stride_lb), (scale_ptr, stride_sb), (weights_ptr, stride_wb),
                    (statistics_ptr, stride_zb), (dout_ptr, stride_gb)))
-    dx_ptr = moved(dx_ptr, part * stride_dp + pid_b * stride_db + pid_c * stride_dc)
-    dscale_ptr = moved(dscale_ptr, part * stride_tp + pid_b * stride_tb + pid_c * stride_tc)
-    dweights_ptr = moved(dweights_ptr, part * stride_up + pid_b * stride_ub + pid_c * stride_uc)
+    if dx_ptr is not None:
+        dx_ptr += part * stride_dp + pid_b * stride_db + pid_c * stride_dc
+    if dscale_ptr is not None:
+        dscale_ptr += part * stride_tp + pid_b * stride_tb + pid_c * stride_tc
+    if dweights_ptr is not None:
+        dweights_ptr += part * stride_up + pid_b * stride_ub + pid_c * stride_uc
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
 
@@ -217,9 +220,12 @@ def _backward_columns_kernel(
         (pid_b, pid_c), ((x_ptr, stride_xb, stride_xc), (loc_ptr, stride_lb, stride_lc),
                          (scale_ptr, stride_sb, stride_sc), (weights_ptr, stride_wb, stride_wc),
                          (statistics_ptr, stride_zb, stride_zc), (dout_ptr, stride_gb, stride_gc)))
-    dloc_ptr = moved(dloc_ptr, part * stride_ep + pid_b * stride_eb + pid_c * stride_ec)
-    dscale_ptr = moved(dscale_ptr, part * stride_tp + pid_b * stride_tb + pid_c * stride_tc)
-    dweights_ptr = moved(dweights_ptr, part * stride_up + pid_b * stride_ub + pid_c * stride_uc)
+    if dloc_ptr is not None:
+        dloc_ptr += part * stride_ep + pid_b * stride_eb + pid_c * stride_ec
+    if dscale_ptr is not None:
+        dscale_ptr += part * stride_tp + pid_b * stride_tb + pid_c * stride_tc
+    if dweights_ptr is not None:
+        dweights_ptr += part * stride_up + pid_b * stride_ub + pid_c * stride_uc
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Config, Launch, architecture_of, contraction_of, partial_sums, pointer, run, split, zero
-from .tiles import Map, dots, entries, indices, load_tile, moved, store_tile
+from .tiles import Map, dots, entries, indices, load_tile, store_tile
 
 
 # fmt: off
@@ -70,8 +70,10 @@ def _backward_kernel(
     pid_d, pid_m, pid_b, part = indices(first_pid, (tiles_d, tl.cdiv(M, BLOCK_M), B))
     x_ptr, loc_ptr, scale_ptr, dout_ptr = entries(
         (pid_b,), ((x_ptr, stride_xb), (loc_ptr, stride_lb), (scale_ptr, stride_sb), (dout_ptr, stride_gb)))
-    dx_ptr = moved(dx_ptr, part * stride_dp + pid_b * stride_db)
-    dscale_ptr = moved(dscale_ptr, part * stride_tp + pid_b * stride_tb)
+    if dx_ptr is not None:
+        dx_ptr += part * stride_dp + pid_b * stride_db
+    if dscale_ptr is not None:
+        dscale_ptr += part * stride_tp + pid_b * stride_tb
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
 
@@ -163,9 +165,12 @@ def _backward_rows_kernel(
     pid_k, pid_b, part = indices(first_pid, (tiles_k, B))
     x_ptr, loc_ptr, scale_ptr, dout_ptr = entries(
         (pid_b,), ((x_ptr, stride_xb), (loc_ptr, stride_lb), (scale_ptr, stride_sb), (dout_ptr, stride_gb)))
-    dx_ptr = moved(dx_ptr, pid_b * stride_db)
-    dloc_ptr = moved(dloc_ptr, part * stride_ep + pid_b * stride_eb)
-    dscale_ptr = moved(dscale_ptr, part * stride_tp + pid_b * stride_tb)
+    if dx_ptr is not None:
+        dx_ptr += pid_b * stride_db
+    if dloc_ptr is not None:
+        dloc_ptr += part * stride_ep + pid_b * stride_eb
+    if dscale_ptr is not None:
+        dscale_ptr += part * stride_tp + pid_b * stride_tb
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     mask_k = offs_k < D
 

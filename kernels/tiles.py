@@ -40,12 +40,6 @@ def entries(index, operands):
 
 
 @triton.jit
-def moved(ptr, offset):
-    """A pointer moved by an offset. None stays None."""
-    return ptr if ptr is None else ptr + offset
-
-
-@triton.jit
 def dots(
     x_ptr, stride_xm, stride_xk,
     loc_ptr, stride_ln, stride_lk,
