@@ -457,14 +457,15 @@ def test_checkpoint(op, how, device, generator):
 def test_autocast_rounds_no_operand(op, compiled, device, generator):
     """In eager mode and compiled, entered outside and inside, forward and backward.
 
-    Attention rounds its operands before, as PyTorch's does: so this calls the ops behind the public functions.
+    Attention rounds its operands first, as PyTorch's does, and then nothing more.
     """
     torch._dynamo.reset()
     for dtype in (torch.float32, torch.bfloat16):
         args = arguments(op, device, generator, dtype=dtype)
         with torch.autocast(device, dtype=torch.bfloat16):
-            result_dtype = op.prepare(*args).dtype
-        expected = call(op, *(arg.float() for arg in args)).to(result_dtype)
+            prepared = op.prepare(*args)
+        operands = prepared.tensors[: len(args)]
+        expected = call(op, *(operand.float() for operand in operands)).to(prepared.dtype)
 
         def inside(*args):
             with torch.autocast(device, dtype=torch.bfloat16):
@@ -479,12 +480,15 @@ def test_autocast_rounds_no_operand(op, compiled, device, generator):
         same((out, outside), (expected, expected), rtol=0, atol=0)
         out.sum().backward()
         ones = torch.ones_like(out)
-        assert gradient_error_ratio(op, tuple(args), ones, tuple(copy.grad for copy in copies)) <= 1
+        gradients = tuple(copy.grad.to(operand.dtype) for copy, operand in zip(copies, operands, strict=True))
+        assert gradient_error_ratio(op, operands, ones, gradients) <= 1
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_autocast_rounds_nothing_in_double_backward(op, device, generator):
-    args = leaves(arguments(op, device, generator, dtype=torch.float32))
+    args = arguments(op, device, generator, dtype=torch.float32)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        args = leaves(op.prepare(*args).tensors[: len(args)])  # as attention rounds them
 
     def second():
         gradients = torch.autograd.grad(call(op, *args).sum(), args, create_graph=True)
