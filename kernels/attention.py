@@ -27,19 +27,19 @@ from torch import Tensor
 
 from .attention_backward import plan_backward
 from .attention_forward import plan_attention, plan_scores, plan_weights
-from .attention_tiles import AttentionCall
+from .attention_tiles import AttentionInputs
 from .launch import Launch, architecture_of, run
 
 PLANS = {"scores": plan_scores, "weights": plan_weights, "sums": plan_attention}
 
 
-def forward(call: AttentionCall, out: Tensor) -> None:
+def forward(call: AttentionInputs, out: Tensor) -> None:
     """Write the output of the call to `out`: (B, H, M, V) for sums, else (B, H, M, N). It may have any strides."""
     run(call.query, PLANS[call.output](architecture_of(call.query), call, out))
 
 
 def backward(
-    call: AttentionCall,
+    call: AttentionInputs,
     dout: Tensor,
     dquery: Tensor | None,
     dkey: Tensor | None,
@@ -67,7 +67,7 @@ def representatives(architecture: str, dtype: torch.dtype, precision: str) -> It
     full = x.new_empty(B, H, M, M)
     seed = x.new_empty(1, dtype=torch.int64)
     dmask = x.new_empty(B, H, M, 3, dtype=torch.promote_types(dtype, torch.float32))[..., :1]
-    call = AttentionCall("sums", x, x, x, full, seed, 0.125, True, 0.25, precision)
+    call = AttentionInputs("sums", x, x, x, full, seed, 0.125, True, 0.25, precision)
     yield from plan_attention(architecture, call, x)
     for launch in plan_backward(architecture, call, x, x, x.clone(), x.clone(), dmask):
         if thorough or launch.constants.get("OF") == "key":

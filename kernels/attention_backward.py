@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_tiles import (
-    AttentionCall,
+    AttentionInputs,
     choose_config,
     dropped,
     dscores_tile,
@@ -203,7 +203,7 @@ def _dmask_kernel(
 
 # fmt: off
 def plan_backward(
-    architecture: str, call: AttentionCall, dout: Tensor,
+    architecture: str, call: AttentionInputs, dout: Tensor,
     dquery: Tensor | None, dkey: Tensor | None, dvalue: Tensor | None, dmask: Tensor | None,
 ) -> Iterator[Launch]:
     B, H, M, N, E, V = call.sizes
@@ -246,7 +246,7 @@ def plan_backward(
 
 
 def _plan_dmask(
-    call: AttentionCall, args: tuple[Any, ...], dmask: Tensor, constants: dict[str, Any], config: Config,
+    call: AttentionInputs, args: tuple[Any, ...], dmask: Tensor, constants: dict[str, Any], config: Config,
 ) -> Iterator[Launch]:
     B, H, M, N, E, V = call.sizes
     tiles = B, H, triton.cdiv(M, config.BLOCK_M), triton.cdiv(N, config.BLOCK_N)

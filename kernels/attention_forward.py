@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_tiles import (
-    AttentionCall,
+    AttentionInputs,
     choose_config,
     dropped,
     exponentials,
@@ -152,7 +152,7 @@ def choose_row_config(architecture: str, contraction: dict[str, Any], N: int) ->
 
 
 # fmt: off
-def plan_scores(architecture: str, call: AttentionCall, out: Tensor) -> Iterator[Launch]:
+def plan_scores(architecture: str, call: AttentionInputs, out: Tensor) -> Iterator[Launch]:
     B, H, M, N, E, _ = call.sizes
     contraction = call.contraction(architecture)
     config = replace(choose_config(architecture, contraction), BLOCK_D=0)
@@ -163,7 +163,7 @@ def plan_scores(architecture: str, call: AttentionCall, out: Tensor) -> Iterator
     )
 
 
-def plan_weights(architecture: str, call: AttentionCall, out: Tensor) -> Iterator[Launch]:
+def plan_weights(architecture: str, call: AttentionInputs, out: Tensor) -> Iterator[Launch]:
     B, H, M, N, E, _ = call.sizes
     contraction = call.contraction(architecture)
     whole = choose_row_config(architecture, contraction, N)
@@ -175,7 +175,7 @@ def plan_weights(architecture: str, call: AttentionCall, out: Tensor) -> Iterato
     )
 
 
-def plan_attention(architecture: str, call: AttentionCall, out: Tensor) -> Iterator[Launch]:
+def plan_attention(architecture: str, call: AttentionInputs, out: Tensor) -> Iterator[Launch]:
     B, H, M, N, E, V = call.sizes
     contraction = call.contraction(architecture)
     config = narrowed(choose_config(architecture, contraction), V)

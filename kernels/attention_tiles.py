@@ -13,7 +13,7 @@ from .tiles import dots
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class AttentionInputs:
     """The operands and settings of a call, and what all kernels take of them.
 
     Attributes:

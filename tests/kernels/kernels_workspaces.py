@@ -79,7 +79,7 @@ def attention_call(output, new, *, boolean=False, dropout_p=0.0):
     query, key, value = new(1, 2, 66, 7), new(1, 2, 40, 7), new(1, 2, 40, 9) if output == "sums" else None
     mask = new(1, 1, 1, 40).expand(1, 2, 66, 40)
     seed = new(1).to(torch.int64) if dropout_p else None
-    return attention.AttentionCall(
+    return attention.AttentionInputs(
         output, query, key, value, mask > 0 if boolean else mask, seed, 0.3, True, dropout_p, "highest"
     )
 

@@ -67,7 +67,7 @@ class Attention:
     def call(self):
         mask = None if self.mask is None else self.mask.expand(self.shape[:4])
         value = self.value if self.result == "sums" else None
-        return attention.AttentionCall(self.result, self.query, self.key, value, mask, self.seed, **self.settings)
+        return attention.AttentionInputs(self.result, self.query, self.key, value, mask, self.seed, **self.settings)
 
     def forward(self, layout="padded"):
         out = LAYOUTS[layout](torch.full(self.dout.shape, math.nan, dtype=self.arithmetic, device=DEVICE))

@@ -388,9 +388,16 @@ def test_autocast_rounds_as_pytorch_does(device, generator):
             found, expected = (f(*args, **options) for f in (effops.attention, scaled_dot_product_attention))
             report = effops.explain(effops.attention, *args, **options)
         assert found.dtype == expected.dtype == torch.bfloat16
-        # `explain` took the operands as they are, not as autocast rounds them.
+        # `explain` predicts the rounded operands too.
         assert {one.output_bytes for one in report.variants.values()} == {found.numel() * 2}
         torch.testing.assert_close(found, expected)
+
+
+def test_explain_under_autocast_copies_no_expanded_operand():
+    query, key = torch.zeros(2**16, 1).expand(2**16, 2**16, 64), torch.zeros(1).expand(2**16, 2**16, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = effops.explain(effops.attention, query, key, key).variants["chunked"]
+    assert report.output_bytes == 2 * query.numel()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

@@ -243,11 +243,17 @@ def rounded_by_autocast(query: Tensor, *others: Tensor | None) -> tuple[Any, ...
         return tensors
     dtype = torch.get_autocast_dtype(query.device.type)
     return tuple(
-        tensor.to(dtype)
+        _rounded(tensor, dtype)
         if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
         else tensor
         for tensor in tensors
     )
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype; one that is expanded stays so, and takes no more memory."""
+    distinct = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    return distinct.to(dtype).expand(tensor.shape)
 
 
 def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:

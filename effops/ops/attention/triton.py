@@ -27,7 +27,7 @@ def forward(call: AttentionCall) -> Tensor:
     from effops.kernels import attention as kernels
 
     out = empty(call, stored_dtype(call.dtype, call.device))
-    kernels.forward(kernels.AttentionCall(*_arguments(call)), out.view(*_outer(call), *call.shape[-2:]))
+    kernels.forward(kernels.AttentionInputs(*_arguments(call)), out.view(*_outer(call), *call.shape[-2:]))
     return out.to(call.dtype)
 
 
@@ -41,7 +41,7 @@ def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradi
     dmask = _empty_dmask(call) if wanted[2 + len(dvalue)] else None
     upstream = dout.reshape(*_outer(call), *call.shape[-2:])
     gradients = dquery, dkey, dvalue[0] if dvalue else None, dmask
-    kernels.backward(kernels.AttentionCall(*_arguments(call)), upstream, *gradients)
+    kernels.backward(kernels.AttentionInputs(*_arguments(call)), upstream, *gradients)
     found = dquery, dkey, *dvalue, dmask, *(None for _ in given(call.seed))
     return [
         None if gradient is None else _restored(call, gradient, tensor)
