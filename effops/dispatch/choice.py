@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.compiler import is_compiling
 
@@ -53,36 +53,41 @@ class _ThreadState(threading.local):
     """What `use_variant` set in this thread, for traced code. Dynamo can guard on this, but not on a ContextVar.
 
     `__init__` runs once in each thread. So the attributes exist wherever they are read, and Dynamo guards on their
-    values.
+    values. `entered` has the names outside of asyncio tasks, the innermost last; `tasks` counts the entries inside.
     """
 
     def __init__(self) -> None:
-        self.variant: str | None = None
+        self.entered: tuple[str, ...] = ()
         self.tasks = 0
 
 
-_in_context: ContextVar[str | None] = ContextVar("effops_variant", default=None)
+class _Entry(NamedTuple):
+    name: str
+    in_task: bool
 
 
+_in_context: ContextVar[tuple[_Entry, ...]] = ContextVar("effops_variant", default=())
 _in_thread = _ThreadState()
 
 
 def current_variant() -> str | None:
     """The variant that the innermost `use_variant` around this call names, or None without one."""
     if not is_compiling():
-        return _in_context.get()
+        entries = _in_context.get()
+        return entries[-1].name if entries else None
     if _in_thread.tasks:
         raise NotImplementedError(
             "use_variant inside an asyncio task cannot be seen by compiled code; pass variant= to the op instead"
         )
-    return _in_thread.variant
+    return _in_thread.entered[-1] if _in_thread.entered else None
 
 
 class use_variant:
     """Context manager: every op called inside runs the named variant, or raises if it cannot.
 
-    It holds for the current thread and asyncio task. Compiled functions called inside follow it too: each variant is
-    compiled once. Inside an asyncio task they raise instead, since compiled code cannot tell tasks apart.
+    It holds for the current thread and asyncio task. Threads and tasks may enter the same object, and one may enter it
+    again inside. Compiled functions called inside follow it too: each variant is compiled once. Inside an asyncio task
+    they raise instead, since compiled code cannot tell tasks apart.
 
     >>> with effops.use_variant("einsum"):
     ...     lp = effops.power_spherical_log_prob(loc, scale, x)
@@ -93,32 +98,29 @@ class use_variant:
         if name not in known:
             raise ValueError(f"use_variant: no op has a variant {name!r}; choose from {', '.join(known)}")
         self.name = name
-        self._outer: list[tuple[str | None, bool, Token[str | None]]] = []
-        self._traced_outer: str | None = None
 
     def __enter__(self) -> None:
-        if is_compiling():
-            self._traced_outer, _in_thread.variant = _in_thread.variant, self.name
-            return
-        in_task = _running_in_task()
-        self._outer.append((_in_thread.variant, in_task, _in_context.set(self.name)))
+        in_task = False
+        if not is_compiling():
+            in_task = _running_in_task()
+            _in_context.set((*_in_context.get(), _Entry(self.name, in_task)))
         if in_task:
             _in_thread.tasks += 1
         else:
-            _in_thread.variant = self.name
+            _in_thread.entered = (*_in_thread.entered, self.name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if is_compiling():
-            _in_thread.variant = self._traced_outer
-            return
-        outer, in_task, token = self._outer.pop()
-        _in_context.reset(token)
+        in_task = False
+        if not is_compiling():
+            *outer, entry = _in_context.get()
+            in_task = entry.in_task
+            _in_context.set(tuple(outer))
         if in_task:
             _in_thread.tasks -= 1
         else:
-            _in_thread.variant = outer
+            _in_thread.entered = _in_thread.entered[:-1]
 
 
 def _running_in_task() -> bool:

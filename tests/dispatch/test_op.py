@@ -109,6 +109,61 @@ def test_use_variant_is_per_task():
     assert asyncio.run(main()) == [("einsum", "einsum"), None, ("naive", "naive")]
 
 
+def test_one_use_variant_entered_by_several_tasks_and_threads():
+    shared = effops.use_variant("einsum")
+    left = []
+
+    async def task(steps):
+        with shared:
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            with shared:
+                left.append(current_variant())
+        left.append(current_variant())
+
+    async def main():
+        with effops.use_variant("naive"):
+            await asyncio.gather(task(1), task(3), task(2))  # they leave in another order than they entered
+            left.append(current_variant())
+
+    def work():
+        asyncio.run(main())
+        with shared:
+            inside.wait()
+            asyncio.run(main())
+        inside.wait()
+
+    inside = threading.Barrier(3, timeout=30)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with shared:
+        inside.wait()
+    inside.wait()
+    for thread in threads:
+        thread.join()
+    asyncio.run(main())
+    assert sorted(left) == ["einsum"] * 15 + ["naive"] * 20
+    assert current_variant() is None
+    torch._dynamo.reset()
+    assert torch.compile(chosen_name, backend="eager", fullgraph=True)(torch.zeros(())) == 0  # no entry is left behind
+
+
+def test_compiled_and_one_object_entered_twice_inside():
+    torch._dynamo.reset()
+
+    def function(x):
+        shared = effops.use_variant("einsum")
+        with shared, effops.use_variant("naive"), shared:
+            inside = chosen_name(x)
+        return inside, chosen_name(x)
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(())) == (index("einsum"), 0)
+    with effops.use_variant("naive"):
+        assert compiled(torch.zeros(())) == (index("einsum"), index("naive"))
+
+
 def chosen_name(x):
     """A traceable function of the variant in force."""
     names = [None, *OP.preference]
