@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad  # its `_current_level` changes: read it from the module, when it is needed
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
+from torch.nn.init import _no_grad_trunc_normal_
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.types import _size
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -69,6 +70,7 @@ __all__ = [
     "_get_dispatch_mode",
     "_get_tracing_state",
     "_len_torch_dispatch_stack",
+    "_no_grad_trunc_normal_",
     "_select_conv_backend",
     "_size",
     "_standard_gamma",

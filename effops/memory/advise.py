@@ -15,6 +15,7 @@ from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.batches import parse_bytes
 from effops.memory.building import build_model
 from effops.memory.optimizers import AdamW8bit
+from effops.memory.surroundings import apart
 from effops.memory.workload import Workload
 from effops.nn import MultiheadAttention
 from effops.prediction.inside import caution
@@ -412,7 +413,7 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
 
 def fake_model(workload: Workload) -> nn.Module:
     """The workload's model without any memory."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with apart(), FakeTensorMode(allow_non_fake_inputs=True):
         return build_model(workload.model)
 
 

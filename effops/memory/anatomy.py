@@ -12,14 +12,15 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from effops.measure import tensors, without_collector
+from effops.measure import tensors
 from effops.memory.building import build_model
 from effops.memory.measured import measured_timeline
+from effops.memory.surroundings import apart
 from effops.memory.workload import Step, Workload
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.prediction.inside import caution
 from effops.prediction.operations import CLASSES
-from effops.prediction.recorder import Recorder, generator_states_recorded
+from effops.prediction.recorder import GENERATOR_STATES, Recorder
 from effops.prediction.timeline import Timeline
 from effops.pytorch import (
     DataDependentOutputException,
@@ -200,12 +201,11 @@ def _predicted(
     modules = _CalledModules()
     workload = replace(workload, model=functools.partial(_build_in_mode, workload.model, mode))
     with (
-        torch.random.fork_rng(),
-        without_collector(),
+        apart(),
         mode,
         CudaForms(recorder.unknown) if cuda else nullcontext(),
         recorder,
-        generator_states_recorded(),
+        GENERATOR_STATES,
         register_module_forward_pre_hook(modules.enter),
         register_module_forward_hook(modules.leave),
     ):
@@ -264,7 +264,9 @@ def _build_in_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.M
                     )
                 if isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode:
                     if id(tensor) not in made:
-                        fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                        fresh = torch.empty_strided(
+                            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                        )
                         is_parameter = isinstance(tensor, nn.Parameter)
                         made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
                     own[name] = made[id(tensor)]

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from effops.pytorch import FakeTensor, TorchDispatchMode, _disable_current_modes, tree_leaves, tree_map_only
+from effops.prediction.shared import Shared
+from effops.pytorch import (
+    FakeTensor,
+    TorchDispatchMode,
+    _disable_current_modes,
+    _no_grad_trunc_normal_,
+    tree_leaves,
+    tree_map_only,
+)
 
 MOST_ELEMENTS = 4096
 aten = torch.ops.aten
@@ -30,7 +38,7 @@ NUMBER_FACTORIES = {
 def build_model(build: Callable[[], nn.Module]) -> nn.Module:
     """Build the model. It may ask for values that follow from numbers, in tensors of up to `MOST_ELEMENTS`."""
     try:
-        with _KnownValues(), mock.patch.object(nn.init, "_no_grad_trunc_normal_", _skip_initialisation):
+        with _KnownValues(), SKIPPED_INITIALISATION:
             model: nn.Module = build()
     except RuntimeError as error:
         if "UninitializedParameter" not in str(error):
@@ -42,9 +50,12 @@ def build_model(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def _skip_initialisation(tensor: Tensor, *bounds: float, **options: object) -> Tensor:
-    """Stand in for an initialisation that draws until all values are right, which fake tensors never are."""
-    return tensor
+def _initialise(tensor: Tensor, *bounds: Any, **options: Any) -> Any:
+    """Skip an initialisation that draws until all values are right, which those of fake tensors never are."""
+    return tensor if isinstance(tensor, FakeTensor) else _no_grad_trunc_normal_(tensor, *bounds, **options)
+
+
+SKIPPED_INITIALISATION = Shared(lambda: mock.patch.object(nn.init, "_no_grad_trunc_normal_", _initialise))
 
 
 class _KnownValues(TorchDispatchMode):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
-from effops.measure import without_collector
+from effops.memory.surroundings import apart
 from effops.memory.workload import Step, Workload
 from effops.prediction.timeline import Allocation, Timeline
 
@@ -18,8 +18,8 @@ def measured_timeline(workload: Workload, batch_size: int) -> Timeline:
     """The timeline of the second of two steps, as it ran; the random number generator is left as it was."""
     notes = _Notes()
     with (
+        apart(),
         torch.random.fork_rng(),
-        without_collector(),
         torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         step = Step(workload, batch_size, notes.enter, notes.mark)

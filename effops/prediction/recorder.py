@@ -2,17 +2,19 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.random import get_rng_state, set_rng_state
 
 from effops.prediction.allocations import Allocations, Workspace
 from effops.prediction.inside import workspace
 from effops.prediction.operations import operations
+from effops.prediction.shared import Shared
 from effops.prediction.timeline import Allocation, Timeline
 from effops.pytorch import (
     BackwardCFunction,
@@ -34,6 +36,7 @@ from effops.pytorch import (
 NEW_CONSTANTS = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
 ITEM = torch.ops.aten._local_scalar_dense.default
 NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
+STATE_BYTES = get_rng_state().nbytes  # of the CPU's random number generator
 SOLE_OWNER_COUNTS = 4, 2  # references to a gradient and to its storage, where autograd alone has it
 NAMESPACES = ("aten", "effops")
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -245,24 +248,24 @@ class Recorder(Allocations):
         return Timeline([replace(record) for record in self.records], tuple(self.phases), self.start, self.tick)
 
 
-@contextmanager
-def generator_states_recorded() -> Iterator[None]:
-    """Let the states of the random number generator be fake tensors under a fake mode: checkpointing keeps them.
+def _is_fake() -> bool:
+    return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
-    They are no results of operators, so that PyTorch offers no other place to exchange them.
-    """
-    get, put = torch.get_rng_state, torch.set_rng_state
-    nbytes = get().nbytes
 
-    def is_fake() -> bool:
-        return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+def _generator_state() -> Tensor:
+    return torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu") if _is_fake() else get_rng_state()
 
-    torch.get_rng_state = lambda: torch.empty(nbytes, dtype=torch.uint8) if is_fake() else get()
-    torch.set_rng_state = lambda new_state: None if isinstance(new_state, FakeTensor) else put(new_state)
-    try:
-        yield
-    finally:
-        torch.get_rng_state, torch.set_rng_state = get, put
+
+def _set_generator_state(new_state: Tensor) -> None:
+    if not isinstance(new_state, FakeTensor):
+        set_rng_state(new_state)
+
+
+# The states of the random number generator are fake tensors where a fake mode is on: checkpointing keeps them. They are
+# no results of operators, so that PyTorch offers no other place to exchange them. Other threads get real ones as ever.
+GENERATOR_STATES = Shared(
+    lambda: mock.patch.multiple(torch, get_rng_state=_generator_state, set_rng_state=_set_generator_state)
+)
 
 
 def _are_constants(args: Sequence[Any]) -> bool:
