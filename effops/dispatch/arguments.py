@@ -25,8 +25,10 @@ _KNOWN_SUBCLASSES = frozenset(
 def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -> None:
     """Raise unless `tensor` is a dense floating-point tensor with at least `dims` dimensions."""
     if not isinstance(tensor, Tensor):
-        got = type(tensor).__name__
-        raise TypeError(f"{function}: `{argument}` must be a tensor; got {got}; use torch.as_tensor")
+        got, remedy = type(tensor).__name__, "use torch.as_tensor"
+        if isinstance(tensor, torch.fx.Proxy):
+            remedy = f'import the function by its name, and call torch.fx.wrap("{function}") in the module that does so'
+        raise TypeError(f"{function}: `{argument}` must be a tensor; got {got}; {remedy}")
     if tensor.dtype not in FLOATS:
         names = ", ".join(str(dtype)[len("torch.") :] for dtype in FLOATS)
         raise TypeError(

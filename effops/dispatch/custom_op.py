@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -63,6 +64,8 @@ class CustomOp:
         empty: an uninitialised result, with the layout that `forward` gives it
         core_dims: for each tensor, how many of its last dimensions are no batch axes; the axes before them broadcast
         saves_result: whether `backward` takes the result
+        by_example: whether a call with these arguments is batched one example at a time, since it draws random numbers
+            by the index of a value in the call
         native: whether `forward` consists of PyTorch operations that have their own backward; that backward runs where
             it can, on plain and on fake tensors, so that `backward` does not compute `forward` again
     """
@@ -79,12 +82,13 @@ class CustomOp:
         empty: Callable[[Any], Tensor],
         core_dims: Sequence[int],
         saves_result: bool = False,
+        by_example: Callable[[Sequence[Any]], bool] = lambda arguments: False,
         native: bool = False,
     ) -> None:
         CUSTOM_OPS[name] = self
         self.name, self.native, self.saves_result = name, native, saves_result
         self.split, self.forward, self.backward, self.composite = split, forward, backward, composite
-        self.core_dims = tuple(core_dims)
+        self.core_dims, self.by_example = tuple(core_dims), by_example
         self.count = len(self.core_dims)
         self.saved = self.count + saves_result
         schema = _schema(parameters)
@@ -202,6 +206,8 @@ class CustomOp:
             return *pull_back(given), *(None,) * (len(result) + len(ctx.settings)), None
 
     def _batched(self, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+        if self.by_example(arguments):
+            return torch.stack([self.operator(*one) for one in _examples(info, in_dims, arguments)]), 0
         tensors = self.batch_axes_first(arguments[: self.count], in_dims)
         return self.operator(*tensors, *arguments[self.count :]), 0
 
@@ -210,6 +216,10 @@ class CustomOp:
     ) -> tuple[list[Tensor], list[int]]:
         # Each example of the batch has its own gradients, even of operands that all examples share.
         dims = in_dims[: 1 + self.saved]
+        if self.by_example(arguments[:-1]):
+            examples = _examples(info, dims, (dout, *arguments[: self.saved]))
+            each = [self.backward_operator(*one, *arguments[self.saved :]) for one in examples]
+            return [torch.stack(gradients) for gradients in zip(*each)], [0] * len(each[0])
         dout, *operands = (
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip((dout, *arguments), dims)
@@ -232,6 +242,12 @@ class CustomOp:
                 tensor = tensor.movedim(dim, 0)[index]
             moved.append(tensor)
         return moved
+
+
+def _examples(info: Any, dims: Sequence[int | None], arguments: Sequence[Any]) -> Iterator[list[Any]]:
+    """The arguments of each example of a batch; `dims` are the axes of the examples."""
+    for i in range(info.batch_size):
+        yield [one if dim is None else one.select(dim, i) for one, dim in zip(arguments, dims)]
 
 
 def _vjp(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Callable[..., list[Any]]]:
@@ -271,8 +287,9 @@ class _Differentiable(torch.autograd.Function):
 class _Native(torch.autograd.Function):
     """A forward function on plain tensors, with the backward that PyTorch has for it.
 
-    The first backward pass frees what PyTorch saved. A second pass computes it again, and so does a pass that is to be
-    differentiated.
+    PyTorch's graph of the forward function is kept without a tensor. What it would save is saved here instead, so that
+    checkpoints and hooks on saved tensors see all of it once. A pass that is to be differentiated computes the
+    gradients again, and so does a pass on a batch of gradients.
     """
 
     @staticmethod
@@ -280,26 +297,64 @@ class _Native(torch.autograd.Function):
         *inputs, ctx.name = arguments
         custom = CUSTOM_OPS[ctx.name]
         tensors = inputs[: custom.count]
-        with torch.enable_grad():
-            leaves = [
-                tensor.detach().requires_grad_(is_wanted) for tensor, is_wanted in zip(tensors, ctx.needs_input_grad)
-            ]
-            result = custom.forward(custom.split((*leaves, *inputs[custom.count :])))
-        ctx.graph = result, [leaf for leaf in leaves if leaf.requires_grad]
-        custom.save(ctx, inputs, result)
+        kept = list(tensors)
+        restored: list[Tensor] = []  # the hooks hold this list and not `ctx`, which holds the graph that holds them
+        ctx.restored = restored
+
+        def index_of(saved: Tensor) -> int:
+            index = next((i for i, tensor in enumerate(kept) if _is_alias(saved, tensor)), len(kept))
+            kept.extend([saved] * (index == len(kept)))
+            return index
+
+        with torch.enable_grad(), saved_tensors_hooks(index_of, restored.__getitem__):
+            variables = _Variables.apply(
+                torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True), ctx.needs_input_grad, *tensors
+            )
+            result = custom.forward(custom.split((*variables, *inputs[custom.count :])))
+            sources = [variable for variable in variables if variable.requires_grad]
+            ctx.edges = get_gradient_edge(result), [get_gradient_edge(source) for source in sources]
+        ctx.settings = tuple(inputs[custom.count :])
+        ctx.save_for_backward(*kept)
+        kept.clear()  # the graph holds the hooks, and a hook holds this list
         return result.detach()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        custom = CUSTOM_OPS[ctx.name]
-        graph, ctx.graph = ctx.graph, None
-        again = graph is None or requires_grad((dout, *ctx.saved_tensors)) or not custom.runs_at_once((dout,))
-        if again or is_legacy_batchedtensor(dout):
-            return *custom.pull_back(ctx, dout), None
-        result, leaves = graph
+        custom, saved = CUSTOM_OPS[ctx.name], ctx.saved_tensors
+        tensors, wanted = saved[: custom.count], ctx.needs_input_grad[: custom.count]
+        others = [None] * (len(ctx.settings) + 1)
+        if requires_grad((dout, *saved)) or not custom.runs_at_once((dout,)) or is_legacy_batchedtensor(dout):
+            return *custom.gradients(dout, (*tensors, *ctx.settings), wanted), *others
+        result, sources = ctx.edges
+        ctx.restored.extend(saved)
         with without_autocast(dout.device):
-            found = iter(torch.autograd.grad(result, leaves, dout, allow_unused=True, materialize_grads=True))
-        return *(next(found) if is_wanted else None for is_wanted in ctx.needs_input_grad[:-1]), None
+            found = iter(torch.autograd.grad(result, sources, dout, retain_graph=True, allow_unused=True))
+        ctx.restored.clear()
+        gradients = [next(found) if is_wanted else None for is_wanted in wanted]
+        unused = (is_wanted and gradient is None for is_wanted, gradient in zip(wanted, gradients))
+        gradients = [torch.zeros_like(t) if is_unused else g for t, g, is_unused in zip(tensors, gradients, unused)]
+        return *gradients, *others
+
+
+class _Variables(torch.autograd.Function):
+    """Tensors from which a graph starts. Unlike leaves, the graph does not hold them."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, wanted: Sequence[bool], *tensors: Tensor) -> tuple[Tensor, ...]:
+        views = tuple(tensor.detach() for tensor in tensors)
+        ctx.mark_non_differentiable(*(view for view, is_wanted in zip(views, wanted) if not is_wanted))
+        return views
+
+
+def _is_alias(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same values in the same memory."""
+    return (
+        tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and tensor.dtype == other.dtype
+        and tensor.shape == other.shape
+        and tensor.stride() == other.stride()
+        and tensor.storage_offset() == other.storage_offset()
+    )
 
 
 class _Transformable(torch.autograd.Function):
@@ -325,6 +380,8 @@ class _Transformable(torch.autograd.Function):
         # The whole batch is one call. The backward of this call sums the gradients of an operand that examples share.
         *inputs, name = arguments
         custom = CUSTOM_OPS[name]
+        if custom.by_example(inputs):
+            return torch.stack([_Transformable.apply(*one, name) for one in _examples(info, in_dims, inputs)]), 0
         tensors = custom.batch_axes_first(inputs[: custom.count], in_dims)
         return _Transformable.apply(*tensors, *inputs[custom.count :], name), 0
 

@@ -1,4 +1,4 @@
-"""The layout of gradients: each has the strides of its operand, so that autograd takes it without a copy."""
+"""Layouts: a gradient has the strides of its operand, so that autograd takes it without a copy."""
 
 from torch import Tensor
 
@@ -31,3 +31,15 @@ def as_gradient(found: Tensor, operand: Tensor) -> Tensor:
     if found.dtype == operand.dtype and is_laid_out:
         return found.as_strided(operand.shape, strides)
     return empty_gradient(operand).copy_(found)
+
+
+def without_overlap(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where several of its elements share memory, unless it is merely expanded."""
+    if is_non_overlapping_and_dense(tensor):
+        return tensor
+    axes = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1 and stride > 0]
+    for i, (stride, _) in enumerate(axes):
+        inner = (other for j, other in enumerate(axes) if other[0] < stride or (other[0] == stride and j > i))
+        if stride <= sum(other * (size - 1) for other, size in inner):
+            return tensor.contiguous()
+    return tensor

@@ -435,10 +435,9 @@ def test_bad_arguments_of_attention(device):
     with pytest.raises(ValueError, match="`attn_mask` must have 1 or 6 heads"):
         effops.attention(query, key[:, :2], key[:, :2], torch.zeros(2, 4, 7, device=device), enable_gqa=True)
     assert effops.explain(effops.attention, query, key[:, :2], key[:, :2], enable_gqa=True).chosen
-    with pytest.raises(NotImplementedError, match="randomness='different'"):
-        torch.func.vmap(
-            lambda query: effops.attention(query, key[0, :1], key[0, :1], dropout_p=0.5), randomness="different"
-        )(query)
+    for function, missing in ((effops.attention, ()), (effops.additive_attention, (torch.zeros(5, device=device),))):
+        with pytest.raises(TypeError, match="`value` must be a tensor; got NoneType"):
+            function(query, key, None, *missing)
     for shape in ((5, 7, 5), (4, 5, 5)):
         with pytest.raises(ValueError, match=r"`weight` must broadcast to \(queries, keys, D\) = \(4, 7, 5\)"):
             effops.additive_attention_scores(query[:, :4], key, torch.zeros(shape, device=device))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from effops.blocks import softmax
 from effops.blocks.additive import AdditiveScores
+from effops.dispatch.arguments import check_operand
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import add_kernels
 from effops.ops.attention import triton
@@ -59,6 +60,7 @@ def _prepare_sums(
     weight: Tensor,
     attn_mask: Tensor | None = None,
 ) -> AttentionCall:
+    check_operand(function, "value", value, dims=2)
     return prepare(function, output, {"query": query, "key": key, "weight": weight}, value, attn_mask)
 
 

@@ -105,12 +105,8 @@ class AttentionCall(Call):
 
     @property
     def drawn_seed(self) -> int:
-        """The seed as a number. A call has one seed, even for a batch of examples."""
-        if self.seed is None or self.seed.numel() != 1:
-            raise NotImplementedError(
-                "attention: vmap(randomness='different') cannot be had with dropout in this variant; give "
-                "randomness='same', or variant='naive'"
-            )
+        """The seed as a number."""
+        assert self.seed is not None
         return int(observed(self.seed, ordinary=0))
 
 
@@ -165,6 +161,7 @@ def prepare_sums(
     enable_gqa: bool = False,
 ) -> AttentionCall:
     """The call of `attention` with these arguments."""
+    check_operand(function, "value", value, dims=2)
     if enable_gqa:
         query, key, value, attn_mask = group_heads(query, key, value, attn_mask)
     return prepare(function, output, {"query": query, "key": key}, value, attn_mask, is_causal, scale, dropout_p)
@@ -231,7 +228,7 @@ def prepare(
         dtype = torch.float32
     seed = None
     if value is not None:  # without dropout no seed is drawn
-        seed = torch.randint(2**62, ()) if dropout_p else query.new_zeros((), dtype=torch.int64)
+        seed = torch.randint(2**62, (), device="cpu") if dropout_p else query.new_zeros((), dtype=torch.int64)
     settings = attn_mask is not None, bool(is_causal), None if scale is None else float(scale), float(dropout_p), dtype
     return AttentionCall(output, operands, value, mask, seed, plan, *settings)
 

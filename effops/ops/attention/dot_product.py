@@ -32,7 +32,7 @@ add_custom_op(
     custom_op(op, KIND, "sums", "sdpa", sdpa.forward, sdpa.backward, empty=sdpa.forward, native=True),
     "sdpa",
     cost=sdpa.cost,
-    requires=[sdpa.requires_one_dtype, sdpa.requires_positive_scale],
+    requires=[sdpa.requires_one_dtype, sdpa.requires_ordinary_scale],
     automatic=sdpa.is_fused,
 )
 

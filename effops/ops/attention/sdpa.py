@@ -1,6 +1,7 @@
 """Variant sdpa: `F.scaled_dot_product_attention`, which runs PyTorch's own fused kernels where it has them."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients, is_plain, predicted, requires_grad
 from effops.dispatch.op import Cost
+from effops.numerics.layout import without_overlap
 from effops.ops.attention.call import AttentionCall
 from effops.ops.attention.variants import in_blocks_backward, scaled_dots
 from effops.prediction.inside import packing_attention
@@ -33,7 +35,7 @@ class _FourAxes:
         self.grouped = len(self.batch) == 3 and self.batch[-1] > 1 and shared
         keyed = (*self.batch[:-1], 1) if self.grouped else self.batch
         self.query, self.key, self.value = (
-            self._merge(query, self.batch),
+            without_overlap(self._merge(query, self.batch)),  # PyTorch lays the result out as the query
             self._merge(key, keyed),
             self._merge(value, keyed),
         )
@@ -94,12 +96,17 @@ def forward(call: AttentionCall) -> Tensor:
 @contextmanager
 def _seeded(call: AttentionCall) -> Iterator[None]:
     """A context in which the call's seed determines what PyTorch drops, so that backward can drop the same."""
-    if call.dropout_p and call.seed is not None and is_plain(call.tensors):
-        with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
-            torch.manual_seed(call.drawn_seed)
-            yield
-    else:
+    if not call.dropout_p or not is_plain(call.tensors):
         yield
+        return
+    on_cuda = call.device.type == "cuda"
+    generator = torch.cuda.default_generators[call.device.index] if on_cuda else torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(call.drawn_seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
@@ -150,7 +157,9 @@ def requires_one_dtype(call: AttentionCall) -> str:
     return f"needs query, key and value in the dtype of the result, {call.dtype}; got {', '.join(map(str, dtypes))}"
 
 
-def requires_positive_scale(call: AttentionCall) -> str:
+def requires_ordinary_scale(call: AttentionCall) -> str:
+    if not abs(call.factor) < math.inf:
+        return f"needs a finite scale, for PyTorch's kernels do not give NaN where it is due; got {call.scale}"
     if not call.is_causal or call.factor > 0:
         return ""
     return f"needs a positive scale if is_causal, for PyTorch's kernels give NaN with {call.scale}"

@@ -71,6 +71,9 @@ def attention_op(
     return op
 
 
+DROPOUT_P = list(SETTINGS).index("dropout_p") - len(SETTINGS)  # its place among the arguments of an operator
+
+
 def compiled_bytes(kind: Kind, program: inductor.Program, call: AttentionCall) -> Bytes:
     """What the compiled form allocates."""
     operands, plan = call.scored if "einsum" in kind.forms else (), call.plan
@@ -115,6 +118,7 @@ def custom_op(
         composite=composite,
         empty=empty,
         core_dims=tuple(core_dims.values()),
+        by_example=lambda arguments: arguments[DROPOUT_P] > 0,
         native=native,
     )
 
