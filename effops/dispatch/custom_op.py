@@ -7,7 +7,6 @@ layout of the results (fake tensors), how to batch them (vmap), and the derivati
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -19,11 +18,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from effops.dispatch.op import Call, Cost, Op, Requirement, Variant, anywhere
-from effops.dispatch.requirements import kernels_error, on_cuda, requires_triton
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import without_autocast
-from effops.prediction.allocations import predict_bytes
 from effops.prediction.inside import register_body
 from effops.pytorch import (
     FakeTensor,
@@ -455,67 +451,3 @@ def _schema(parameters: Mapping[str, Any]) -> str:
     listed = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in parameters.items()]
     prototype.__signature__ = inspect.Signature(listed, return_annotation=Tensor)  # type: ignore[attr-defined]
     return torch.library.infer_schema(prototype, mutates_args=())
-
-
-def add_custom_op(
-    op: Op,
-    custom: CustomOp,
-    variant: str,
-    *,
-    run: Callable[[Any], Tensor] | None = None,
-    cost: Callable[[Any], Cost | None] | None = None,
-    requires: Sequence[Requirement] = (),
-    automatic: Callable[[Any], bool] = anywhere,
-) -> None:
-    """Register an operator as a variant of an op.
-
-    `run` computes the result of a call, and `cost` predicts what it needs. Without them, both come from the operator.
-    """
-    cost = cost or functools.partial(allocated, op, custom)
-    statistics = custom if op.logsumexp else None
-    op.add(Variant(variant, run or custom, cost, requires, automatic, statistics))
-
-
-def add_kernels(
-    op: Op,
-    custom: CustomOp,
-    variant: str = "triton",
-    *,
-    cost: Callable[[Any], Cost] | None = None,
-    requires: Sequence[Requirement] = (),
-    **options: Any,
-) -> None:
-    """Register an operator made of Triton kernels, as `add_custom_op` does. The automatic choice takes it on CUDA.
-
-    A launch on fake tensors allocates its workspace and does not run. Nothing is predicted where the kernels cannot be
-    imported, or do not take operands of this layout.
-    """
-    predict = cost or functools.partial(allocated, op, custom)
-
-    def cost_if_launched(call: Any) -> Cost | None:
-        return None if kernels_error() or any(requirement(call) for requirement in requires) else predict(call)
-
-    requirements = [requires_triton, *requires]
-    add_custom_op(op, custom, variant, cost=cost_if_launched, requires=requirements, automatic=on_cuda, **options)
-
-
-def allocated(op: Op, custom: CustomOp, call: Call) -> Cost:
-    """What a call of an operator allocates, and what it keeps for backward."""
-    held: list[Tensor] = []
-    keeps = custom.saves_result and requires_grad(call.tensors)
-
-    def forward(fake_call: Any) -> Tensor:
-        result = custom.forward(fake_call)
-        held.extend([result] * keeps)
-        return op.finish(fake_call, result)
-
-    return predicted(custom.split, call, torch.no_grad()(forward))
-
-
-def predicted(split: Callable[[Sequence[Any]], Any], call: Call, function: Callable[[Any], Tensor]) -> Cost:
-    """What a function of a call allocates, found by running it on fake tensors."""
-
-    def of_tensors(*tensors: Tensor) -> Tensor:
-        return function(split((*tensors, *call.arguments[len(tensors) :])))
-
-    return Cost(*predict_bytes(of_tensors, *call.tensors), call.operations)

@@ -17,9 +17,10 @@ from effops.blocks.dots import DotMap, contract
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import call
-from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels
+from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Call, Op
+from effops.dispatch.registration import add_custom_op, add_kernels
 from effops.numerics.layout import as_gradient, empty_gradient
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
 from effops.ops.densities import triton

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import effops
+import effops.memory
 from effops import broadcast_dot
 from effops.dispatch.op import ops
 from effops.reference import reference_of
@@ -328,8 +329,10 @@ def test_symbolic_trace_takes_a_wrapped_function():
         torch.fx.symbolic_trace(lambda query: effops.attention(query, query, query))
 
 
-def test_threads(call):
+def test_threads(call, request):
     function, args = call
+    if request.node.callspec.params["call"][1] == "triton" and not torch.cuda.is_available():
+        pytest.skip("Triton's interpreter exchanges Triton's functions for all threads")
     expected, found = gradients(function, args), {}
 
     def work(number):

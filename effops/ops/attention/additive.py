@@ -15,7 +15,7 @@ from effops.blocks import softmax
 from effops.blocks.additive import AdditiveScores
 from effops.dispatch.arguments import check_operand
 from effops.dispatch.call import call
-from effops.dispatch.custom_op import add_kernels
+from effops.dispatch.registration import add_kernels
 from effops.ops.attention import triton
 from effops.ops.attention.call import AttentionCall, prepare
 from effops.ops.attention.variants import (

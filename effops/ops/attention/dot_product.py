@@ -5,7 +5,7 @@ from torch import Tensor
 
 from effops.blocks.dots import contract
 from effops.dispatch.call import call
-from effops.dispatch.custom_op import add_custom_op, add_kernels
+from effops.dispatch.registration import add_custom_op, add_kernels
 from effops.ops.attention import sdpa, triton
 from effops.ops.attention.call import empty, group_heads, prepare_scores, prepare_sums
 from effops.ops.attention.variants import Kind, attention_op, custom_op, scaled_dots

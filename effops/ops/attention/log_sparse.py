@@ -16,9 +16,10 @@ from torch import Tensor
 from effops.blocks import log_sparse
 from effops.blocks.log_sparse import allowed
 from effops.dispatch.call import call
-from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels, predicted
+from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Op, Variant
+from effops.dispatch.registration import add_custom_op, add_kernels, predicted
 from effops.dispatch.requirements import requires_inductor
 from effops.ops.attention import flex, triton
 from effops.ops.attention.call import LOG_SPARSE, LogSparseCall, empty, factor, prepare_log_sparse

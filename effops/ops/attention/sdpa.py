@@ -12,8 +12,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from effops.blocks.plan import Shape
-from effops.dispatch.custom_op import Gradients, is_plain, predicted, requires_grad
+from effops.dispatch.custom_op import Gradients, is_plain, requires_grad
 from effops.dispatch.op import Cost
+from effops.dispatch.registration import predicted
 from effops.numerics.layout import without_overlap
 from effops.ops.attention.call import AttentionCall
 from effops.ops.attention.variants import in_blocks_backward, scaled_dots

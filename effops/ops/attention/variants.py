@@ -15,9 +15,10 @@ from effops.blocks import pairs, softmax, tiling
 from effops.blocks.dots import Products
 from effops.blocks.masked import Masked
 from effops.blocks.pairs import Scores
-from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op
+from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
+from effops.dispatch.registration import add_custom_op
 from effops.numerics.layout import as_gradient
 from effops.ops.attention.call import SETTINGS, AttentionCall, given, join_arguments, split_arguments
 from effops.prediction import inductor

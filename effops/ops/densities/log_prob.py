@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from effops.blocks import pairs
-from effops.dispatch.custom_op import CustomOp, Gradients, add_custom_op, add_kernels
+from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
+from effops.dispatch.registration import add_custom_op, add_kernels
 from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import triton
 from effops.ops.densities.density import Density, DensityCall, Form, Wanted, plan_of, prepare

@@ -25,18 +25,10 @@ from effops.blocks.masked import Masked
 from effops.blocks.plan import Shape, Slices
 from effops.blocks.tiling import fit, part, tiles, whole
 from effops.dispatch.arguments import check_devices, check_operand
-from effops.dispatch.custom_op import (
-    CustomOp,
-    Gradients,
-    add_custom_op,
-    add_kernels,
-    allocated,
-    is_plain,
-    predicted,
-    requires_grad,
-)
+from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
+from effops.dispatch.registration import add_custom_op, add_kernels, allocated, predicted
 from effops.numerics.precision import autocast_enabled, promote
 from effops.ops.densities import triton
 from effops.ops.densities.density import Density, DensityCall, Form, plan_of, prepare
@@ -184,8 +176,7 @@ class Mixture:
         def log_prob(
             log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype, tolerance: float
         ) -> Tensor:
-            values = scores(density, form, loc, scale, x, dtype, tolerance)
-            return statistics(values + log_weights.to(values.dtype), dim)
+            return statistics(_weighted(scores(density, form, loc, scale, x, dtype, tolerance), log_weights), dim)
 
         return log_prob
 
@@ -242,3 +233,7 @@ class Mixture:
         return triton.backward_logsumexp(
             self.density.kernels(call), call.reduction, call.log_weights, call, result, dout[..., 1], wanted
         )
+
+
+def _weighted(values: Tensor, log_weights: Tensor) -> Tensor:
+    return values + log_weights.to(values.dtype)  # after that nobody holds `values`, which are as many as the pairs
