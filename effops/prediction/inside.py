@@ -112,11 +112,18 @@ def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Wo
 
 
 def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
-    """Each thread holds a block of weights, its maxima, sums and results; in a narrow dtype also rounded weights."""
-    query, wide_bytes = args[0], result[1].element_size()
-    rows, pairs = _attention_block(query, args[1])
-    wide = pairs + rows * (2 + query.shape[3])
-    return Workspace(torch.get_num_threads() * (wide * wide_bytes + _rounded_weights_bytes(query, wide_bytes, pairs)))
+    (_, _, queries, features), keys = args[0].shape, args[1].shape[2]
+    return Workspace(attention_bytes(queries, keys, features, args[0].element_size(), result[1].element_size()))
+
+
+def attention_bytes(queries: int, keys: int, features: int, itemsize: int, wide_bytes: int) -> int:
+    """What flash attention holds on a CPU, with operands of `itemsize` and arithmetic of `wide_bytes`.
+
+    Each thread holds a block of weights, its maxima, sums and results; in a narrow dtype also rounded weights.
+    """
+    rows, pairs = _attention_block(queries, keys)
+    block_bytes = (pairs + rows * (2 + features)) * wide_bytes + _rounded_weights_bytes(itemsize, wide_bytes, pairs)
+    return torch.get_num_threads() * block_bytes
 
 
 def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
@@ -125,21 +132,20 @@ def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Work
     The gradient from above is copied if its layout is another one.
     """
     upstream, query, key, wide_bytes = args[0], args[1], args[2], args[5].element_size()
-    rows, pairs = _attention_block(query, key)
-    thread_bytes = 2 * (pairs * wide_bytes + _rounded_weights_bytes(query, wide_bytes, pairs))
+    rows, pairs = _attention_block(query.shape[2], key.shape[2])
+    thread_bytes = 2 * (pairs * wide_bytes + _rounded_weights_bytes(query.element_size(), wide_bytes, pairs))
     copied = 0 if upstream.transpose(1, 2).is_contiguous() else upstream.nbytes
     return Workspace(torch.get_num_threads() * thread_bytes + rows * wide_bytes + copied)
 
 
-def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
+def _attention_block(queries: int, keys: int) -> tuple[int, int]:
     """The number of queries in a block of attention, and the number of pairs."""
-    length = query.shape[2]
-    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
-    return rows, rows * min(512, key.shape[2])
+    rows = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
+    return rows, rows * min(512, keys)
 
 
-def _rounded_weights_bytes(query: Tensor, wide_bytes: int, pairs: int) -> int:
-    return pairs * query.element_size() if query.element_size() < wide_bytes else 0
+def _rounded_weights_bytes(itemsize: int, wide_bytes: int, pairs: int) -> int:
+    return pairs * itemsize if itemsize < wide_bytes else 0
 
 
 def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
@@ -156,7 +162,7 @@ def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
         return bool(packing_attention(query.dtype, query.shape[2], key.shape[2]))
     if func is FLASH_ATTENTION_BACKWARD:
         query, key = args[1:3]
-        _, pairs = _attention_block(query, key)
+        _, pairs = _attention_block(query.shape[2], key.shape[2])
         return query.dtype in _onednn_dtypes() and pairs * query.shape[3] > ONEDNN_MULTIPLICATIONS
     return False
 

@@ -18,7 +18,7 @@ from effops.dispatch.registration import predicted
 from effops.numerics.layout import without_overlap
 from effops.ops.attention.call import AttentionCall
 from effops.ops.attention.variants import in_blocks_backward, scaled_dots
-from effops.prediction.inside import packing_attention
+from effops.prediction.inside import attention_bytes, packing_attention
 from effops.pytorch import _fused_sdp_choice
 
 
@@ -132,23 +132,17 @@ def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradi
 
 
 def cost(call: AttentionCall) -> Cost:
-    """The cost that fake tensors predict, plus what the kernels of a CPU hold for each thread, which they do not see.
+    """The cost that fake tensors predict, plus what the kernels of a CPU hold inside, which they do not see.
 
-    A thread holds a block of pairs, two statistics of each of its queries, and their sums. If the operands are rounded,
-    it also holds the block in their dtype. Where oneDNN multiplies, the kernel is named as unknown.
+    Where oneDNN multiplies, the kernel is named as unknown.
     """
     found = predicted(functools.partial(AttentionCall.split, call.output), call, forward)
     if call.device.type != "cpu" or not is_fused(call):
         return found
     queries, keys = call.plan.shape[-2:]
-    rows = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
-    block = rows * (min(keys, 512) + 2 + call.shape[-1]) * call.arithmetic.itemsize
-    if call.dtype != call.arithmetic:
-        block += rows * min(keys, 512) * call.dtype.itemsize
-    return found._replace(
-        temporary_bytes=found.temporary_bytes + torch.get_num_threads() * block,
-        unknown=packing_attention(call.dtype, queries, keys),
-    )
+    held = attention_bytes(queries, keys, call.shape[-1], call.dtype.itemsize, call.arithmetic.itemsize)
+    unknown = packing_attention(call.dtype, queries, keys)
+    return found._replace(temporary_bytes=found.temporary_bytes + held, unknown=unknown)
 
 
 def requires_one_dtype(call: AttentionCall) -> str:
