@@ -27,7 +27,7 @@ def forward(call: AttentionCall) -> Tensor:
     from effops.kernels import attention as kernels
 
     out = empty(call, stored_dtype(call.dtype, call.device))
-    kernels.forward(kernels.AttentionInputs(*_arguments(call)), out.view(*_outer(call), *call.shape[-2:]))
+    kernels.forward(_inputs(call), out.view(*_outer(call), *call.shape[-2:]))
     return out.to(call.dtype)
 
 
@@ -41,7 +41,7 @@ def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradi
     dmask = _empty_dmask(call) if wanted[2 + len(dvalue)] else None
     upstream = dout.reshape(*_outer(call), *call.shape[-2:])
     gradients = dquery, dkey, dvalue[0] if dvalue else None, dmask
-    kernels.backward(kernels.AttentionInputs(*_arguments(call)), upstream, *gradients)
+    kernels.backward(_inputs(call), upstream, *gradients)
     found = dquery, dkey, *dvalue, dmask, *(None for _ in given(call.seed))
     return [
         None if gradient is None else _restored(call, gradient, tensor)
@@ -67,14 +67,16 @@ def _four_axes(call: AttentionCall, tensor: Tensor) -> Tensor:
     return tensor.expand(*call.shape[:-2], *tensor.shape[-2:]).reshape(*_outer(call), *tensor.shape[-2:])
 
 
-def _arguments(call: AttentionCall) -> tuple[Any, ...]:
+def _inputs(call: AttentionCall) -> Any:
     """The operands and settings of the call, as the kernels take them."""
+    from effops.kernels.attention_tiles import AttentionInputs
+
     query, key = (_four_axes(call, tensor) for tensor in call.scored)
     value = None if call.value is None else _four_axes(call, call.value)
     mask = call.mask.expand(call.plan.shape).reshape(*_outer(call), *call.plan.shape[-2:]) if call.masked else None
     seed = torch.full((1,), call.drawn_seed, dtype=torch.int64, device=call.device) if call.dropout_p else None
     settings = call.factor, call.is_causal, call.dropout_p, torch.get_float32_matmul_precision()
-    return call.output, query, key, value, mask, seed, *settings
+    return AttentionInputs(call.output, query, key, value, mask, seed, *settings)
 
 
 def _empty_dmask(call: AttentionCall) -> Tensor:
@@ -123,20 +125,22 @@ class AdditiveScores(Scores):
             return
         shape = self._sizes(block)
         target = out.view(shape) if out.is_contiguous() else out.new_empty(shape)
-        self.kernels.scores(*self._operands(block), target)
+        query, key, weight = self._operands(block)
+        self.kernels.scores(query, key, weight, target)
         if not out.is_contiguous():
             out.copy_(target.view(out.shape))
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
-        operands = self._operands(block)
-        found = [
+        query, key, factor = self._operands(block)
+        dquery, dkey, dfactor = (
             None
             if total is None
             else torch.empty_like(operand, dtype=self.arithmetic, memory_format=torch.contiguous_format)
-            for total, operand in zip(self.totals, operands)
-        ]
-        self.kernels.backward(*operands, weight.reshape(self._sizes(block)), *found)
-        for total, gradient, axes in zip(self.totals, found, self._slices(block)):
+            for total, operand in zip(self.totals, (query, key, factor))
+        )
+        upstream = weight.reshape(self._sizes(block))
+        self.kernels.backward(query, key, factor, upstream, dquery, dkey, dfactor)
+        for total, gradient, axes in zip(self.totals, (dquery, dkey, dfactor), self._slices(block)):
             if total is not None and gradient is not None:
                 target = part(total, axes)
                 target += gradient.view(*sizes(axes), gradient.shape[-1]).sum_to_size(target.shape)
@@ -172,22 +176,24 @@ def log_sparse(call: LogSparseCall) -> Tensor:
     from effops.kernels import log_sparse as kernels
 
     out = empty(call, stored_dtype(call.dtype, call.device))
-    kernels.forward(*call.matrices, matrix(out), _scale(call), local=call.local, restart=call.restart)
+    query, key, value = call.matrices
+    kernels.forward(query, key, value, matrix(out), _scale(call), local=call.local, restart=call.restart)
     return out.to(call.dtype)
 
 
 def log_sparse_backward(dout: Tensor, call: LogSparseCall, wanted: Sequence[bool]) -> Gradients:
     from effops.kernels import log_sparse as kernels
 
-    operands = call.matrices
-    found = [
+    query, key, value = call.matrices
+    dquery, dkey, dvalue = (
         _empty(tensor, operand.shape, call.arithmetic) if is_wanted else None
-        for tensor, operand, is_wanted in zip(call.tensors, operands, wanted)
-    ]
-    kernels.backward(*operands, matrix(dout), *found, _scale(call), local=call.local, restart=call.restart)
+        for tensor, operand, is_wanted in zip(call.tensors, (query, key, value), wanted)
+    )
+    settings: dict[str, Any] = {"local": call.local, "restart": call.restart}
+    kernels.backward(query, key, value, matrix(dout), dquery, dkey, dvalue, _scale(call), **settings)
     return [
         None if own is None else as_gradient(own.view(*call.batch, *tensor.shape[-2:]), tensor)
-        for own, tensor in zip(found, call.tensors)
+        for own, tensor in zip((dquery, dkey, dvalue), call.tensors)
     ]
 
 
