@@ -326,9 +326,10 @@ class _Native(torch.autograd.Function):
         with without_autocast(dout.device):
             found = iter(torch.autograd.grad(result, sources, dout, retain_graph=True, allow_unused=True))
         ctx.restored.clear()
-        gradients = [next(found) if is_wanted else None for is_wanted in wanted]
-        unused = (is_wanted and gradient is None for is_wanted, gradient in zip(wanted, gradients))
-        gradients = [torch.zeros_like(t) if is_unused else g for t, g, is_unused in zip(tensors, gradients, unused)]
+        gradients: list[Tensor | None] = []
+        for tensor, is_wanted in zip(tensors, wanted):
+            gradient = next(found) if is_wanted else None
+            gradients.append(torch.zeros_like(tensor) if is_wanted and gradient is None else gradient)
         return *gradients, *others
 
 

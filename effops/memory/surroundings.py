@@ -8,7 +8,7 @@ import torch
 from effops.measure import without_collector
 from effops.prediction.shared import Shared
 
-# Anomaly detection reads values, and is one switch for all threads.
+# Anomaly detection reads values, and is one switch for all threads: each enters, also where it is off already.
 UNDETECTED = Shared(lambda: torch.autograd.set_detect_anomaly(False))
 
 
@@ -18,7 +18,7 @@ def apart() -> Iterator[None]:
     elsewhere = torch.get_default_device().type != "cpu"
     with (
         torch.inference_mode(False),
-        UNDETECTED if torch.is_anomaly_enabled() else nullcontext(),
+        UNDETECTED,
         torch.device("cpu") if elsewhere else nullcontext(),
         without_collector(),
         _seeds_undone(),

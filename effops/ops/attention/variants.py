@@ -27,9 +27,8 @@ from effops.prediction.allocations import Bytes
 WIDE_BYTES = 2 * 1024 * 1024
 
 Form = Callable[..., Tensor]  # a scriptable function of the operands of the scores, the scale, and the arithmetic dtype
-Blocks = Callable[
-    [AttentionCall, Sequence[bool]], Scores
-]  # the scores block by block, and the gradients that are wanted
+# A function of a call and of which gradients of the operands are wanted. It returns the scores block by block.
+Blocks = Callable[[AttentionCall, Sequence[bool]], Scores]
 
 
 @dataclass(frozen=True)

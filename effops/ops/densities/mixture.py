@@ -113,8 +113,6 @@ def prepare_mixture(
 class Mixture:
     """The op of the mixtures of a family of densities."""
 
-    TENSORS = ("log_weights", "loc", "scale", "x")
-
     def __init__(self, density: Density) -> None:
         self.density = density
         name = f"{density.name}_mixture_log_prob"
