@@ -8,6 +8,7 @@ from torch import Tensor
 
 from effops.blocks.tiling import fit, part, tiles, whole
 from effops.numerics.precision import arithmetic_dtype, unit_roundoff, wider
+from effops.numerics.shapes import broadcast_shapes
 from effops.ops.attention.additive import additive_attention, additive_attention_scores
 from effops.ops.attention.call import AttentionCall
 from effops.reference.attention import ExactScores, attention_reference
@@ -25,9 +26,9 @@ def exact_scores(query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Te
     adds rounding of its own.
     """
     units = (TERM_ERROR + math.sqrt(query.shape[-1])) * _roundoff(query, key, weight)
-    shape = torch.broadcast_shapes(query.shape, key.shape, weight.shape)[:-1]
+    shape = broadcast_shapes(query.shape, key.shape, weight.shape)[:-1]
     value, error = (query.new_empty(shape, dtype=torch.float64) for _ in range(2))
-    for pairs, (q, k, w) in _in_float64(query, key, weight):
+    for pairs, (q, k, w) in _in_float64(shape, query, key, weight):
         value[pairs] = (w * torch.tanh(q + k)).sum(-1)
         error[pairs] = units * w.abs().sum(-1)
     return value, error
@@ -38,15 +39,16 @@ def exact_gradients(
 ) -> list[tuple[Tensor, Tensor]]:
     """The gradients of query, key and weight for a gradient `dout` of the scores, and the errors that they may have.
 
+    `dout` may have axes along which no score varies, since what the scores are used for does.
     A sum of n terms G weight S is off by (24 + sqrt(n)) u times the sum of |G weight|. A sum of n terms G tanh is off
     by as much of the sum of |G|. `error` is how far `dout` may be off, and adds to both.
     """
     tensors = query, key, weight
-    u, values = _roundoff(*tensors), math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+    u, values = _roundoff(*tensors), dout.numel() * query.shape[-1]
     units = [(SLOPE_ERROR + math.sqrt(values // max(1, tensor.numel()))) * u for tensor in tensors]
     totals = [[tensor.new_zeros(tensor.shape, dtype=torch.float64) for _ in range(2)] for tensor in tensors]
     views = [[_with_axes(total, dout.ndim + 1) for total in pair] for pair in totals]
-    for pairs, (q, k, w) in _in_float64(*tensors):
+    for pairs, (q, k, w) in _in_float64(dout.shape, *tensors):
         tanh = torch.tanh(q + k)
         slope = w * (1 - tanh * tanh)
         g = dout[pairs].double().unsqueeze(-1)
@@ -74,11 +76,10 @@ def _roundoff(query: Tensor, key: Tensor, weight: Tensor) -> float:
     return unit_roundoff(arithmetic_dtype(wider(wider(query.dtype, key.dtype), weight.dtype)))
 
 
-def _in_float64(*tensors: Tensor) -> Iterator[tuple[tuple[slice, ...], list[Tensor]]]:
+def _in_float64(pairs: Shape, *tensors: Tensor) -> Iterator[tuple[tuple[slice, ...], list[Tensor]]]:
     """The pairs in pieces, each with the parts of the operands that belong to it, in float64."""
-    *pairs, depth = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     views = [_with_axes(tensor, len(pairs) + 1) for tensor in tensors]
-    for piece in tiles(whole(tuple(pairs)), fit(tuple(pairs), EXACT_VALUES // max(1, depth))):
+    for piece in tiles(whole(pairs), fit(pairs, EXACT_VALUES // max(1, tensors[0].shape[-1]))):
         yield piece, [part(view, piece).double() for view in views]
 
 
