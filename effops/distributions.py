@@ -20,6 +20,7 @@ from torch.distributions.kl import register_kl
 
 from effops.numerics.directions import random_directions
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
+from effops.numerics.shapes import broadcast_shapes
 from effops.numerics.special import bessel_ratio, digamma_ratio
 from effops.ops.densities import normal, power_spherical, von_mises_fisher
 from effops.pytorch import _size
@@ -61,7 +62,7 @@ class _Directional(Distribution):
         if not isinstance(concentration, Tensor) or not concentration.is_floating_point():
             concentration = torch.as_tensor(concentration, dtype=loc.dtype, device=loc.device)
         try:
-            batch_shape = torch.broadcast_shapes(loc.shape[:-1], concentration.shape)
+            batch_shape = broadcast_shapes(loc.shape[:-1], concentration.shape)
         except RuntimeError as error:
             raise ValueError(
                 f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), "
@@ -86,7 +87,7 @@ class _Directional(Distribution):
         if self._validate_args:
             self._validate_sample(value)
         log_prob = self._log_prob(*self._parameters, value)
-        return log_prob.expand(torch.broadcast_shapes(value.shape[:-1], self._batch_shape))
+        return log_prob.expand(broadcast_shapes(value.shape[:-1], self._batch_shape))
 
     def _sample(self, sample_shape: _size) -> Tensor:
         shape = self._extended_shape(sample_shape)
@@ -329,7 +330,7 @@ class HypersphericalUniform(Distribution):
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        shape = torch.broadcast_shapes(value.shape[:-1], self._batch_shape)
+        shape = broadcast_shapes(value.shape[:-1], self._batch_shape)
         return value.new_full(shape, -self._log_area, dtype=torch.promote_types(value.dtype, self._dtype))
 
     @property
@@ -396,7 +397,7 @@ class Mixture(MixtureSameFamily):
         shape, weights_shape = component_distribution.batch_shape, mixture_distribution.batch_shape
         try:
             *component_batch, count = shape
-            batch_shape = torch.broadcast_shapes(weights_shape, component_batch)
+            batch_shape = broadcast_shapes(weights_shape, component_batch)
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"Mixture: `component_distribution` must have a batch shape (*B, K) that broadcasts with (*B) of "
@@ -467,7 +468,7 @@ def _kl_divergence(p: Any, q: Any, cross_entropy: Tensor) -> Tensor:
             "a divergence needs directions of one dimension"
         )
     result: Tensor = (cross_entropy - p._entropy()).to(torch.promote_types(p._dtype, q._dtype))
-    return result.expand(torch.broadcast_shapes(p.batch_shape, q.batch_shape))
+    return result.expand(broadcast_shapes(p.batch_shape, q.batch_shape))
 
 
 def _kl_to_uniform(p: Any, q: HypersphericalUniform) -> Tensor:

@@ -4,8 +4,6 @@ They may change with any release: a version that lacks one fails here. This file
 nothing, so that no call costs more.
 """
 
-from __future__ import annotations
-
 from torch import _VF, Tensor, _fused_sdp_choice, _standard_gamma, ops
 from torch._C import (  # type: ignore[attr-defined]
     _are_functorch_transforms_active,

@@ -19,6 +19,7 @@ from torch import Tensor
 from effops.blocks.logsumexp import absorb
 from effops.blocks.plan import Shape, Slices
 from effops.blocks.tiling import BLOCK_BYTES, fit, is_prediction, part, shortened_if_predicted, tiles, whole
+from effops.numerics.shapes import broadcast_shapes
 
 EDGE = 64  # rows of a block of a diagonal
 MIN_DENSITY = 1 / 8  # above this share of the offsets of a block, one matrix product of all offsets is faster
@@ -118,7 +119,7 @@ class Shifts:
             yield column, inside, rows, slice(rows.start + shift, rows.stop + shift)
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        batch = broadcast_shapes(left.shape[:-2], right.shape[:-2])
         # The transposed view keeps the products of each offset contiguous.
         products = left.new_zeros((*batch, len(self.offsets), self.rows.stop - self.rows.start)).mT
         for column, inside, rows, keys in self._shifted():
@@ -231,7 +232,7 @@ def _attend(
     query, key, value = (blocks.take(tensor, batch) for tensor in (query, key, value))
     left, target = query[..., rows, :].to(blocks.arithmetic), out[batch][..., rows, :]
     total = left.new_zeros(target.shape)
-    scored = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    scored = broadcast_shapes(query.shape[:-2], key.shape[:-2])
     sums = left.new_zeros((*scored, target.shape[-2], 1))
     highest = torch.full_like(sums, -math.inf)
     for tile in blocks.tiles(rows):

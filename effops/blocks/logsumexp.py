@@ -80,4 +80,4 @@ def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> Tensor:
 
 def finite(maximum: Tensor) -> Tensor:
     """The number to subtract before an exponential: the maximum, or 0 where that is infinite or NaN."""
-    return torch.where(maximum.isfinite(), maximum, 0)
+    return maximum.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from effops.numerics.layout import as_gradient
+from effops.numerics.shapes import broadcast_shapes
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
@@ -108,7 +109,7 @@ class Plan:
 
 def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
     """The plan for batch shapes (without the contracted axis); raises RuntimeError if they do not broadcast."""
-    shape = tuple(torch.broadcast_shapes(x, loc, *others))
+    shape = tuple(broadcast_shapes(x, loc, *others))
 
     def varying(operand: Shape) -> set[int]:
         missing = len(shape) - len(operand)

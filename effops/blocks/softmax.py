@@ -58,7 +58,7 @@ class Rows:
 
     def zeros(self) -> Tensor:
         """A zero for each row."""
-        return self.buffer.values.new_zeros((*sizes(self.blocks[0].pairs[:-1]), 1))
+        return self.buffer.like.new_zeros((*sizes(self.blocks[0].pairs[:-1]), 1), dtype=self.buffer.dtype)
 
     def gather(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """Find the maximum and the sum of each row.

@@ -178,12 +178,14 @@ class Buffer:
     """Memory for one block after another. It is as large as the largest of them, which is the first in most calls."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.values = like.new_empty(0, dtype=dtype)
+        self.like, self.dtype = like, dtype
+        self.values: Tensor | None = None
 
     def room(self, shape: Sequence[int]) -> Tensor:
         """The memory, or the start of it, in a shape. It is uninitialised, or holds what the latest room holds."""
         numel = math.prod(shape)
-        if numel > self.values.numel():
-            self.values = self.values.new_empty(0)  # frees the former memory first
-            self.values = self.values.new_empty(numel)
-        return self.values[:numel].view(shape)
+        if self.values is None or numel > self.values.numel():
+            self.values = None  # frees the former memory first
+            self.values = self.like.new_empty(numel, dtype=self.dtype)
+        memory = self.values if numel == self.values.numel() else self.values[:numel]
+        return memory.view(shape)

@@ -1,7 +1,5 @@
 """Check what every op requires of its tensor arguments. Errors name the function, the argument and the remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Call an op: validate its arguments, choose a variant, and run it."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Choose the variant of an op: the one that the call or `use_variant` names, else the best that supports the call."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Explain which variant a call takes, why it cannot take others, and what each would need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

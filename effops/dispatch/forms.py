@@ -1,7 +1,5 @@
 """Make the variants of an op that consist of PyTorch operations: naive, einsum, torchscript and compile."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions compiled just in time, by TorchScript and by torch.compile."""
 
-from __future__ import annotations
-
 import functools
 import types
 import warnings

@@ -1,7 +1,5 @@
 """Define what an op and a variant are, and keep the registry of ops."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

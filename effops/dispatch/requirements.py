@@ -3,8 +3,6 @@
 Each function returns why a variant cannot run a call, or an empty string if it can.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

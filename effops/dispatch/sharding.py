@@ -13,8 +13,6 @@ Where the role is the axis of a logsumexp, each process has the statistics of it
 the mesh, of the size of the result, combine them. The result is then replicated there.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +28,7 @@ from effops.dispatch.arguments import check_dense
 from effops.dispatch.choice import choose
 from effops.dispatch.op import Op
 from effops.numerics.precision import without_autocast
+from effops.numerics.shapes import broadcast_shapes
 
 
 class ShardedOperand(NamedTuple):
@@ -52,7 +51,7 @@ def sharded_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], variant
     call = op.prepare(*args, **kwargs)  # errors name the shapes of the whole tensors, not of the shards
     reduced = None if op.logsumexp is None else op.logsumexp(call)
     batch_shapes = {name: tensor.shape[: tensor.ndim - op.core_dims[name]] for name, tensor in tensors.items()}
-    batch = torch.broadcast_shapes(*batch_shapes.values())
+    batch = broadcast_shapes(*batch_shapes.values())
     operands = [ShardedOperand(name, tensors[name], _dims(shape, batch)) for name, shape in batch_shapes.items()]
     roles = [_role(op.name, operands, mesh_axis) for mesh_axis in range(mesh.ndim)]
     local = {operand.name: _local(op.name, operand, roles) for operand in operands}

@@ -59,14 +59,14 @@ def _steps(s: Tensor, b: float, n: int) -> Tensor:
 
 def _stirling_remainder(z: Tensor) -> Tensor:
     # 1/(12 z) - 1/(360 z^3) + 1/(1260 z^5) - 1/(1680 z^7) + 1/(1188 z^9)
-    y = 1 / z
+    y = z.reciprocal()
     v = y * y
     return y * (1 / 12 - v * (1 / 360 - v * (1 / 1260 - v * (1 / 1680 - v / 1188))))
 
 
 def _stirling_remainder_slope(z: Tensor) -> Tensor:
     # -1/(12 z^2) + 1/(120 z^4) - 1/(252 z^6) + 1/(240 z^8) - 1/(132 z^10)
-    y = 1 / z
+    y = z.reciprocal()
     v = y * y
     return -v * (1 / 12 - v * (1 / 120 - v * (1 / 252 - v * (1 / 240 - v / 132))))
 

@@ -23,6 +23,7 @@ from effops.dispatch.op import Call, Op
 from effops.dispatch.registration import add_custom_op, add_kernels
 from effops.numerics.layout import as_gradient, empty_gradient
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
+from effops.numerics.shapes import broadcast_shapes
 from effops.ops.densities import triton
 from effops.ops.densities.density import DensityCall
 from effops.prediction import inductor
@@ -80,7 +81,7 @@ def prepare(a: Tensor, b: Tensor) -> DotProductCall:
     check_devices(NAME, a=a, b=b)
     try:
         plan = broadcast_plan(a.shape[:-1], b.shape[:-1])
-        torch.broadcast_shapes(a.shape[-1:], b.shape[-1:])
+        broadcast_shapes(a.shape[-1:], b.shape[-1:])
     except RuntimeError as error:
         raise ValueError(
             f"{NAME}: shapes must broadcast; got a {tuple(a.shape)}, b {tuple(b.shape)}; "

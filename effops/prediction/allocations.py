@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from effops.prediction.outcomes import run
 from effops.pytorch import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 
@@ -39,8 +40,8 @@ class Allocations(TorchDispatchMode):
         self.storages: dict[weakref.ref[Any], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        result = run(func, args, kwargs or {})
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.count(leaf)
         return result

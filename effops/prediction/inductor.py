@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from effops.numerics.shapes import broadcast_shapes
 from effops.prediction.allocations import Bytes
 
 
@@ -109,7 +110,7 @@ def attention_over_pattern(program: Program, query: Tensor, key: Tensor, value: 
     """Attention over a pattern of positions, which becomes a mask."""
     output, unrounded, copies = program.output, program.unrounded, program.copies(query, key)
     mask = query.shape[-2] * key.shape[-2]
-    values = program.arithmetic.itemsize * math.prod(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])) * mask
+    values = program.arithmetic.itemsize * math.prod(broadcast_shapes(query.shape[:-2], key.shape[:-2])) * mask
     if program.trained:
         return Bytes(output, values + mask + copies + program.copies(value), unrounded)
     temporary = values + max(copies, program.copies(value) + unrounded)

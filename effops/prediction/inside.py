@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effops.numerics.shapes import broadcast_shapes
 from effops.prediction.allocations import Allocations, Workspace, round_up
 from effops.prediction.convolutions import convolution, convolution_backward, is_measured_cpu
 from effops.pytorch import tree_leaves
@@ -102,7 +103,7 @@ def _huber_loss(args: Sequence[Any], result: Tensor) -> Workspace:
 
 
 def _elements_bytes(args: Sequence[Any], result: Tensor) -> int:
-    return int(result.element_size() * math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape)))
+    return int(result.element_size() * math.prod(broadcast_shapes(args[0].shape, args[1].shape)))
 
 
 def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Workspace:

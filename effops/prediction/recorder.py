@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ from torch.random import get_rng_state, set_rng_state
 from effops.prediction.allocations import Allocations, Workspace
 from effops.prediction.inside import workspace
 from effops.prediction.operations import operations
+from effops.prediction.outcomes import OperatorCall, Outcome
 from effops.prediction.shared import Shared
 from effops.prediction.timeline import Allocation, Timeline
 from effops.pytorch import (
@@ -26,7 +27,6 @@ from effops.pytorch import (
     _get_dispatch_mode,
     _storage_Use_Count,
     _TorchDispatchModeKey,
-    in_kernel_invocation_manager,
     tensor_use_count,
     tree_leaves,
     tree_map_only,
@@ -38,93 +38,6 @@ ITEM = torch.ops.aten._local_scalar_dense.default
 NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
 STATE_BYTES = get_rng_state().nbytes  # of the CPU's random number generator
 SOLE_OWNER_COUNTS = 4, 2  # references to a gradient and to its storage, where autograd alone has it
-NAMESPACES = ("aten", "effops")
-PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-Outcome = Callable[[Sequence[FakeTensor]], Any]
-
-
-class OperatorCall:
-    """A call of an operator on fake tensors, to remember what comes of all calls that are alike.
-
-    A step has many calls, of few kinds. FakeTensorMode remembers operators itself. It covers more kinds of arguments
-    than occur here, at several times the cost.
-
-    Attributes:
-        tensors: the tensors among its arguments
-        key: equal for calls that are alike; None where results may depend on more than layouts and plain values
-    """
-
-    def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.tensors: list[FakeTensor] = []
-        self.key = self._key()
-
-    def outcome(self, result: Any) -> Outcome | None:
-        """A function that makes the results of a like call of its tensors, as `result` was made; None if unknown."""
-        if self.key is None or OperatorCall(self.func, self.args, self.kwargs).key != self.key:
-            return None  # there is no key, or the operator changed its arguments
-        if not isinstance(result, (tuple, list)):
-            return self._maker(result)
-        makers = [maker for leaf in result if (maker := self._maker(leaf)) is not None]
-        storages = [leaf.untyped_storage()._cdata for leaf in result if isinstance(leaf, Tensor)]
-        if len(makers) < len(result) or len(set(storages)) < len(storages):
-            return None
-        kind = type(result)
-        return lambda tensors: kind(make(tensors) for make in makers)
-
-    def _key(self) -> tuple[Any, ...] | None:
-        if self.func.namespace not in NAMESPACES or torch.Tag.inplace_view in self.func.tags:
-            return None
-        parts: list[Any] = [self.func, torch.get_default_dtype(), *self.kwargs]
-        is_known = self._describe(self.args, parts) and self._describe(self.kwargs.values(), parts)
-        return tuple(parts) if is_known and self.tensors else None
-
-    def _describe(self, values: Iterable[Any], parts: list[Any]) -> bool:
-        """Add to a key what matters of the arguments; False if more may matter than is added."""
-        for value in values:
-            kind = type(value)
-            if kind is FakeTensor:
-                if not _is_known(value):
-                    return False
-                parts.append((*_layout(value), id(value.fake_mode)))
-                self.tensors.append(value)
-            elif kind is list or kind is tuple:
-                parts.append(len(value))
-                if not self._describe(value, parts):
-                    return False
-            elif kind in PLAIN:
-                parts.append((kind, value))
-            else:
-                return False
-        return True
-
-    def _maker(self, result: Any) -> Outcome | None:
-        """The same for one result, which is a plain value, an argument, a view of an argument, or a new tensor."""
-        if type(result) in PLAIN:
-            return lambda tensors: result
-        if type(result) is not FakeTensor or not _is_known(result):
-            return None
-        same = next((index for index, tensor in enumerate(self.tensors) if tensor is result), None)
-        if same is not None:
-            return lambda tensors: tensors[same]
-        shape, stride, offset, dtype, device = _layout(result)
-        mode, storage = result.fake_mode, result.untyped_storage()
-        own = [tensor.untyped_storage()._cdata for tensor in self.tensors]
-        if storage._cdata in own:
-            base = own.index(storage._cdata)
-
-            def view(tensors: Sequence[FakeTensor]) -> FakeTensor:
-                with in_kernel_invocation_manager(mode):
-                    return FakeTensor(mode, tensors[base].as_strided(shape, stride, offset), device)
-
-            return view if dtype == self.tensors[base].dtype else None
-
-        def new(tensors: Sequence[FakeTensor]) -> FakeTensor:
-            with _DisableTorchDispatch():
-                return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
-
-        return new if new(()).untyped_storage().nbytes() == storage.nbytes() else None
 
 
 class Recorder(Allocations):
@@ -301,13 +214,3 @@ def _is_real(value: Any) -> bool:
 def _has_real(arguments: Iterable[Any]) -> bool:
     """Whether there is a real tensor among the arguments of an operator, or in a list of them."""
     return any(any(map(_is_real, one)) if isinstance(one, (list, tuple)) else _is_real(one) for one in arguments)
-
-
-def _is_known(tensor: FakeTensor) -> bool:
-    """Whether nothing but the layout of the tensor matters."""
-    is_plain = tensor.layout is torch.strided and not tensor.dtype.is_complex
-    return is_plain and tensor.constant is None and not (tensor.is_neg() or tensor._is_zerotensor())
-
-
-def _layout(tensor: FakeTensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device

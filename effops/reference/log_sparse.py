@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from effops.numerics.precision import contraction_error, unit_roundoff
+from effops.numerics.shapes import broadcast_shapes
 from effops.ops.attention.call import LogSparseCall
 from effops.ops.attention.log_sparse import log_sparse_attention
 from effops.reference.reference import Bounds, Reference, normal_sample, normal_workload
@@ -51,7 +52,7 @@ class _Exact:
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """Dot products of all pairs of the rows of `left` and `right`; 0 where there is no pair."""
-        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        batch = broadcast_shapes(left.shape[:-2], right.shape[:-2])
         products = left.new_zeros((*batch, self.length, len(self.offsets)))
         for column, rows, keys in self._shifted():
             products[..., rows, column] = (left[..., rows, :] * right[..., keys, :]).sum(-1)
@@ -65,7 +66,7 @@ class _Exact:
 
     def weigh(self, weights: Tensor, vectors: Tensor, *, mirrored: bool = False) -> Tensor:
         """For each row, the weighted sum of the vectors at its keys; if `mirrored`, at the rows that it is a key of."""
-        batch = torch.broadcast_shapes(weights.shape[:-2], vectors.shape[:-2])
+        batch = broadcast_shapes(weights.shape[:-2], vectors.shape[:-2])
         total = vectors.new_zeros((*batch, *vectors.shape[-2:]))
         for column, rows, keys in self._shifted():
             summed, given = (keys, rows) if mirrored else (rows, keys)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from effops.dispatch.op import Op, find_op
+from effops.numerics.shapes import broadcast_shapes
 
 Shape = tuple[int, ...]
 
@@ -141,7 +142,7 @@ def summed_bounds(value: Tensor, error: Tensor, size: Tensor, terms: int, operan
     terms is off by (4 + n) u times that, since rounding adds up where all terms are alike, and by `error`.
     """
     shape = operand.shape
-    value, error, size = (tensor.expand(torch.broadcast_shapes(tensor.shape, shape)) for tensor in (value, error, size))
+    value, error, size = (tensor.expand(broadcast_shapes(tensor.shape, shape)) for tensor in (value, error, size))
     terms *= value.numel() // max(1, operand.numel())
     radius = error.sum_to_size(shape) + (4 + terms) * u * size.sum_to_size(shape)
     return Bounds(value.sum_to_size(shape), radius, radius)

@@ -19,6 +19,7 @@ from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_dense, check_devices, check_operand
 from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, wider
+from effops.numerics.shapes import broadcast_shapes
 from effops.numerics.values import observed
 
 SETTINGS = {"masked": bool, "is_causal": bool, "scale": float | None, "dropout_p": float, "dtype": torch.dtype}
@@ -129,8 +130,8 @@ def plan_of(scored: Sequence[Tensor], value: Tensor | None, mask: Tensor) -> Pla
     """
     query, key, *others = scored
     values = (tensor.shape[:-2] for tensor in given(value))
-    keyed = torch.broadcast_shapes(key.shape[:-2], *values, *(other.shape[:-3] for other in others))
-    batch = torch.broadcast_shapes(query.shape[:-2], keyed, mask.shape[:-2])
+    keyed = broadcast_shapes(key.shape[:-2], *values, *(other.shape[:-3] for other in others))
+    batch = broadcast_shapes(query.shape[:-2], keyed, mask.shape[:-2])
     rows, columns = (*batch, query.shape[-2], 1), (*keyed, 1, key.shape[-2])
     return broadcast_plan(rows, columns, mask.shape, *(other.shape[:-1] for other in others))
 
@@ -327,7 +328,7 @@ class LogSparseCall(Call):
 
     @property
     def batch(self) -> Shape:
-        return tuple(torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in self.tensors)))
+        return tuple(broadcast_shapes(*(tensor.shape[:-2] for tensor in self.tensors)))
 
     @property
     def shape(self) -> Shape:
@@ -393,7 +394,7 @@ def prepare_log_sparse(
                 "one"
             )
     try:
-        torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors.values()))
+        broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors.values()))
     except RuntimeError as error:
         raise ValueError(
             f"{LOG_SPARSE}: batch shapes must broadcast; got query {tuple(query.shape)}, key {tuple(key.shape)}, value "

@@ -4,8 +4,6 @@ A log density is `normaliser(scale)` plus a part that depends on loc and x too. 
 `effops.ops.densities.log_prob` makes the op of all pairs, and `effops.ops.densities.mixture` that of their logsumexp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real

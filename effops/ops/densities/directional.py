@@ -4,8 +4,6 @@
 functions of PyTorch operations. The latter phi is scriptable.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Make the op of the log densities of all pairs of a family."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ exp(value - maximum). Their sum is the result. Backward needs both, besides the 
 float32, the shares of the components would not add up to 1.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,6 @@ The squared distance |x|^2 - 2 <x, loc> + |loc|^2 would be a matrix product. But
 both are far from 0. So no variant uses it as it stands. `effops.blocks.distances` tells when a variant may use it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from types import MappingProxyType

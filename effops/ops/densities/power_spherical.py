@@ -9,8 +9,6 @@ error of t by rounding. t < -tol gives NaN, since x or loc is not on the sphere.
 no gradient through the dot product, so that the exact antipode is finite.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

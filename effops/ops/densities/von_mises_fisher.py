@@ -6,8 +6,6 @@
 The maximum of the exponential is taken out, so neither term overflows. W is `log_vmf_normaliser`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

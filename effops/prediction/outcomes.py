@@ -1,0 +1,129 @@
+"""Remembers what operators make of fake tensors, since FakeTensorMode takes several times as long to find it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.pytorch import FakeTensor, _DisableTorchDispatch, in_kernel_invocation_manager
+
+NAMESPACES = ("aten", "effops")
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+REMEMBERED = 10000  # calls of operators
+
+Outcome = Callable[[Sequence[FakeTensor]], Any]
+
+
+class OperatorCall:
+    """A call of an operator on fake tensors, to remember what comes of all calls that are alike.
+
+    A step has many calls, of few kinds. FakeTensorMode remembers operators itself. It covers more kinds of arguments
+    than occur here, at several times the cost.
+
+    Attributes:
+        tensors: the tensors among its arguments
+        key: equal for calls that are alike; None where results may depend on more than layouts and plain values
+    """
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.tensors: list[FakeTensor] = []
+        self.key = self._key()
+
+    def outcome(self, result: Any) -> Outcome | None:
+        """A function that makes the results of a like call of its tensors, as `result` was made; None if unknown."""
+        if self.key is None or OperatorCall(self.func, self.args, self.kwargs).key != self.key:
+            return None  # there is no key, or the operator changed its arguments
+        if not isinstance(result, (tuple, list)):
+            return self._maker(result)
+        makers = [maker for leaf in result if (maker := self._maker(leaf)) is not None]
+        storages = [leaf.untyped_storage()._cdata for leaf in result if isinstance(leaf, Tensor)]
+        if len(makers) < len(result) or len(set(storages)) < len(storages):
+            return None
+        kind = type(result)
+        return lambda tensors: kind(make(tensors) for make in makers)
+
+    def _key(self) -> tuple[Any, ...] | None:
+        if self.func.namespace not in NAMESPACES or torch.Tag.inplace_view in self.func.tags:
+            return None
+        parts: list[Any] = [self.func, torch.get_default_dtype(), *self.kwargs]
+        is_known = self._describe(self.args, parts) and self._describe(self.kwargs.values(), parts)
+        return tuple(parts) if is_known and self.tensors else None
+
+    def _describe(self, values: Iterable[Any], parts: list[Any]) -> bool:
+        """Add to a key what matters of the arguments; False if more may matter than is added."""
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                if not is_known(value) or value.fake_mode is not (*self.tensors, value)[0].fake_mode:
+                    return False
+                parts.append(_layout(value))
+                self.tensors.append(value)
+            elif kind is list or kind is tuple:
+                parts.append(len(value))
+                if not self._describe(value, parts):
+                    return False
+            elif kind in PLAIN:
+                parts.append((kind, value))
+            else:
+                return False
+        return True
+
+    def _maker(self, result: Any) -> Outcome | None:
+        """The same for one result, which is a plain value, an argument, a view of an argument, or a new tensor."""
+        if type(result) in PLAIN:
+            return lambda tensors: result
+        if type(result) is not FakeTensor or not is_known(result):
+            return None
+        same = next((index for index, tensor in enumerate(self.tensors) if tensor is result), None)
+        if same is not None:
+            return lambda tensors: tensors[same]
+        shape, stride, offset, dtype, device = _layout(result)
+        storage = result.untyped_storage()
+        own = [tensor.untyped_storage()._cdata for tensor in self.tensors]
+        if storage._cdata in own:
+            base = own.index(storage._cdata)
+
+            def view(tensors: Sequence[FakeTensor]) -> FakeTensor:
+                mode = tensors[base].fake_mode
+                with in_kernel_invocation_manager(mode):
+                    return FakeTensor(mode, tensors[base].as_strided(shape, stride, offset), device)
+
+            return view if dtype == self.tensors[base].dtype else None
+
+        def new(tensors: Sequence[FakeTensor]) -> FakeTensor:
+            with _DisableTorchDispatch():
+                memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                return FakeTensor(tensors[0].fake_mode, memory, device)
+
+        return new if new(self.tensors).untyped_storage().nbytes() == storage.nbytes() else None
+
+
+def is_known(tensor: FakeTensor) -> bool:
+    """Whether nothing but the layout of the tensor matters."""
+    is_plain = tensor.layout is torch.strided and not tensor.dtype.is_complex
+    return is_plain and tensor.constant is None and not (tensor.is_neg() or tensor._is_zerotensor())
+
+
+def _layout(tensor: FakeTensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device
+
+
+def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes of fake tensors."""
+    call = OperatorCall(func, args, kwargs)
+    outcome = _remembered.get(call.key)
+    if outcome is not None:
+        return outcome(call.tensors)
+    result = func(*args, **kwargs)
+    outcome = call.outcome(result)
+    if outcome is not None:
+        if len(_remembered) >= REMEMBERED:
+            _remembered.clear()
+        _remembered[call.key] = outcome
+    return result
+
+
+_remembered: dict[Any, Outcome] = {}
