@@ -13,7 +13,8 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     It raises RuntimeError too if the shapes do not broadcast. Symbolic sizes go to PyTorch.
     """
     if is_compiling() or any(type(size) is not int for shape in shapes for size in shape):
-        return torch.broadcast_shapes(*shapes)
+        symbolic: torch.Size = torch.broadcast_shapes(*shapes)
+        return symbolic
     if all(shape == shapes[0] for shape in shapes):
         return torch.Size(shapes[0] if shapes else ())
     result = []
