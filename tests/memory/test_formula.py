@@ -12,7 +12,7 @@ from effops.memory.models import Attention, Configuration, encoder, layers
 
 LAYERS, HEADS, HEAD_DIM, D_FF, BATCH, LENGTH = 2, 4, 6, 40, 3, 17
 WIDTH = HEADS * HEAD_DIM
-SEED_BYTES = 9  # of each of effops' attentions
+SEED_BYTES = 8  # of each of effops' attentions with dropout
 
 
 def estimated(dtype=torch.float32, **details):
@@ -97,9 +97,9 @@ def test_detailed_activations_are_those_of_a_real_encoder(attention, precision, 
     expected = estimate.activation_bytes
     if precision == "mixed":  # the copies of the matrices, which are counted with the weights
         expected += 2 * LAYERS * (4 * WIDTH**2 + 2 * WIDTH * D_FF)
-    if attention == "fused":
+    if attention == "fused" and dropout:
         expected += LAYERS * SEED_BYTES
-        if rules == "cuda" and dropout:  # on a CPU, where it runs, attention keeps none
+        if rules == "cuda":  # on a CPU, where it runs, attention keeps none
             expected -= estimate.terms["statistics of attention"]
     assert kept == expected
 

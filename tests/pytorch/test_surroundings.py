@@ -1,5 +1,6 @@
 """Every op and variant inside what programs set around a call: defaults, checkpoints, hooks, overlaps, threads."""
 
+import functools
 import gc
 import itertools
 import threading
@@ -21,7 +22,7 @@ torch.fx.wrap("broadcast_dot")
 CALLS = [
     pytest.param((op, variant), id=f"{op.name}-{variant}")
     for op, variant in itertools.product(
-        ops().values(), ("sdpa", "chunked", "triton", "einsum", "torchscript", "naive")
+        ops().values(), ("sdpa", "chunked", "triton", "compile", "einsum", "torchscript", "naive")
     )
     if variant in op.variants
 ]
@@ -41,7 +42,7 @@ def call(request):
         pytest.skip(f"{variant} {obstacle}")
     # TorchScript turns the exception with which a checkpoint stops early into an error of its own.
     with set_checkpoint_early_stop(variant != "torchscript"):
-        yield lambda *args: op(*args, variant=variant), args
+        yield functools.partial(op, variant=variant), args
 
 
 def leaves(args):
@@ -56,9 +57,13 @@ def gradients(function, args):
     return out, *(arg.grad for arg in args)
 
 
-def assert_same(found, expected):
+def is_compiled(function):
+    return function.keywords["variant"] == "compile"
+
+
+def assert_same(found, expected, tolerance=0.0):
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
         assert one.device == other.device
 
 
@@ -128,7 +133,8 @@ def test_checkpoint_runs_each_block_as_often_as_for_an_operation_of_pytorch(call
         return counted.runs, found
 
     count, found = runs(function)
-    assert_same(found, gradients(function, args))
+    # The first pass of a reentrant checkpoint needs no gradients, for which Inductor makes other code.
+    assert_same(found, gradients(function, args), 1e-6 if reentrant and is_compiled(function) else 0.0)
     assert count == runs(lambda *args: sum(arg.sin().sum() for arg in args))[0]
 
 
@@ -140,7 +146,12 @@ def test_checkpoint_of_a_pass_that_is_differentiated(call):
         first = torch.autograd.grad(function(*own).square().sum(), own, create_graph=True)
         return torch.autograd.grad(sum(one.sum() for one in first), own, allow_unused=True, materialize_grads=True)
 
-    assert_same(second(lambda *args: checkpoint(function, *args, use_reentrant=False)), second(function))
+    checkpointed = functools.partial(checkpoint, function, use_reentrant=False)
+    if is_compiled(function):
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            second(checkpointed)
+    else:
+        assert_same(second(checkpointed), second(function))
 
 
 def test_saved_tensors_are_saved_once_and_held_by_nobody_else(call):
@@ -314,8 +325,8 @@ def test_checkpointed_attention_takes_the_memory_that_pytorch_takes():
 
     predicted, measured = peaks(effops.attention)
     of_pytorch, measured_of_pytorch = peaks(scaled_dot_product_attention)
-    assert predicted <= of_pytorch + 1024
-    assert measured <= measured_of_pytorch + 1024
+    assert predicted <= of_pytorch
+    assert measured <= measured_of_pytorch
 
 
 def test_symbolic_trace_takes_a_wrapped_function():

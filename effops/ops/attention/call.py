@@ -49,8 +49,8 @@ class AttentionCall(Call):
         output: "scores" of all pairs, "weights" (their softmax), or "sums" of values, weighted by it
         scored: the operands of the scores, query and key first
         value: the values that are summed, or None
-        mask: the mask, or a boolean mask of one element, which excludes nothing
-        seed: the seed of dropout, or None without a value
+        mask: the mask, or an empty tensor if none was given
+        seed: the seed of dropout; an empty tensor without dropout, or None without a value
         plan: the plan of all pairs
         masked: whether a mask was given
         scale: the factor of the scores; None for 1 / sqrt(D)
@@ -74,7 +74,9 @@ class AttentionCall(Call):
         """The inverse of `arguments`."""
         count = len(arguments) - len(SETTINGS)
         scored, value, mask, seed = split_arguments(output, arguments[:count])
-        return cls(output, scored, value, mask, seed, plan_of(scored, value, mask), *arguments[count:])
+        settings = dict(zip(SETTINGS, arguments[count:]))
+        plan = plan_of(scored, value, mask if settings["masked"] else None)
+        return cls(output, scored, value, mask, seed, plan, **settings)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -122,7 +124,7 @@ def factor(query: Tensor, scale: float | None) -> float:
     return scale
 
 
-def plan_of(scored: Sequence[Tensor], value: Tensor | None, mask: Tensor) -> Plan:
+def plan_of(scored: Sequence[Tensor], value: Tensor | None, mask: Tensor | None) -> Plan:
     """The plan of all pairs; raises RuntimeError if batch axes do not broadcast.
 
     Queries count as varying along all batch axes, so that only queries vary along the rows. Keys and values count as
@@ -131,9 +133,10 @@ def plan_of(scored: Sequence[Tensor], value: Tensor | None, mask: Tensor) -> Pla
     query, key, *others = scored
     values = (tensor.shape[:-2] for tensor in given(value))
     keyed = broadcast_shapes(key.shape[:-2], *values, *(other.shape[:-3] for other in others))
-    batch = broadcast_shapes(query.shape[:-2], keyed, mask.shape[:-2])
+    masks = [tensor.shape for tensor in given(mask)]
+    batch = broadcast_shapes(query.shape[:-2], keyed, *(shape[:-2] for shape in masks))
     rows, columns = (*batch, query.shape[-2], 1), (*keyed, 1, key.shape[-2])
-    return broadcast_plan(rows, columns, mask.shape, *(other.shape[:-1] for other in others))
+    return broadcast_plan(rows, columns, *masks, *(other.shape[:-1] for other in others))
 
 
 def prepare_scores(
@@ -206,10 +209,10 @@ def prepare(
             )
     if value is not None:
         query, key, value, attn_mask, *others = rounded_by_autocast(query, key, value, attn_mask, *others)
-    mask = query.new_ones((1, 1), dtype=torch.bool) if attn_mask is None else attn_mask
+    mask = query.new_empty(0, dtype=torch.bool) if attn_mask is None else attn_mask
     operands = (query, key, *others)
     try:
-        plan = plan_of(operands, value, mask)
+        plan = plan_of(operands, value, attn_mask)
     except RuntimeError as error:
         shapes = _shapes(tensors if attn_mask is None else {**tensors, "attn_mask": attn_mask})
         raise ValueError(
@@ -229,7 +232,7 @@ def prepare(
         dtype = torch.float32
     seed = None
     if value is not None:  # without dropout no seed is drawn
-        seed = torch.randint(2**62, (), device="cpu") if dropout_p else query.new_zeros((), dtype=torch.int64)
+        seed = torch.randint(2**62, (), device="cpu") if dropout_p else query.new_empty(0, dtype=torch.int64)
     settings = attn_mask is not None, bool(is_causal), None if scale is None else float(scale), float(dropout_p), dtype
     return AttentionCall(output, operands, value, mask, seed, plan, *settings)
 
