@@ -209,7 +209,7 @@ def prepare(
             )
     if value is not None:
         query, key, value, attn_mask, *others = rounded_by_autocast(query, key, value, attn_mask, *others)
-    mask = query.new_empty(0, dtype=torch.bool) if attn_mask is None else attn_mask
+    mask = query.new_empty((0, 0), dtype=torch.bool) if attn_mask is None else attn_mask
     operands = (query, key, *others)
     try:
         plan = plan_of(operands, value, attn_mask)
@@ -232,7 +232,7 @@ def prepare(
         dtype = torch.float32
     seed = None
     if value is not None:  # without dropout no seed is drawn
-        seed = torch.randint(2**62, (), device="cpu") if dropout_p else query.new_empty(0, dtype=torch.int64)
+        seed = torch.randint(2**62, (1,), device="cpu") if dropout_p else query.new_empty(0, dtype=torch.int64)
     settings = attn_mask is not None, bool(is_causal), None if scale is None else float(scale), float(dropout_p), dtype
     return AttentionCall(output, operands, value, mask, seed, plan, *settings)
 
