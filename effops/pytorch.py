@@ -18,7 +18,12 @@ from torch._C import (  # type: ignore[attr-defined]
     _storage_Use_Count,
     _TorchDispatchModeKey,
 )
-from torch._C._autograd import DeviceType
+from torch._C._autograd import (
+    DeviceType,
+    _saved_tensors_hooks_disable,
+    _saved_tensors_hooks_enable,
+    _saved_tensors_hooks_get_disabled_error_message,
+)
 from torch._C._functorch import is_gradtrackingtensor, is_legacy_batchedtensor
 from torch._C._profiler import _ExperimentalConfig
 from torch._guards import TracingContext
@@ -69,6 +74,9 @@ __all__ = [
     "_get_tracing_state",
     "_len_torch_dispatch_stack",
     "_no_grad_trunc_normal_",
+    "_saved_tensors_hooks_disable",
+    "_saved_tensors_hooks_enable",
+    "_saved_tensors_hooks_get_disabled_error_message",
     "_select_conv_backend",
     "_size",
     "_standard_gamma",

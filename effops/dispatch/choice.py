@@ -1,11 +1,14 @@
 """Choose the variant of an op: the one that the call or `use_variant` names, else the best that supports the call."""
 
+from __future__ import annotations
+
 import asyncio
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.compiler import is_compiling
 
@@ -59,9 +62,23 @@ class _ThreadState(threading.local):
         self.tasks = 0
 
 
-class _Entry(NamedTuple):
-    name: str
+@dataclass(eq=False)
+class _Entry:
+    """One entry into a `use_variant`. It may be left from another thread or context, as a generator may be closed."""
+
+    owner: use_variant
+    thread: dict[str, Any]  # the attributes of the state of the thread that entered
     in_task: bool
+    is_active: bool = True
+
+    def leave(self) -> None:
+        self.is_active = False
+        if self.in_task:
+            self.thread["tasks"] -= 1
+        else:
+            outer = list(reversed(self.thread["entered"]))
+            outer.remove(self.owner.name)
+            self.thread["entered"] = tuple(reversed(outer))
 
 
 _in_context: ContextVar[tuple[_Entry, ...]] = ContextVar("effops_variant", default=())
@@ -72,7 +89,7 @@ def current_variant() -> str | None:
     """The variant that the innermost `use_variant` around this call names, or None without one."""
     if not is_compiling():
         entries = _in_context.get()
-        return entries[-1].name if entries else None
+        return next((entry.owner.name for entry in reversed(entries) if _holds_here(entry)), None) if entries else None
     if _in_thread.tasks:
         raise NotImplementedError(
             "use_variant inside an asyncio task cannot be seen by compiled code; pass variant= to the op instead"
@@ -80,12 +97,18 @@ def current_variant() -> str | None:
     return _in_thread.entered[-1] if _in_thread.entered else None
 
 
+def _holds_here(entry: _Entry) -> bool:
+    """Threads and tasks that begin inside a context inherit its variables. The entry holds in its own thread alone."""
+    return entry.is_active and entry.thread is vars(_in_thread)
+
+
 class use_variant:
     """Context manager: every op called inside runs the named variant, or raises if it cannot.
 
-    It holds for the current thread and asyncio task. Threads and tasks may enter the same object, and one may enter it
-    again inside. Compiled functions called inside follow it too: each variant is compiled once. Inside an asyncio task
-    they raise instead, since compiled code cannot tell tasks apart.
+    It holds for the current thread and asyncio task, and for tasks that begin inside while it is entered. Threads and
+    tasks may enter the same object, and one may enter it again inside. Compiled functions called inside follow it too:
+    each variant is compiled once. Inside an asyncio task they raise instead, since compiled code cannot tell tasks
+    apart.
 
     >>> with effops.use_variant("einsum"):
     ...     lp = effops.power_spherical_log_prob(loc, scale, x)
@@ -96,29 +119,32 @@ class use_variant:
         if name not in known:
             raise ValueError(f"use_variant: no op has a variant {name!r}; choose from {', '.join(known)}")
         self.name = name
+        self._entries: list[_Entry] = []
 
     def __enter__(self) -> None:
-        in_task = False
-        if not is_compiling():
-            in_task = _running_in_task()
-            _in_context.set((*_in_context.get(), _Entry(self.name, in_task)))
-        if in_task:
+        if is_compiling():
+            _in_thread.entered = (*_in_thread.entered, self.name)
+            return
+        entry = _Entry(self, vars(_in_thread), _running_in_task())
+        if entry.in_task:
             _in_thread.tasks += 1
         else:
             _in_thread.entered = (*_in_thread.entered, self.name)
+        self._entries.append(entry)
+        _in_context.set((*_in_context.get(), entry))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        in_task = False
-        if not is_compiling():
-            *outer, entry = _in_context.get()
-            in_task = entry.in_task
-            _in_context.set(tuple(outer))
-        if in_task:
-            _in_thread.tasks -= 1
-        else:
+        if is_compiling():
             _in_thread.entered = _in_thread.entered[:-1]
+            return
+        entered = _in_context.get()
+        own = [entry for entry in entered if entry in self._entries]  # none if another context has entered
+        entry = (own or self._entries)[-1]
+        self._entries.remove(entry)
+        entry.leave()
+        _in_context.set(tuple(other for other in entered if other is not entry))
 
 
 def _running_in_task() -> bool:

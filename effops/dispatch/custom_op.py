@@ -8,7 +8,9 @@ layout of the results (fake tensors), how to batch them (vmap), and the derivati
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +29,9 @@ from effops.pytorch import (
     _get_dispatch_mode,
     _get_tracing_state,
     _len_torch_dispatch_stack,
+    _saved_tensors_hooks_disable,
+    _saved_tensors_hooks_enable,
+    _saved_tensors_hooks_get_disabled_error_message,
     _TorchDispatchModeKey,
     forward_ad,
     is_gradtrackingtensor,
@@ -294,7 +299,7 @@ class _Native(torch.autograd.Function):
         custom = CUSTOM_OPS[ctx.name]
         tensors = inputs[: custom.count]
         kept = list(tensors)
-        restored: list[Tensor] = []  # the hooks hold this list and not `ctx`, which holds the graph that holds them
+        restored = _Restored()  # the hooks hold it and not `ctx`, which holds the graph that holds them
         ctx.restored = restored
 
         def index_of(saved: Tensor) -> int:
@@ -302,7 +307,7 @@ class _Native(torch.autograd.Function):
             kept.extend([saved] * (index == len(kept)))
             return index
 
-        with torch.enable_grad(), saved_tensors_hooks(index_of, restored.__getitem__):
+        with torch.enable_grad(), _hooks_enabled(), saved_tensors_hooks(index_of, restored.__getitem__):
             variables = _Variables.apply(
                 torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True), ctx.needs_input_grad, *tensors
             )
@@ -322,15 +327,54 @@ class _Native(torch.autograd.Function):
         if requires_grad((dout, *saved)) or not custom.runs_at_once((dout,)) or is_legacy_batchedtensor(dout):
             return *custom.gradients(dout, (*tensors, *ctx.settings), wanted), *others
         result, sources = ctx.edges
-        ctx.restored.extend(saved)
-        with without_autocast(dout.device):
+        with ctx.restored.holding(saved), without_autocast(dout.device):
             found = iter(torch.autograd.grad(result, sources, dout, retain_graph=True, allow_unused=True))
-        ctx.restored.clear()
         gradients: list[Tensor | None] = []
         for tensor, is_wanted in zip(tensors, wanted):
             gradient = next(found) if is_wanted else None
             gradients.append(torch.zeros_like(tensor) if is_wanted and gradient is None else gradient)
         return *gradients, *others
+
+
+class _Restored:
+    """The saved tensors of a graph, while at least one backward pass through it needs them.
+
+    Several threads may run backward through one graph. The tensors of each pass are equal.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.passes = threading.Lock(), 0
+        self.tensors: Sequence[Tensor] = ()
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tensors[index]
+
+    @contextmanager
+    def holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        with self.lock:
+            self.passes += 1
+            self.tensors = tensors
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.passes -= 1
+                if not self.passes:
+                    self.tensors = ()
+
+
+@contextmanager
+def _hooks_enabled() -> Iterator[None]:
+    """Hooks on saved tensors also where a caller has disabled its own."""
+    message = _saved_tensors_hooks_get_disabled_error_message()
+    if message is None:
+        yield
+        return
+    _saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        _saved_tensors_hooks_disable(message)
 
 
 class _Variables(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from effops.dispatch.choice import choose
@@ -75,7 +74,7 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
             reason = candidate.obstacle(call)
             yield name, VariantReport(not reason, reason, *(candidate.cost(call) or ()))
 
-    return Explanation(op.name, chosen.name, MappingProxyType(dict(reports())))
+    return Explanation(op.name, chosen.name, dict(reports()))
 
 
 def _known(text: Callable[[float], str], number: float | None) -> str:

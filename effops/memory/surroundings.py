@@ -7,17 +7,38 @@ import torch
 
 from effops.measure import without_collector
 from effops.prediction.shared import Shared
+from effops.pytorch import _disable_current_modes
 
-# Anomaly detection reads values, and is one switch for all threads: each enters, also where it is off already.
-UNDETECTED = Shared(lambda: torch.autograd.set_detect_anomaly(False))
+
+@contextmanager
+def _undetected() -> Iterator[None]:
+    """Switch anomaly detection off, which reads values.
+
+    It is one switch for all threads. Another thread may use it meanwhile, which the flag beside it tells. Then the
+    switch stays as that thread has left it.
+    """
+    was_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.autograd.set_detect_anomaly(False, not checks_nan)
+    try:
+        yield
+    finally:
+        if not torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() != checks_nan:
+            torch.autograd.set_detect_anomaly(was_on, checks_nan)
+
+
+UNDETECTED = Shared(_undetected)
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """A context with gradients, the CPU as default device, and no garbage collector. A seed set inside is undone."""
+    """A context with gradients, the CPU as default device, no modes and no garbage collector.
+
+    A seed set inside is undone.
+    """
     elsewhere = torch.get_default_device().type != "cpu"
     with (
         torch.inference_mode(False),
+        _disable_current_modes(),
         UNDETECTED,
         torch.device("cpu") if elsewhere else nullcontext(),
         without_collector(),

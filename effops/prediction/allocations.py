@@ -71,7 +71,9 @@ def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor) -> Bytes:
 
     The tensors may be on any device, or meta tensors.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    grad = torch.is_grad_enabled()
+    # In inference mode a dispatch mode does not see what composite operators call.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
             torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cpu", requires_grad=one.requires_grad)
             for one in tensors

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from effops.memory import Workload, advise, anatomy
 
@@ -77,3 +78,29 @@ def test_several_threads_leave_no_function_replaced_and_repeat_no_numbers():
         count += 1
     assert len(numbers) == count > 0
     assert functions == (torch.get_rng_state, torch.set_rng_state, torch.nn.init._no_grad_trunc_normal_)
+
+
+def test_anomaly_detection_that_another_thread_leaves_stays_off():
+    begun, left = threading.Event(), threading.Event()
+
+    def batch(size):
+        begun.set()
+        left.wait()
+        return torch.randn(size, 4)
+
+    workload = Workload(model=lambda: torch.nn.Linear(4, 4), batch=batch)
+    thread = threading.Thread(target=anatomy, args=(workload, 2))
+    with torch.autograd.detect_anomaly():
+        thread.start()
+        begun.wait()
+    left.set()
+    thread.join()
+    assert not torch.is_anomaly_enabled()
+    assert torch.is_anomaly_check_nan_enabled()
+
+
+def test_anatomy_inside_a_fake_mode():
+    workload = Workload(model=lambda: torch.nn.Linear(4, 4), batch=lambda size: torch.randn(size, 4))
+    expected = anatomy(workload, 2).peak_bytes
+    with FakeTensorMode():
+        assert anatomy(workload, 2).peak_bytes == expected
