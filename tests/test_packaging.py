@@ -1,6 +1,9 @@
-"""A wheel holds every module."""
+"""A wheel holds every module, and works without what is installed for tests alone."""
 
 import runpy
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -21,3 +24,18 @@ def test_every_folder_of_modules_is_a_package_of_the_wheel(monkeypatch):
     expected = {".".join(folder if folder[0] == "effops" else ("effops", *folder)) for folder in folders}
     assert sorted(named) == sorted(expected)
     assert (ROOT / "effops" / "py.typed").exists()
+
+
+def test_without_triton():
+    """PyTorch brings Triton where there is a GPU. Elsewhere nothing needs it."""
+    code = """
+        import sys
+        sys.modules["triton"] = None
+        import torch, effops
+        x, ones = torch.randn(2, 3), torch.ones(2)
+        out = effops.power_spherical_log_prob(x, ones, x)
+        reports = effops.explain(effops.power_spherical_log_prob, x, ones, x).variants
+        assert reports["triton"].temporary_bytes is None
+        assert reports["chunked"].supported
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
