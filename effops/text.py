@@ -1,6 +1,11 @@
-"""Readable tables and sizes."""
+"""Readable tables, and sizes in bytes, read and written."""
 
+import math
+import re
 from collections.abc import Sequence
+from numbers import Real
+
+UNITS = "kmgt"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -22,3 +27,39 @@ def format_bytes(count: float) -> str:
             return f"{text} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
+    """Bytes of a number, as 6e9, or of a text, as "6G", "6 GiB" or "512 MB".
+
+    K, M, G and T are binary, alone and in KiB to TiB; KB to TB are powers of 1000. `name` begins the error: the
+    function and the argument that was given.
+
+    Raises:
+        ValueError: that is no amount of bytes
+
+    Example:
+        >>> parse_bytes("1.5 GiB"), parse_bytes("6G"), parse_bytes(6e9)
+        (1610612736, 6442450944, 6000000000)
+    """
+    nbytes = _amount(amount)
+    if not 0 <= nbytes < math.inf:
+        raise ValueError(
+            f"{name}: expected a number and B, K, M, G or T (as KiB to TiB binary; KB to TB are powers of 1000), as "
+            f'6e9 or "6G"; got {amount!r}'
+        )
+    return int(nbytes)
+
+
+def _amount(amount: str | float) -> float:
+    """Bytes, or NaN if nothing can be read."""
+    if isinstance(amount, bool):
+        return math.nan
+    if isinstance(amount, Real):
+        return float(amount)
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e\d+)?\s*(?:([kmgt])(i?b)?|b)?\s*", str(amount).lower())
+    if found is None:
+        return math.nan
+    number, exponent, unit, ending = found.groups("")
+    base = 1000 if ending == "b" else 1024
+    return float(number + exponent) * base ** (UNITS.index(unit) + 1 if unit else 0)

@@ -16,7 +16,7 @@ import torch
 from effops.commands.console import shown_progress, shown_result
 from effops.memory.advise import advise
 from effops.memory.anatomy import Anatomy, anatomy
-from effops.memory.batches import MEANINGS, MODES, max_batch_size, parse_bytes
+from effops.memory.batches import MEANINGS, MODES, max_batch_size
 from effops.memory.devices import NVMLUnavailableError, device_usage
 from effops.memory.formula import FORMULAS, OPTIMIZERS, Details, estimate_transformer
 from effops.memory.models import ARCHITECTURES, KINDS, Configuration, bert_large, workload_parts
@@ -24,6 +24,7 @@ from effops.memory.plot import plot_anatomy
 from effops.memory.sweep import sweep
 from effops.memory.workload import Workload
 from effops.prediction.cuda_forms import CONTEXT_BYTES
+from effops.text import parse_bytes
 
 EXPECTED_ERRORS = ValueError, NotImplementedError, ImportError, OSError, NVMLUnavailableError
 CONFIGURATION_TYPES = {field.name: type(field.default) for field in dataclasses.fields(Configuration)}
@@ -69,7 +70,7 @@ def _anatomy(options: argparse.Namespace) -> tuple[object, Any]:
         options.batch_size,
         device=options.device,
         measure=options.measure,
-        context_bytes=parse_bytes(options.context),
+        context_bytes=parse_bytes(options.context, "argument --context"),
     )
     if options.plot:
         plot_anatomy(found, options.plot)
@@ -98,7 +99,7 @@ def _max_batch(options: argparse.Namespace) -> tuple[object, Any]:
         mode=options.mode,
         multiple_of=options.multiple_of,
         power_of_two=options.power_of_two,
-        context_bytes=parse_bytes(options.context),
+        context_bytes=parse_bytes(options.context, "argument --context"),
     )
     return found, dataclasses.asdict(found)
 
@@ -298,7 +299,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
             *WORKLOAD,
             DEVICE,
             CONTEXT,
-            _argument("--budget", required=True, help='such as "6 GiB"'),
+            _argument("--budget", required=True, help="such as 6G"),
             _argument(
                 "--budget-means",
                 choices=MEANINGS,
@@ -317,7 +318,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
             *WORKLOAD,
             DEVICE,
             BATCH_SIZE,
-            _argument("--budget", help='of tensors, such as "6 GiB"; asks which methods together fit it'),
+            _argument("--budget", help="of tensors, such as 6G; asks which methods together fit it"),
             _argument("--devices", type=int, default=1, metavar="N", help="for ZeRO"),
         ),
     ),
@@ -334,7 +335,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
                 metavar="NAME=VALUE,VALUE",
                 help="an option of the architecture, or an argument of the workload's function; may be repeated",
             ),
-            _argument("--budget", ONE_OF, help='of tensors, such as "6 GiB": asks for the largest batch'),
+            _argument("--budget", ONE_OF, help="of tensors, such as 6G: asks for the largest batch"),
             _argument("--batch-size", ONE_OF, type=int, help="asks for the peak"),
             POWER_OF_TWO,
             _argument("--plot", metavar="FILE", help="draw it"),

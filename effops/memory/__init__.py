@@ -6,12 +6,13 @@ and `anatomy.py` (where its memory goes); `batches.py`, `advise.py` and `sweep.p
 
 from effops.memory.advise import Advice, advise
 from effops.memory.anatomy import Anatomy, anatomy
-from effops.memory.batches import BudgetTooSmallError, MaxBatch, max_batch_size, parse_bytes
+from effops.memory.batches import BudgetTooSmallError, MaxBatch, max_batch_size
 from effops.memory.devices import device_usage, summarize
 from effops.memory.formula import Details, Estimate, estimate_transformer
 from effops.memory.plot import plot_anatomy
 from effops.memory.sweep import Sweep, sweep
 from effops.memory.workload import Workload
+from effops.text import parse_bytes
 
 __all__ = [
     "Advice",

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW
 
 from effops.memory.anatomy import Anatomy, anatomy
-from effops.memory.batches import parse_bytes
 from effops.memory.building import build_model
 from effops.memory.optimizers import AdamW8bit
 from effops.memory.surroundings import apart
@@ -22,7 +21,7 @@ from effops.prediction.inside import caution
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
 from effops.prediction.timeline import Timeline
 from effops.pytorch import FakeTensorMode, _BatchNorm
-from effops.text import aligned, format_bytes
+from effops.text import aligned, format_bytes, parse_bytes
 
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 OPTIMIZERS = {
@@ -115,7 +114,7 @@ class Advice:
 def advise(
     workload: Workload,
     batch_size: int,
-    budget: str | int | None = None,
+    budget: str | float | None = None,
     *,
     devices: int = 1,
     device: str = "cpu",
@@ -131,7 +130,7 @@ def advise(
     Args:
         workload: what a step runs
         batch_size: of each of its forward passes; with ZeRO on each device
-        budget: bytes of tensors, as a number or a text such as "6 GiB"
+        budget: bytes of tensors, as a number such as 6e9, or as a text such as "6G" or "6 GiB"
         devices: for ZeRO
         device: "cpu" or "cuda", as in `anatomy`
         alternatives: workloads that may stand in for this one, by name: first one that computes the same
@@ -155,7 +154,7 @@ def advise(
     """
     if devices < 1:
         raise ValueError(f"advise: `devices` must be at least 1; got {devices}")
-    budget_bytes = None if budget is None else parse_bytes(budget)
+    budget_bytes = None if budget is None else parse_bytes(budget, "advise: `budget`")
     predict = _Predictor(devices, device)
     start = _Setting(workload, batch_size)
     present = predict(start)

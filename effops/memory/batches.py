@@ -1,7 +1,6 @@
 """The largest batch whose step fits a budget: predicted, or found by running."""
 
 import gc
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,14 +12,13 @@ from effops.memory.measured import measured_timeline
 from effops.memory.workload import Step, Workload
 from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.prediction.inside import caution
-from effops.text import aligned, format_bytes
+from effops.text import aligned, format_bytes, parse_bytes
 
 LINE_STEPS = 12  # so many sizes are taken from a line through two peaks, before gaps are halved
 PROBED_STEPS = 3
 LARGEST_BATCH = 2**40
 MEANINGS = ("tensors", "device")
 MODES = ("predict", "probe")
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 class BudgetTooSmallError(ValueError):
@@ -63,24 +61,9 @@ class MaxBatch:
         return "\n\n".join(part for part in (head, table, caution(self.unknown)) if part)
 
 
-def parse_bytes(text: str | int) -> int:
-    """Bytes of a text such as "6 GiB" or "512MB"; a number is bytes.
-
-    Example:
-        >>> parse_bytes("1.5 GiB")
-        1610612736
-    """
-    if isinstance(text, int):
-        return text
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
-    if found is None or found[2] not in UNITS:
-        raise ValueError(f'parse_bytes: expected a number and B, KB, MB, GB, KiB, MiB or GiB, as "6 GiB"; got {text!r}')
-    return int(float(found[1]) * UNITS[found[2]])
-
-
 def max_batch_size(
     workload: Workload,
-    budget: str | int | None = None,
+    budget: str | float | None = None,
     *,
     budget_means: str = "tensors",
     device: str = "cpu",
@@ -93,7 +76,7 @@ def max_batch_size(
 
     Args:
         workload: what a step runs
-        budget: bytes, as a number or a text such as "6 GiB"
+        budget: bytes, as a number such as 6e9, or as a text such as "6G" or "6 GiB"
         budget_means: "tensors", what tensors take; or "device", what a CUDA device holds, its overheads included
         device: whose forms of operations are predicted, "cpu" or "cuda"; probing runs on PyTorch's default device
         mode: "predict" runs nothing. The peak is nearly affine in the batch size, so that a few predictions lead to a
@@ -119,7 +102,7 @@ def max_batch_size(
             "max_batch_size: `multiple_of` must be at least 1, and a power of two beside `power_of_two`; got "
             f"{multiple_of}"
         )
-    budget_bytes = None if budget is None else parse_bytes(budget)
+    budget_bytes = None if budget is None else parse_bytes(budget, "max_batch_size: `budget`")
     unknown: set[str] = set()
     if mode == "predict":
         peak_of = _predictor(workload, budget_bytes, budget_means, device, context_bytes, unknown)
@@ -270,9 +253,10 @@ def _prober(
         return lambda size: _cuda_peak(workload, size, context_bytes if budget_means == "device" else None)
     available = available_bytes(device)
     if budget_bytes is None or budget_means != "tensors" or budget_bytes > available // 3:
+        given = "none" if budget_bytes is None else format_bytes(budget_bytes)
         raise ValueError(
             'max_batch_size: mode="probe" on a CPU needs a `budget` of tensors of at most a third of the '
-            f"{format_bytes(available)} that are free, for it runs what exceeds it; got {budget_bytes} "
+            f"{format_bytes(available)} that are free, for it runs what exceeds it; got {given} "
             f'({budget_means}); give a smaller one, or set a CUDA device by torch.set_default_device("cuda")'
         )
     return lambda size: measured_timeline(workload, size).peak_bytes

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from effops.memory.anatomy import anatomy
-from effops.memory.batches import BudgetTooSmallError, max_batch_size, parse_bytes
+from effops.memory.batches import BudgetTooSmallError, max_batch_size
 from effops.memory.plot import plot_sweep
 from effops.memory.workload import Workload
 from effops.prediction.inside import caution
-from effops.text import aligned, format_bytes
+from effops.text import aligned, format_bytes, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sweep:
 def sweep(
     workload_of: Callable[..., Workload],
     axes: Mapping[str, Sequence[Any]],
-    budget: str | int | None = None,
+    budget: str | float | None = None,
     batch_size: int | None = None,
     *,
     base: Mapping[str, Any] | None = None,
@@ -70,7 +70,7 @@ def sweep(
     Args:
         workload_of: the workload of a value for each axis, given by name
         axes: the values of each axis
-        budget: bytes of tensors, as a number or a text such as "6 GiB": asks for the largest batch
+        budget: bytes of tensors, as a number such as 6e9, or as a text such as "6G": asks for the largest batch
         batch_size: asks for the peak
         base: the value of each axis while another one is varied; an axis that is not given has its first value
         power_of_two: the largest batch is a power of two
@@ -99,6 +99,7 @@ def sweep(
     base_values = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
     if unknown_names := [axis for axis in base_values if axis not in axes]:
         raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown_names)}")
+    budget_bytes = None if budget is None else parse_bytes(budget, "sweep: `budget`")
     unknown: set[str] = set()
 
     @functools.cache
@@ -109,7 +110,7 @@ def sweep(
             unknown.update(predicted.unknown)
             return predicted.peak_bytes
         try:
-            largest = max_batch_size(workload, budget, power_of_two=power_of_two, device=device)
+            largest = max_batch_size(workload, budget_bytes, power_of_two=power_of_two, device=device)
         except BudgetTooSmallError:
             return 0
         unknown.update(largest.unknown)
@@ -119,5 +120,4 @@ def sweep(
         axis: {value: result(*(base_values | {axis: value}).values()) for value in values}
         for axis, values in axes.items()
     }
-    budget_bytes = None if budget is None else parse_bytes(budget)
     return Sweep(found, base_values, budget_bytes, batch_size, tuple(sorted(unknown)))

@@ -54,6 +54,7 @@ class Workload:
     generate: Callable[[nn.Module, Any], Any] | None = None
 
     def __post_init__(self) -> None:
+        self._check_functions()
         if (self.loss is None) != (self.optimizer is None):
             given, missing = ("loss", "optimizer") if self.optimizer is None else ("optimizer", "loss")
             raise ValueError(
@@ -66,6 +67,38 @@ class Workload:
             raise ValueError(
                 f"Workload: `accumulation_steps` must be at least 1, and 1 for inference; got {self.accumulation_steps}"
             )
+
+    def _check_functions(self) -> None:
+        """Raise where what a function makes is given instead of the function."""
+        made = {
+            "model": (
+                isinstance(self.model, nn.Module),
+                "builds it, so that each step starts anew",
+                "model=lambda: {}(...)",
+            ),
+            "batch": (
+                not callable(self.batch),
+                "makes a batch of a given size",
+                "batch=lambda size: torch.randn(size, 256)",
+            ),
+            "loss": (
+                type(self.loss).__module__ == nn.modules.loss.__name__,
+                "computes it from the model and a batch",
+                "loss=lambda model, batch: torch.nn.{}()(model(batch[0]), batch[1])",
+            ),
+            "optimizer": (
+                isinstance(self.optimizer, Optimizer),
+                "makes it of the model's parameters",
+                "optimizer=torch.optim.{}, or functools.partial of it with its settings",
+            ),
+        }
+        for argument, (is_made, purpose, remedy) in made.items():
+            if is_made:
+                got = type(getattr(self, argument)).__name__
+                raise TypeError(
+                    f"Workload: `{argument}` must be a function that {purpose}; got an object of class {got}; "
+                    f"give {remedy.format(got)}"
+                )
 
     @property
     def trains(self) -> bool:

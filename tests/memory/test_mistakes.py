@@ -1,0 +1,70 @@
+"""What people get wrong about workloads and budgets, and the answers that they get."""
+
+import pytest
+import torch
+from torch import nn
+
+from effops.memory import Workload, advise, max_batch_size, parse_bytes, sweep
+
+LAYER = nn.Linear(3, 3)
+WORKLOAD = Workload(lambda: nn.Linear(64, 1), lambda size: torch.randn(size, 64))
+
+
+@pytest.mark.parametrize(
+    ("amount", "nbytes"),
+    [
+        ("6G", 6 * 2**30),
+        ("6 GiB", 6 * 2**30),
+        ("6GB", 6 * 10**9),
+        ("6g", 6 * 2**30),
+        ("1.5 kB", 1500),
+        ("2K", 2048),
+        ("3MiB", 3 * 2**20),
+        ("1T", 2**40),
+        (".5M", 2**19),
+        ("7 B", 7),
+        ("6e9", 6 * 10**9),
+        (6e9, 6 * 10**9),
+        (7, 7),
+        (torch.tensor(7).numpy()[()], 7),
+    ],
+)
+def test_amounts_of_bytes(amount, nbytes):
+    assert parse_bytes(amount) == nbytes
+
+
+@pytest.mark.parametrize("amount", ["", "6 gigs", "-6G", "6 iB", "6 G B", -1, float("inf"), float("nan"), True, [6]])
+def test_no_amounts_of_bytes(amount):
+    with pytest.raises(ValueError, match=r"parse_bytes: expected a number and B, K, M, G or T.* got "):
+        parse_bytes(amount)
+
+
+def test_budgets():
+    """All functions read them alike, and an error names the function and the argument."""
+    assert max_batch_size(WORKLOAD, "1M") == max_batch_size(WORKLOAD, "1 MiB") == max_batch_size(WORKLOAD, 2.0**20)
+    for name, function in {
+        "max_batch_size": lambda: max_batch_size(WORKLOAD, "6 gigs"),
+        "advise": lambda: advise(WORKLOAD, 1, "6 gigs"),
+        "sweep": lambda: sweep(lambda width: WORKLOAD, {"width": [1]}, "6 gigs"),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}: `budget`: expected a number and B.* got '6 gigs'"):
+            function()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": LAYER}, "`model` must be a function that builds it, .* class Linear; give model=lambda: Linear"),
+        ({"batch": torch.zeros(4, 3)}, "`batch` must be a function that makes a batch of a given size; got .*Tensor"),
+        ({"loss": nn.MSELoss()}, r"`loss` must be a function that .* got .* MSELoss; give loss=lambda model, batch: "),
+        (
+            {"optimizer": torch.optim.Adam(LAYER.parameters())},
+            "`optimizer` must be a function that .* class Adam; give optimizer=torch.optim.Adam",
+        ),
+    ],
+)
+def test_what_a_function_makes_is_no_function(given, message):
+    parts = {"model": lambda: LAYER, "batch": lambda size: torch.zeros(size, 3)}
+    training = {"loss": lambda model, batch: model(batch).sum(), "optimizer": torch.optim.SGD}
+    with pytest.raises(TypeError, match=f"Workload: {message}"):
+        Workload(**{**parts, **training, **given})
