@@ -33,7 +33,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     `forward` takes and returns what PyTorch's does: a boolean mask is True where a pair must *not* take part. With
     `is_causal` it needs no attn_mask. Where an attn_mask is given too, `is_causal` is a hint, as in PyTorch.
-    `need_weights` holds queries times keys. It is for fused and naive attention, and gives the weights before dropout.
+    `need_weights` holds queries times keys. It is for fused and naive attention, where it is True unless it is given,
+    and gives the weights before dropout. Other attention returns None for them, and raises ValueError if it is True.
 
     Example:
         >>> layer = effops.nn.MultiheadAttention(64, 8, batch_first=True)
@@ -100,12 +101,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool | None = None,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the result, and the weights of all pairs if they are needed."""
+        holds_weights = self.attention in ("fused", "naive")
+        need_weights = holds_weights if need_weights is None else need_weights
         batched = query.ndim == 3
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -118,7 +121,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             pairs = query.shape[-2], key.shape[-2]
             attn_mask, causal = torch.ones(pairs, dtype=torch.bool, device=query.device).triu(1), False
         mask = self._mask(key_padding_mask, attn_mask, query)
-        if self.attention in ("additive", "log_sparse") and need_weights:
+        if need_weights and not holds_weights:
             raise ValueError(
                 f"MultiheadAttention: `need_weights` must be False if attention={self.attention!r}, which never holds "
                 "the weights of all pairs; got True"

@@ -153,6 +153,17 @@ def test_bad_arguments(device):
     layer = effops.nn.MultiheadAttention(EMBED, HEADS, attention="log_sparse", device=device)
     x = torch.zeros(9, 1, EMBED, device=device)
     with pytest.raises(ValueError, match="`need_weights` must be False"):
-        layer(x, x, x)
+        layer(x, x, x, need_weights=True)
     with pytest.raises(ValueError, match="masks must be None"):
         layer(x, x, x, need_weights=False, attn_mask=torch.zeros(9, 9, device=device))
+
+
+@pytest.mark.parametrize("attention", ["additive", "log_sparse"])
+def test_layers_without_weights_of_all_pairs_return_none_for_them(attention, device):
+    layer = effops.nn.MultiheadAttention(EMBED, HEADS, attention=attention, device=device)
+    x = torch.randn(9, 2, EMBED, device=device)
+    result, weights = layer(x, x, x)
+    assert weights is None
+    assert torch.equal(result, layer(x, x, x, need_weights=False)[0])
+    with pytest.raises(ValueError, match=f"`need_weights` must be False if attention='{attention}'.*; got True"):
+        layer(x, x, x, need_weights=True)

@@ -14,22 +14,28 @@ from torch.compiler import is_compiling
 
 from effops.dispatch.op import Call, Op, Variant, find_op, ops
 
+AUTO = "auto"  # the name of the automatic choice, which None also means where no `use_variant` is entered
+
 
 def choose(op: Op, call: Call, variant: str | None) -> Variant:
     """The variant that the argument or `use_variant` names, else the best that supports the call."""
     name = variant if variant is not None else current_variant()
-    if name is None:
+    if name is None or name == AUTO:
         best = _best(op, call)
         if best is None:
             raise NotImplementedError(f"{op.name}: no variant supports this call; see effops.explain")
         return best
     named = op.variants.get(name)
     if named is None:
-        raise ValueError(f"{op.name} has no variant {name!r}; choose from {', '.join(op.preference)}")
+        raise ValueError(f"{op.name} has no variant {name!r}; choose from {', '.join((*op.preference, AUTO))}")
     obstacle = named.obstacle(call)
     if obstacle:
         best = _best(op, call)
-        remedy = f'leave variant=None, which takes "{best.name}"' if best else "no other variant supports it either"
+        remedy = (
+            f'leave it to variant="{AUTO}", which takes "{best.name}"'
+            if best
+            else "no other variant supports it either"
+        )
         raise NotImplementedError(f'{op.name}(variant="{name}") {obstacle}; {remedy}')
     return named
 
@@ -108,14 +114,14 @@ class use_variant:
     It holds for the current thread and asyncio task, and for tasks that begin inside while it is entered. Threads and
     tasks may enter the same object, and one may enter it again inside. Compiled functions called inside follow it too:
     each variant is compiled once. Inside an asyncio task they raise instead, since compiled code cannot tell tasks
-    apart.
+    apart. The name "auto" is the automatic choice.
 
     >>> with effops.use_variant("einsum"):
     ...     lp = effops.power_spherical_log_prob(loc, scale, x)
     """
 
     def __init__(self, name: str) -> None:
-        known = sorted({variant for op in ops().values() for variant in op.preference})
+        known = [*sorted({variant for op in ops().values() for variant in op.preference}), AUTO]
         if name not in known:
             raise ValueError(f"use_variant: no op has a variant {name!r}; choose from {', '.join(known)}")
         self.name = name

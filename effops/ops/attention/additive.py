@@ -83,7 +83,7 @@ def additive_attention_scores(query: Tensor, key: Tensor, weight: Tensor, *, var
         query: `(*batch, L, D)`
         key: `(*batch, S, D)`; batch axes broadcast
         weight: `(D,)`, or whatever broadcasts with the pairs `(*batch, L, S, D)`
-        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
 
     Returns:
         The scores `(*batch, L, S)`, in the dtype to which the tensors promote (under autocast float32 or wider). The
@@ -123,7 +123,7 @@ def additive_attention(
         weight: `(D,)`, or whatever broadcasts with the pairs `(*batch, L, S, D)`
         attn_mask: broadcasts to `(*batch, L, S)`; booleans are True for pairs that take part; numbers are added to the
             scores
-        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
 
     Returns:
         The attention `(*batch, L, V)`. It is 0 for a query that takes part with no key. Dtypes are those of

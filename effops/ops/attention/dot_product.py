@@ -56,7 +56,7 @@ def attention_scores(
             pairs score -inf; numbers are added
         is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
         scale: `1 / sqrt(D)` if None
-        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
 
     Returns:
         The scores `(*batch, L, S)`, in the dtype to which the tensors promote (under autocast float32 or wider). The
@@ -133,7 +133,7 @@ def attention(
         is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
         scale: `1 / sqrt(D)` if None
         enable_gqa: several heads of queries, axis -3, share one of keys and values
-        variant: the implementation to run; None for the best one that supports the call (see `effops.explain`)
+        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
 
     Returns:
         The attention `(*batch, L, V)`, in the dtype to which the tensors promote. It is 0 for a query that takes part
