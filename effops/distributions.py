@@ -63,11 +63,11 @@ class _Directional(Distribution):
             concentration = torch.as_tensor(concentration, dtype=loc.dtype, device=loc.device)
         try:
             batch_shape = broadcast_shapes(loc.shape[:-1], concentration.shape)
-        except RuntimeError as error:
+        except RuntimeError:
             raise ValueError(
                 f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), "
                 f"{self._concentration_name} {tuple(concentration.shape)}; unsqueeze the axes that should pair up"
-            ) from error
+            ) from None
         self._parameters = loc, concentration  # not expanded, so that an op makes no expanded gradients
         self._expand_parameters(loc, concentration, batch_shape)
         super().__init__(batch_shape, loc.shape[-1:], validate_args)
@@ -398,11 +398,11 @@ class Mixture(MixtureSameFamily):
         try:
             *component_batch, count = shape
             batch_shape = broadcast_shapes(weights_shape, component_batch)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError):
             raise ValueError(
                 f"Mixture: `component_distribution` must have a batch shape (*B, K) that broadcasts with (*B) of "
                 f"`mixture_distribution`; got {tuple(shape)} and {tuple(weights_shape)}; put the components last"
-            ) from error
+            ) from None
         components = component_distribution.expand((*batch_shape, count))
         super().__init__(mixture_distribution.expand(batch_shape), components, validate_args)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from effops.dispatch.arguments import check_mask
 from effops.ops.attention.additive import additive_attention
 from effops.ops.attention.dot_product import attention, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention
@@ -115,6 +116,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        self._check(query, key, value, key_padding_mask, attn_mask)
         query, key, value = (self._heads(tensor) for tensor in self._projected(query, key, value))
         causal = is_causal and attn_mask is None  # with a mask, `is_causal` only hints that the mask is causal
         if causal and (key_padding_mask is not None or self.attention == "additive"):
@@ -135,6 +137,35 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if not batched:
             return result.squeeze(0), None if weights is None else weights.squeeze(0)
         return result if self.batch_first else result.transpose(0, 1), weights
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Tensor | None) -> None:
+        """Raise unless tensors (batch, length, features) and masks have the shapes and dtypes that the layer takes."""
+        layer, batch, keys = "MultiheadAttention", query.shape[0], key.shape[-2]
+        for name, tensor, size in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if tensor.shape[-1] != size:
+                raise ValueError(
+                    f"{layer}: last dimension of `{name}` must be {size}, as the layer was made for; got "
+                    f"{tensor.shape[-1]}; project it, or make a layer of its size"
+                )
+        for name, given in (("key_padding_mask", padding), ("attn_mask", mask)):
+            if given is not None:
+                check_mask(layer, name, given, "for what is left out")
+        if padding is not None and padding.shape != (batch, keys):
+            raise ValueError(
+                f"{layer}: `key_padding_mask` must have the shape (batch, keys) = {(batch, keys)}; got "
+                f"{tuple(padding.shape)}; give a mask of pairs by name, as attn_mask"
+            )
+        heads = batch * self.num_heads
+        if mask is not None and mask.ndim != 2 and not (mask.ndim == 3 and mask.shape[0] == heads):
+            raise ValueError(
+                f"{layer}: `attn_mask` must have the shape (queries, keys) or (batch * heads, queries, keys), with "
+                f"batch * heads = {heads}; got {tuple(mask.shape)}; repeat one mask a batch entry by "
+                f"attn_mask.repeat_interleave({self.num_heads}, 0)"
+            )
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         if self.attention == "log_sparse":

@@ -1,12 +1,13 @@
 """Check what every op requires of its tensor arguments. Errors name the function, the argument and the remedy."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from effops.numerics.precision import FLOATS
+from effops.numerics.precision import FLOATS, INTEGERS
 from effops.pytorch import _disabled_torch_function_impl
 
 # They are named, since their modules take long to import. DTensors are sharded, and the others count as plain tensors.
@@ -35,7 +36,26 @@ def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -
     check_dense(function, argument, tensor)
     if tensor.ndim < dims:
         least = "a last dimension" if dims == 1 else f"at least {dims} dimensions"
-        raise ValueError(f"{function}: `{argument}` must have {least}; got {tensor.ndim}; unsqueeze it")
+        raise ValueError(f"{function}: `{argument}` must have {least}; got shape {tuple(tensor.shape)}; unsqueeze it")
+
+
+def check_mask(function: str, argument: str, mask: Any, meaning: str) -> None:
+    """Raise unless `mask` is a dense tensor, boolean or floating-point. `meaning` says where a boolean one is True."""
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        check_dense(function, argument, mask)
+        return
+    if isinstance(mask, (bool, int, float)):
+        name = "is_causal" if isinstance(mask, bool) else "dropout_p"
+        raise TypeError(
+            f"{function}: `{argument}` must be a tensor or None; got {mask!r}; give other arguments by name, as "
+            f"{name}={mask!r}"
+        )
+    if isinstance(mask, Tensor) and mask.dtype in INTEGERS:
+        raise TypeError(
+            f"{function}: `{argument}` must be boolean, or floating-point numbers that are added to the scores; got "
+            f"{mask.dtype}; give mask.bool() if it is 1, or ~mask.bool() if it is 0, {meaning}"
+        )
+    check_operand(function, argument, mask)
 
 
 def check_dense(function: str, argument: str, tensor: Tensor) -> None:
@@ -86,3 +106,40 @@ def check_devices(function: str, **tensors: Tensor) -> None:
     if len({tensor.device for tensor in tensors.values()}) > 1:
         got = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise ValueError(f"{function}: tensors must be on one device; got {got}; move one")
+
+
+def check_order(function: str, arguments: Mapping[str, Any], vectors: Sequence[str]) -> None:
+    """Raise if arguments are in another order: one that is no vector stands in the place of a vector, and reversely.
+
+    It is asked where a check has failed. `arguments` are all operands in the order of the function. `vectors` names
+    those that share their last dimension.
+    """
+    for name, other in ((name, other) for name in vectors for other in arguments if other not in vectors):
+        given, candidate = arguments[name], arguments[other]
+        size = _last_dimension(candidate)
+        alike = [one for one in vectors if one != name and _last_dimension(arguments[one]) == size]
+        if size is None or not alike or _last_dimension(given) == size:
+            continue
+        ndim = given.ndim if isinstance(given, Tensor) else 0
+        if candidate.ndim > ndim or (candidate.ndim == ndim and given.shape[-1] == 1):
+            raise_order(function, arguments, f"`{other}` has the last dimension of `{alike[0]}`, and `{name}` has not")
+
+
+def raise_order(function: str, arguments: Mapping[str, Any], reason: str) -> None:
+    """Raise the error of arguments in another order."""
+    raise ValueError(
+        f"{function}: arguments must have the order {', '.join(arguments)}; got {described(arguments)}: {reason}; "
+        "reorder them, or give them by name"
+    ) from None
+
+
+def described(arguments: Mapping[str, Any]) -> str:
+    """The shapes of tensors by name, and other arguments as they are."""
+    return ", ".join(
+        f"{name} {tuple(given.shape) if isinstance(given, Tensor) else repr(given)}"
+        for name, given in arguments.items()
+    )
+
+
+def _last_dimension(given: Any) -> int | None:
+    return given.shape[-1] if isinstance(given, Tensor) and given.ndim else None

@@ -1,5 +1,6 @@
 """Explain which variant a call takes, why it cannot take others, and what each would need."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,13 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
     ...
     """
     op = find_op(function)
-    call = op.prepare(*args, **kwargs)
+    assert op.function is not None
+    try:
+        given = inspect.signature(op.function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{op.name}: {error}; give explain the function, and then its arguments") from None
+    given.apply_defaults()
+    call = op.prepare(*given.args)
     chosen = choose(op, call, variant)
 
     def reports() -> Iterator[tuple[str, VariantReport]]:

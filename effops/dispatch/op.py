@@ -146,5 +146,10 @@ def find_op(function: Callable[..., Any] | str) -> Op:
     """The op that a public function calls, or the op of that name."""
     op = next((op for op in _ops.values() if function in (op.name, op.function)), None)
     if op is None:
-        raise ValueError(f"{function!r} is no op of effops; choose from {', '.join(_ops)}")
+        got = (
+            repr(function)
+            if callable(function) or isinstance(function, str)
+            else f"an object of class {type(function).__name__}"
+        )
+        raise ValueError(f"{got} is no op of effops; choose from {', '.join(_ops)}, without calling it")
     return op

@@ -82,11 +82,13 @@ def prepare(a: Tensor, b: Tensor) -> DotProductCall:
     try:
         plan = broadcast_plan(a.shape[:-1], b.shape[:-1])
         broadcast_shapes(a.shape[-1:], b.shape[-1:])
-    except RuntimeError as error:
+    except RuntimeError:
+        remedy = "unsqueeze the axes that should pair up, or transpose so that rows have one length"
+        if a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]:
+            remedy = f"for every pair of rows give a.unsqueeze(-2), and the result is {(len(a), len(b))}"
         raise ValueError(
-            f"{NAME}: shapes must broadcast; got a {tuple(a.shape)}, b {tuple(b.shape)}; "
-            "unsqueeze the axes that should pair up"
-        ) from error
+            f"{NAME}: shapes must broadcast; got a {tuple(a.shape)}, b {tuple(b.shape)}; {remedy}"
+        ) from None
     dtype = wider(a.dtype, b.dtype)
     if dtype.itemsize < 4 and autocast_enabled(a.device):
         dtype = torch.float32

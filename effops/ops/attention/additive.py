@@ -13,7 +13,7 @@ from torch import Tensor
 
 from effops.blocks import softmax
 from effops.blocks.additive import AdditiveScores
-from effops.dispatch.arguments import check_operand
+from effops.dispatch.arguments import check_operand, raise_order
 from effops.dispatch.call import call
 from effops.dispatch.registration import add_kernels
 from effops.ops.attention import triton
@@ -60,6 +60,12 @@ def _prepare_sums(
     weight: Tensor,
     attn_mask: Tensor | None = None,
 ) -> AttentionCall:
+    if isinstance(value, Tensor) and isinstance(weight, Tensor):
+        arguments = {"query": query, "key": key, "value": value, "weight": weight, "attn_mask": attn_mask}
+        if value.ndim < 2 <= weight.ndim:
+            raise_order(function, arguments, "`value` is a vector, and `weight` is none")
+        if weight.dtype == torch.bool:
+            raise_order(function, arguments, "`weight` is boolean, as a mask is")
     check_operand(function, "value", value, dims=2)
     return prepare(function, output, {"query": query, "key": key, "weight": weight}, value, attn_mask)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
-from effops.dispatch.arguments import check_dense, check_devices, check_operand
+from effops.dispatch.arguments import check_devices, check_mask, check_operand
 from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, wider
 from effops.numerics.shapes import broadcast_shapes
@@ -213,12 +213,13 @@ def prepare(
     operands = (query, key, *others)
     try:
         plan = plan_of(operands, value, attn_mask)
-    except RuntimeError as error:
+    except RuntimeError:
         shapes = _shapes(tensors if attn_mask is None else {**tensors, "attn_mask": attn_mask})
         raise ValueError(
-            f"{function}: batch axes, heads among them, must broadcast; got {shapes}; expand them, or set "
-            "enable_gqa=True if several heads of queries share one of keys"
-        ) from error
+            f"{function}: batch axes, heads among them, must broadcast; got {shapes}; expand them, set "
+            "enable_gqa=True if several heads of queries share one of keys, or give tensor.transpose(-3, -2) if its "
+            "heads follow its positions"
+        ) from None
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat))):
         raise TypeError(f"{function}: `scale` must be a number or None; got {scale!r}; multiply query by a tensor")
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, Real) or not 0 <= dropout_p <= 1:
@@ -269,7 +270,7 @@ def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
         )
     group = heads // shared
     if mask is not None:
-        check_dense("attention", "attn_mask", mask)
+        check_mask("attention", "attn_mask", mask, "for pairs that take part")
     if mask is not None and mask.ndim >= 3:
         if mask.shape[-3] not in (1, heads):
             raise ValueError(
@@ -290,10 +291,7 @@ def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, 
             f"{function}: `is_causal` and `attn_mask` exclude each other; got both; mask future keys in attn_mask: "
             "attn_mask & torch.ones(queries, keys, dtype=torch.bool).tril()"
         )
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        check_operand(function, "attn_mask", mask)
-    else:
-        check_dense(function, "attn_mask", mask)
+    check_mask(function, "attn_mask", mask, "for pairs that take part")
     if _widens(mask.shape, pairs):
         raise ValueError(
             f"{function}: `attn_mask` must broadcast to (queries, keys) = {pairs}; got {tuple(mask.shape)}; "
@@ -398,11 +396,11 @@ def prepare_log_sparse(
             )
     try:
         broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors.values()))
-    except RuntimeError as error:
+    except RuntimeError:
         raise ValueError(
             f"{LOG_SPARSE}: batch shapes must broadcast; got query {tuple(query.shape)}, key {tuple(key.shape)}, value "
             f"{tuple(value.shape)}; unsqueeze the axes that should pair up, or repeat the heads that are shared"
-        ) from error
+        ) from None
     _check_pattern(local, restart)
     if scale is not None and not isinstance(scale, Real):
         raise TypeError(
@@ -416,8 +414,11 @@ def prepare_log_sparse(
 def _check_pattern(local: int, restart: int | None) -> None:
     for name, number in {"local": local, **({} if restart is None else {"restart": restart})}.items():
         if not isinstance(number, int) or isinstance(number, bool):
+            remedy = "convert it with int()"
+            if isinstance(number, Tensor):
+                remedy = "it takes no mask, since the pattern says which pairs take part; cut padded positions off"
             got = type(number).__name__
-            raise TypeError(f"{LOG_SPARSE}: `{name}` must be an integer; got {got}; convert it with int()")
+            raise TypeError(f"{LOG_SPARSE}: `{name}` must be an integer; got {got}; {remedy}")
         if number < 1:
             remedy = "1 is a position's attention to itself" if name == "local" else "None is no restart"
             raise ValueError(f"{LOG_SPARSE}: `{name}` must be at least 1; got {number}; {remedy}")

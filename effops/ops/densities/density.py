@@ -7,6 +7,7 @@ A log density is `normaliser(scale)` plus a part that depends on loc and x too. 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
-from effops.dispatch.arguments import check_dense, check_devices, check_operand
+from effops.dispatch.arguments import check_dense, check_devices, check_operand, check_order, described
 from effops.dispatch.op import Call
 from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
+from effops.numerics.shapes import broadcast_shapes
 
 # A scriptable function of loc, scale in float64, the normaliser of scale, x, the dtype of the arithmetic, and the
 # tolerance. It returns the scores in that dtype.
@@ -110,8 +112,45 @@ def plan_of(density: Density, loc: Tensor, scale: Tensor, x: Tensor, *others: Te
     return broadcast_plan(x.shape[:-1], loc.shape[:-1], scale_shape, *(other.shape for other in others))
 
 
-def prepare(density: Density, function: str, loc: Tensor, scale: Tensor | float, x: Tensor) -> DensityCall:
-    """Validate shapes, dtypes and devices (never values)."""
+def prepare(
+    density: Density,
+    function: str,
+    loc: Tensor,
+    scale: Tensor | float,
+    x: Tensor,
+    *,
+    before: Mapping[str, Any] = MappingProxyType({}),
+) -> DensityCall:
+    """Validate shapes, dtypes and devices (never values). `before` are the arguments that precede loc."""
+    try:
+        _check_vectors(density, function, loc, x)
+    except (TypeError, ValueError):
+        check_order(function, {**before, "loc": loc, density.scale_name: scale, "x": x}, ("loc", "x"))
+        raise
+    if loc.device != x.device:  # this costs less than a call of `check_devices`
+        check_devices(function, loc=loc, x=x)
+    common = wider(loc.dtype, x.dtype)
+    given, scale = scale, _prepare_scale(density, function, scale, common, x)
+    dims = density.scale_dims
+    try:
+        plan = broadcast_plan(x.shape[:-1], loc.shape[:-1], scale.shape[: scale.ndim - dims])
+    except RuntimeError:
+        operands = {"loc": loc, density.scale_name: scale, "x": x}
+        vectors = "all" if dims else "`loc` and `x`"
+        raise ValueError(
+            f"{function}: shapes must broadcast, but for the last dimension of {vectors}; got {described(operands)}; "
+            f"{_pairing(operands, {'loc': 1, density.scale_name: dims, 'x': 1})}"
+        ) from None
+    dtype = common
+    if isinstance(given, Tensor) and scale.dtype != common:
+        ndim = max(loc.ndim, x.ndim) + dims - 1  # 0-d tensors do not widen others
+        dtype = promote(common, ndim, scale.dtype, given.ndim)
+    if dtype.itemsize < 4 and autocast_enabled(x.device):
+        dtype = torch.float32
+    return DensityCall(loc, scale, x, plan, dtype)
+
+
+def _check_vectors(density: Density, function: str, loc: Tensor, x: Tensor) -> None:
     check_operand(function, "loc", loc, dims=1)
     check_operand(function, "x", x, dims=1)
     dimension = x.shape[-1]
@@ -125,27 +164,26 @@ def prepare(density: Density, function: str, loc: Tensor, scale: Tensor | float,
             f"{function}: the last dimension must be at least {density.smallest}; got x {tuple(x.shape)}; "
             "put the coordinates of a point into the last dimension"
         )
-    if loc.device != x.device:  # this costs less than a call of `check_devices`
-        check_devices(function, loc=loc, x=x)
-    common = wider(loc.dtype, x.dtype)
-    given, scale = scale, _prepare_scale(density, function, scale, common, x)
-    dims = density.scale_dims
-    batch_shape = scale.shape[: scale.ndim - dims]
-    try:
-        plan = broadcast_plan(x.shape[:-1], loc.shape[:-1], batch_shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{function}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {density.scale_name} "
-            f"{tuple(batch_shape)}{' + (D or 1,)' * dims}, x {tuple(x.shape[:-1])} + (D,); unsqueeze the axes that "
-            "should pair up"
-        ) from error
-    dtype = common
-    if isinstance(given, Tensor) and scale.dtype != common:
-        ndim = max(loc.ndim, x.ndim) + dims - 1  # 0-d tensors do not widen others
-        dtype = promote(common, ndim, scale.dtype, given.ndim)
-    if dtype.itemsize < 4 and autocast_enabled(x.device):
-        dtype = torch.float32
-    return DensityCall(loc, scale, x, plan, dtype)
+
+
+def _pairing(operands: Mapping[str, Tensor], dims: Mapping[str, int]) -> str:
+    """How to unsqueeze operands that do not broadcast, so that each x meets each loc."""
+    batch = {name: tuple(operand.shape[: operand.ndim - dims[name]]) for name, operand in operands.items()}
+    scale = next(name for name in batch if name not in ("loc", "x"))
+    inner = {name: -2 for name in ("loc", scale) if batch[name]}
+    for axes in ({"x": -1}, {"x": -1, scale: -1}, {"x": -1, **inner}):  # where the batch axes get one of size 1
+        places = {name: len(batch[name]) + 1 + axis for name, axis in axes.items()}
+        unsqueezed = (
+            (*shape[: places[name]], 1, *shape[places[name] :]) if name in places else shape
+            for name, shape in batch.items()
+        )
+        try:
+            result = broadcast_shapes(*unsqueezed)
+        except RuntimeError:
+            continue
+        given = ", ".join(f"{name}.unsqueeze({axis - dims[name]})" for name, axis in axes.items())
+        return f"for every pair of x and loc give {given}, and the result is {tuple(result)}"
+    return "unsqueeze the axes that should pair up"
 
 
 def _prepare_scale(density: Density, function: str, scale: Tensor | float, common: torch.dtype, x: Tensor) -> Tensor:
@@ -169,6 +207,6 @@ def _prepare_scale(density: Density, function: str, scale: Tensor | float, commo
     if dims and scale.shape[-1] not in (1, x.shape[-1]):
         raise ValueError(
             f"{function}: last dimension of `{name}` must be that of `x`, or 1; got {name} {tuple(scale.shape)}, x "
-            f"{tuple(x.shape)}; unsqueeze it if it has one value for all coordinates"
+            f"{tuple(x.shape)}; give {name}.unsqueeze(-1) if it has one value for all coordinates"
         )
     return scale

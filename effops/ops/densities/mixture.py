@@ -84,15 +84,15 @@ def prepare_mixture(
 ) -> MixtureCall:
     """Validate shapes, dtypes and devices (never values)."""
     check_operand(function, "log_weights", log_weights)
-    inner = prepare(density, function, loc, scale, x)
+    inner = prepare(density, function, loc, scale, x, before={"log_weights": log_weights})
     check_devices(function, log_weights=log_weights, x=x)
     try:
         plan = plan_of(density, *inner.tensors, log_weights)
-    except RuntimeError as error:
+    except RuntimeError:
         raise ValueError(
             f"{function}: `log_weights` must broadcast with the log densities; got log_weights "
             f"{tuple(log_weights.shape)}, log densities {inner.shape}; unsqueeze the axes that should pair up"
-        ) from error
+        ) from None
     rank = len(plan.shape)
     if not isinstance(dim, Integral) or isinstance(dim, bool):
         raise TypeError(f"{function}: `dim` must be an integer; got {dim!r}; name one axis of the components")

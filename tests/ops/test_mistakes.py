@@ -1,0 +1,207 @@
+"""What people get wrong in a call, and the answer that they get: which argument, what was expected, what to do."""
+
+import traceback
+
+import pytest
+import torch
+
+import effops
+
+LOC, X, SCALE = torch.eye(4, 3).add(1e-3), torch.ones(10, 3), torch.ones(4)
+WEIGHTS = torch.zeros(4)
+QUERY = torch.ones(2, 8, 10, 16)
+VECTOR = torch.ones(16)
+PAIRS = torch.ones(10, 10, dtype=torch.bool)
+SEQUENCE = torch.ones(2, 10, 16)
+
+
+def spherical(*args, **options):
+    return effops.power_spherical_log_prob(*args, **options)
+
+
+def mixture(*args):
+    return effops.power_spherical_mixture_log_prob(*args)
+
+
+def normal(*args):
+    return effops.normal_log_prob(*args)
+
+
+def attention(*args, **options):
+    return effops.attention(QUERY, QUERY, QUERY, *args, **options)
+
+
+def layer(*args, **options):
+    return effops.nn.MultiheadAttention(16, 4, batch_first=True)(*args, **options)
+
+
+MISTAKES = {
+    "all pairs without an axis for them": (
+        lambda: spherical(LOC, SCALE, X),
+        ValueError,
+        "shapes must broadcast, .*; got loc (4, 3), scale (4,), x (10, 3); "
+        "for every pair of x and loc give x.unsqueeze(-2), and the result is (10, 4)",
+    ),
+    "all pairs, and a scale of each point": (
+        lambda: spherical(LOC, torch.ones(10), X),
+        ValueError,
+        "give x.unsqueeze(-2), scale.unsqueeze(-1), and the result is (10, 4)",
+    ),
+    "all pairs in a batch": (
+        lambda: spherical(torch.ones(2, 4, 3), torch.ones(2, 4), torch.ones(2, 10, 3)),
+        ValueError,
+        "give x.unsqueeze(-2), loc.unsqueeze(-3), scale.unsqueeze(-2), and the result is (2, 10, 4)",
+    ),
+    "all pairs of a mixture": (
+        lambda: mixture(WEIGHTS, LOC, SCALE, X),
+        ValueError,
+        "give x.unsqueeze(-2), and the result is (10, 4)",
+    ),
+    "all pairs of normal densities": (
+        lambda: normal(LOC, torch.ones(4, 3), X),
+        ValueError,
+        "shapes must broadcast, but for the last dimension of all; .*give x.unsqueeze(-2)",
+    ),
+    "all dot products": (
+        lambda: effops.broadcast_dot(X, LOC),
+        ValueError,
+        "for every pair of rows give a.unsqueeze(-2), and the result is (10, 4)",
+    ),
+    "a matrix product": (lambda: effops.broadcast_dot(X, LOC.T), ValueError, "transpose so that rows have one length"),
+    "x first": (
+        lambda: spherical(X, LOC, SCALE),
+        ValueError,
+        "arguments must have the order loc, scale, x; got loc (10, 3), scale (4, 3), x (4,): "
+        "`scale` has the last dimension of `loc`, and `x` has not; reorder them, or give them by name",
+    ),
+    "x first, a number last": (
+        lambda: spherical(X, LOC, 2.0),
+        ValueError,
+        "must have the order loc, scale, x; .* x 2.0",
+    ),
+    "scale first": (lambda: spherical(SCALE, LOC, X), ValueError, "must have the order loc, scale, x"),
+    "x first, with a column last": (
+        lambda: normal(X, LOC, torch.ones(4, 1)),
+        ValueError,
+        "`scale` has the last dimension of `loc`, and `x` has not",
+    ),
+    "weights after the scale": (
+        lambda: mixture(LOC, SCALE, WEIGHTS, X.unsqueeze(1)),
+        ValueError,
+        "must have the order log_weights, loc, scale, x; .*: `log_weights` has the last dimension of `x`, and `loc`",
+    ),
+    "x before loc": (
+        lambda: mixture(WEIGHTS, X, LOC, SCALE),
+        ValueError,
+        "must have the order log_weights, loc, scale",
+    ),
+    "a scale for each density": (
+        lambda: normal(LOC, SCALE, X.unsqueeze(1)),
+        ValueError,
+        "last dimension of `scale` must be that of `x`, or 1; .*give scale.unsqueeze(-1)",
+    ),
+    "a scale in a list": (
+        lambda: spherical(LOC, [1.0], X),
+        TypeError,
+        "`scale` must be a tensor or a number; got list",
+    ),
+    "an array": (
+        lambda: spherical(LOC.numpy(), 1.0, X),
+        TypeError,
+        "`loc` must be a tensor; got ndarray; use torch.as_",
+    ),
+    "an unknown variant": (
+        lambda: spherical(LOC, 1.0, LOC, variant="cuda"),
+        ValueError,
+        "choose from triton, .*, auto",
+    ),
+    "a mask of integers": (
+        lambda: attention(PAIRS.long()),
+        TypeError,
+        "`attn_mask` must be boolean, .*; got torch.int64; give mask.bool() if it is 1, or ~mask.bool() if it is 0, "
+        "for pairs that take part",
+    ),
+    "a mask of integers for groups": (lambda: attention(PAIRS.int(), enable_gqa=True), TypeError, "give mask.bool()"),
+    "dropout without its name": (lambda: attention(0.1), TypeError, "by name, as dropout_p=0.1"),
+    "causal without its name": (lambda: attention(True), TypeError, "by name, as is_causal=True"),
+    "a mask of keys": (
+        lambda: attention(torch.ones(2, 10, dtype=torch.bool)),
+        ValueError,
+        "must broadcast to (queries, keys) = (10, 10); got (2, 10); unsqueeze it",
+    ),
+    "heads after positions": (
+        lambda: effops.attention(QUERY.transpose(1, 2), QUERY, QUERY),
+        ValueError,
+        "give tensor.transpose(-3, -2) if its heads follow its positions",
+    ),
+    "the weight before the value": (
+        lambda: effops.additive_attention(QUERY, QUERY, VECTOR, QUERY),
+        ValueError,
+        "must have the order query, key, value, weight, .*: `value` is a vector, and `weight` is none",
+    ),
+    "the mask before the weight": (
+        lambda: effops.additive_attention(QUERY, QUERY, QUERY, PAIRS, VECTOR),
+        ValueError,
+        "must have the order query, key, value, weight, attn_mask; .*: `weight` is boolean, as a mask is",
+    ),
+    "a mask for the log-sparse pattern": (
+        lambda: effops.log_sparse_attention(QUERY, QUERY, QUERY, PAIRS),
+        TypeError,
+        "`local` must be an integer; got Tensor; it takes no mask, since the pattern says which pairs take part",
+    ),
+    "an integer padding mask": (
+        lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, torch.ones(2, 10, dtype=torch.int64)),
+        TypeError,
+        "MultiheadAttention: `key_padding_mask` must be boolean.* give mask.bool() if it is 1, .* for what is left out",
+    ),
+    "a mask of pairs as the padding mask": (
+        lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, PAIRS),
+        ValueError,
+        "`key_padding_mask` must have the shape (batch, keys) = (2, 10); got (10, 10); give a mask of pairs by name",
+    ),
+    "a mask for each batch entry": (
+        lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, attn_mask=PAIRS.expand(2, 10, 10)),
+        ValueError,
+        "`attn_mask` must have the shape (queries, keys) or .*attn_mask.repeat_interleave(4, 0)",
+    ),
+    "features of another size": (
+        lambda: layer(SEQUENCE[..., :8], SEQUENCE, SEQUENCE),
+        ValueError,
+        "last dimension of `query` must be 16, as the layer was made for; got 8",
+    ),
+    "explain without arguments": (
+        lambda: effops.explain(effops.power_spherical_log_prob),
+        TypeError,
+        "power_spherical_log_prob: missing a required argument: 'loc'; give explain the function, and then its",
+    ),
+    "explain of a result": (
+        lambda: effops.explain(LOC),
+        ValueError,
+        "an object of class Tensor is no op of effops; choose from .*, without calling it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "answer"), MISTAKES.values(), ids=MISTAKES)
+def test_answers(call, error, answer):
+    """The answer is in the message of one exception, without the exceptions from which it follows."""
+    with pytest.raises(error) as caught:
+        call()
+    place = 0
+    for part in answer.split(".*"):
+        place = str(caught.value).find(part, place)
+        assert place >= 0, (part, str(caught.value))
+    chained = "".join(traceback.format_exception(caught.value)).count("Traceback (most recent call last)")
+    assert chained == 1
+
+
+def test_no_answer_where_the_order_may_be_right():
+    """As many components as coordinates: the last dimension of the scale says nothing."""
+    with pytest.raises(ValueError, match="last dimension of `x` must equal that of `loc`"):
+        spherical(torch.ones(3, 3), torch.ones(3), torch.ones(10, 1, 4))
+
+
+def test_explain_takes_the_arguments_of_the_function():
+    """By name too, though the densities of a family share the function that validates them."""
+    named = effops.explain(effops.von_mises_fisher_log_prob, concentration=1.0, x=LOC, loc=LOC)
+    assert named.chosen == effops.explain(effops.von_mises_fisher_log_prob, LOC, 1.0, LOC).chosen
