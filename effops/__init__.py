@@ -3,6 +3,7 @@
 from effops import distributions, nn
 from effops.dispatch.choice import use_variant, variants
 from effops.dispatch.explain import Explanation, VariantReport, explain
+from effops.dispatch.validation import validate
 from effops.ops.attention.additive import additive_attention, additive_attention_scores
 from effops.ops.attention.dot_product import attention, attention_scores, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention
@@ -34,6 +35,7 @@ __all__ = [
     "power_spherical_log_prob",
     "power_spherical_mixture_log_prob",
     "use_variant",
+    "validate",
     "variants",
     "von_mises_fisher_log_prob",
     "von_mises_fisher_mixture_log_prob",

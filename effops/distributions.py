@@ -18,8 +18,8 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 from torch.distributions.constraints import Constraint, nonnegative, positive
 from torch.distributions.kl import register_kl
 
-from effops.numerics.directions import random_directions
-from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
+from effops.numerics.directions import lengths, random_directions
+from effops.numerics.precision import FLOATS, arithmetic_dtype
 from effops.numerics.shapes import broadcast_shapes
 from effops.numerics.special import bessel_ratio, digamma_ratio
 from effops.ops.densities import normal, power_spherical, von_mises_fisher
@@ -32,9 +32,7 @@ class _UnitVector(Constraint):
     event_dim = 1
 
     def check(self, value: Tensor) -> Tensor:
-        arithmetic = arithmetic_dtype(value.dtype)
-        length: Tensor = torch.linalg.vector_norm(value, dim=-1, dtype=arithmetic)
-        return (length**2 - 1).abs() <= sphere_tolerance(value.shape[-1], arithmetic, (value.dtype,))
+        return lengths(value)[1]
 
 
 unit_vector = _UnitVector()

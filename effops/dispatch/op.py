@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from effops.dispatch.validation import Conditions, no_conditions
 from effops.numerics.precision import arithmetic_dtype
 
 
@@ -97,6 +98,7 @@ class Op:
             axes; an op without core_dims takes no DTensors
         logsumexp: for an op that is a logsumexp along a batch axis, the function that returns this axis of a call; the
             variants of the op return the statistics of `effops.blocks.logsumexp.Reduction`, whose sum is the result
+        conditions: what must hold of the values of a call's operands, which `effops.validate` checks
     """
 
     name: str
@@ -104,6 +106,7 @@ class Op:
     preference: tuple[str, ...]
     core_dims: Mapping[str, int] = field(default_factory=dict)
     logsumexp: Callable[[Any], int] | None = None
+    conditions: Conditions = no_conditions
     function: Callable[..., Tensor] | None = field(default=None, init=False)
     variants: dict[str, Variant] = field(default_factory=dict, init=False)
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from effops.dispatch.arguments import check_dense
 from effops.dispatch.choice import choose
 from effops.dispatch.op import Op
+from effops.dispatch.validation import check_values
 from effops.numerics.precision import without_autocast
 from effops.numerics.shapes import broadcast_shapes
 
@@ -58,6 +59,7 @@ def sharded_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], variant
     local_call = op.prepare(
         *(local.get(name, arg) for name, arg in zip(op.core_dims, args)), *args[len(op.core_dims) :], **kwargs
     )
+    check_values(op.name, op.conditions, local_call)
     chosen = choose(op, local_call, variant)
     with without_autocast(local_call.device):
         if chosen.statistics is not None and reduced in roles:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from effops.numerics.precision import arithmetic_dtype, sphere_tolerance
+
 
 def random_directions(
     shape: tuple[int, ...],
@@ -36,3 +38,10 @@ def directions_at_angle(loc: Tensor, ratio: Tensor, generator: torch.Generator |
     x[..., :1] -= sign * step
     x /= torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True)  # the length differs from 1 by rounding alone
     return x
+
+
+def lengths(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """The lengths of vectors (..., D), and where they are 1 up to rounding of the coordinates to their dtype."""
+    arithmetic = arithmetic_dtype(vectors.dtype)
+    found: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=arithmetic)
+    return found, (found**2 - 1).abs() <= sphere_tolerance(vectors.shape[-1], arithmetic, (vectors.dtype,))

@@ -21,6 +21,7 @@ from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Call, Op
 from effops.dispatch.registration import add_custom_op, add_kernels
+from effops.dispatch.validation import finite
 from effops.numerics.layout import as_gradient, empty_gradient
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
 from effops.numerics.shapes import broadcast_shapes
@@ -159,6 +160,7 @@ op = Op(
     prepare=prepare,
     preference=("triton", "chunked", "compile", "einsum", "torchscript", "naive"),
     core_dims=CORE_DIMS,
+    conditions=lambda call: (finite("a", call.a), finite("b", call.b)),
 )
 
 add_forms(op, {"naive": naive, "einsum": einsum}, _composed, lambda call: (call.dtype,), _compiled_bytes)
@@ -225,7 +227,8 @@ def broadcast_dot(a: Tensor, b: Tensor, *, variant: str | None = None) -> Tensor
         The dot products, of the shape to which `A` and `B` broadcast; it may be a permuted view. The dtype is the
         promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    For backward, variants chunked and triton save the two inputs and no more.
+    For backward, variants chunked and triton save the two inputs and no more. Infinity and NaN give NaN in their rows,
+    unless `effops.validate()` is entered, which raises.
 
     Raises:
         TypeError: an argument is no tensor, or not of a floating-point dtype

@@ -39,7 +39,7 @@ MISTAKES = {
     "all pairs without an axis for them": (
         lambda: spherical(LOC, SCALE, X),
         ValueError,
-        "shapes must broadcast, .*; got loc (4, 3), scale (4,), x (10, 3); "
+        "batch shapes must broadcast; got loc (4,) + (D,), scale (4,), x (10,) + (D,); "
         "for every pair of x and loc give x.unsqueeze(-2), and the result is (10, 4)",
     ),
     "all pairs, and a scale of each point": (
@@ -60,7 +60,7 @@ MISTAKES = {
     "all pairs of normal densities": (
         lambda: normal(LOC, torch.ones(4, 3), X),
         ValueError,
-        "shapes must broadcast, but for the last dimension of all; .*give x.unsqueeze(-2)",
+        "got loc (4,) + (D,), scale (4,) + (D or 1,), x (10,) + (D,); .*give x.unsqueeze(-2)",
     ),
     "all dot products": (
         lambda: effops.broadcast_dot(X, LOC),

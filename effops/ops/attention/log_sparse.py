@@ -21,6 +21,7 @@ from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Op, Variant
 from effops.dispatch.registration import add_custom_op, add_kernels, predicted
 from effops.dispatch.requirements import requires_inductor
+from effops.dispatch.validation import finite
 from effops.ops.attention import flex, triton
 from effops.ops.attention.call import LOG_SPARSE, LogSparseCall, empty, factor, prepare_log_sparse
 from effops.prediction import inductor
@@ -78,6 +79,7 @@ op = Op(
     prepare=prepare_log_sparse,
     preference=("triton", "chunked", "flex", "compile", "torchscript", "naive"),
     core_dims={"query": 2, "key": 2, "value": 2},
+    conditions=lambda call: map(finite, ("query", "key", "value"), call.tensors),
 )
 add_forms(
     op,

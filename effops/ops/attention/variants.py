@@ -5,7 +5,7 @@ Each op gets the variants made of PyTorch operations and of blocks. `custom_op` 
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
 from effops.dispatch.registration import add_custom_op
+from effops.dispatch.validation import Condition, below_infinity, finite
 from effops.numerics.layout import as_gradient
 from effops.ops.attention.call import SETTINGS, AttentionCall, given, join_arguments, split_arguments
 from effops.prediction import inductor
@@ -60,6 +61,7 @@ def attention_op(
         prepare=functools.partial(prepare, name, output),
         preference=preference,
         core_dims=dict(join_arguments(kind.operands.items(), values, ("attn_mask", 2))),
+        conditions=functools.partial(conditions, tuple(kind.operands)),
     )
 
     def composed(form: Form) -> Callable[..., Tensor]:
@@ -69,6 +71,18 @@ def attention_op(
     forward, backward = functools.partial(in_blocks, kind.blocks), functools.partial(in_blocks_backward, kind.blocks)
     add_custom_op(op, custom_op(op, kind, output, "chunked", forward, backward), "chunked")
     return op
+
+
+def conditions(operands: Sequence[str], call: AttentionCall) -> Iterator[Condition]:
+    """What must hold of the values of the operands of the scores, of those that are summed, and of the mask."""
+    yield from map(finite, operands, call.scored)
+    yield from (finite("value", value) for value in given(call.value))
+    mask = call.mask
+    if call.masked and mask.dtype != torch.bool:
+        yield below_infinity("attn_mask", mask)
+        is_switch = ((mask == 0) | (mask == 1)).all() & (mask == 0).any() & (mask == 1).any()
+        expected = "be boolean, or numbers that are added to the scores, not zeros and ones alone"
+        yield Condition("attn_mask", expected, mask.amax(), ~is_switch, "give attn_mask.bool()")
 
 
 DROPOUT_P = list(SETTINGS).index("dropout_p") - len(SETTINGS)  # its place among the arguments of an operator

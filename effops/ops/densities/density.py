@@ -4,7 +4,7 @@ A log density is `normaliser(scale)` plus a part that depends on loc and x too. 
 `effops.ops.densities.log_prob` makes the op of all pairs, and `effops.ops.densities.mixture` that of their logsumexp.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
-from effops.dispatch.arguments import check_dense, check_devices, check_operand, check_order, described
+from effops.dispatch.arguments import check_dense, check_devices, check_operand, check_order
 from effops.dispatch.op import Call
+from effops.dispatch.validation import Condition
 from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
 from effops.numerics.shapes import broadcast_shapes
 
@@ -102,6 +103,9 @@ class Density(Protocol):
     def blocks(self, call: DensityCall, *, scored: bool = True, wanted: Wanted = (False, False, False)) -> Scores:
         """The scores of a call of either op, block by block, and the gradients that `wanted` asks for."""
 
+    def conditions(self, call: DensityCall) -> Iterator[Condition]:
+        """What must hold of the values of loc, scale and x."""
+
     def at_once(self, call: DensityCall) -> Tensor | None:
         """The result of a call that is too small to be cut into blocks, or None for a larger one."""
 
@@ -136,9 +140,9 @@ def prepare(
         plan = broadcast_plan(x.shape[:-1], loc.shape[:-1], scale.shape[: scale.ndim - dims])
     except RuntimeError:
         operands = {"loc": loc, density.scale_name: scale, "x": x}
-        vectors = "all" if dims else "`loc` and `x`"
         raise ValueError(
-            f"{function}: shapes must broadcast, but for the last dimension of {vectors}; got {described(operands)}; "
+            f"{function}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {density.scale_name} "
+            f"{tuple(scale.shape[: scale.ndim - dims])}{' + (D or 1,)' * dims}, x {tuple(x.shape[:-1])} + (D,); "
             f"{_pairing(operands, {'loc': 1, density.scale_name: dims, 'x': 1})}"
         ) from None
     dtype = common

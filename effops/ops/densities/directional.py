@@ -6,7 +6,7 @@ functions of PyTorch operations. The latter phi is scriptable.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from effops.blocks import dots
 from effops.blocks.dots import DotMap, contract
+from effops.dispatch.validation import Condition
+from effops.numerics.directions import lengths
 from effops.numerics.precision import sphere_tolerance, unit_roundoff
 from effops.ops.densities import triton
 from effops.ops.densities.density import DensityCall, Form, Kernels, Wanted
@@ -66,6 +68,15 @@ class Directional:
         if not self.singular:
             return math.inf
         return sphere_tolerance(call.dimension, call.arithmetic, (call.loc.dtype, call.x.dtype))
+
+    def conditions(self, call: DensityCall) -> Iterator[Condition]:
+        for argument, vectors in (("loc", call.loc), ("x", call.x)):
+            found, are_one = lengths(vectors)
+            remedy = f"give torch.nn.functional.normalize({argument}, dim=-1)"
+            yield Condition(argument, "have length 1 along its last dimension", found, are_one, remedy)
+        is_concentration = (call.scale >= 0) & call.scale.isfinite()
+        remedy = "give a positive function of what is learned, as torch.nn.functional.softplus"
+        yield Condition(self.scale_name, "be finite and at least 0", call.scale, is_concentration, remedy)
 
     def map_of(self, call: DensityCall) -> DotMap:
         return self.map(call.dimension, call.arithmetic, self.floor(call.arithmetic), self.tolerance(call))

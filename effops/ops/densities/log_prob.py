@@ -31,6 +31,7 @@ class LogProb:
             prepare=functools.partial(prepare, density, name),
             preference=preference(density),
             core_dims=tensor_dims(density),
+            conditions=density.conditions,
         )
         add_forms(self.op, density.forms, self.composed, self.settings, functools.partial(compiled_bytes, density))
         best = self.composed(best_form(density.forms))

@@ -27,12 +27,15 @@ from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_gr
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
 from effops.dispatch.registration import add_custom_op, add_kernels, allocated, predicted
+from effops.dispatch.validation import Condition, below_infinity
 from effops.numerics.precision import autocast_enabled, promote
 from effops.ops.densities import triton
 from effops.ops.densities.density import Density, DensityCall, Form, plan_of, prepare
 from effops.ops.densities.log_prob import compiled_bytes, preference, scores, tensor_dims
 
 SLAB = 65536  # how many results have their statistics kept at a time, unless backward needs those of all
+
+SUM_TOLERANCE = 0.01  # of numbers that are taken for weights if their sum is 1
 
 
 @dataclass
@@ -120,6 +123,7 @@ class Mixture:
             preference=preference(density),
             core_dims={"log_weights": 0, **tensor_dims(density)},
             logsumexp=lambda call: call.axis,
+            conditions=self.conditions,
         )
         compiled = functools.partial(compiled_bytes, density, reduced=True)
         add_forms(self.op, density.forms, self.composed, self.settings, compiled)
@@ -158,6 +162,17 @@ class Mixture:
         log_weights, loc, scale, x, dim, dtype = arguments
         plan = plan_of(self.density, loc, scale, x, log_weights)
         return MixtureCall(loc, scale, x, plan, dtype, log_weights, dim)
+
+    def conditions(self, call: MixtureCall) -> Iterator[Condition]:
+        yield below_infinity("log_weights", call.log_weights)
+        own = call.log_weights.ndim + call.dim
+        if own >= 0 and call.log_weights.shape[own] == call.plan.shape[call.axis]:
+            weights = call.log_weights.to(call.arithmetic)
+            total = weights.sum(own)
+            are_weights = (weights >= 0).all(own) & ((total - 1).abs() < SUM_TOLERANCE)
+            expected = f"be logarithms, not weights that add up to 1 along dim={call.dim}"
+            yield Condition("log_weights", expected, total, ~are_weights, "give weights.log()")
+        yield from self.density.conditions(call)
 
     def requires_layout(self, call: MixtureCall) -> str:
         if call.axis in call.plan.batch:

@@ -7,7 +7,7 @@ both are far from 0. So no variant uses it as it stands. `effops.blocks.distance
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from effops.blocks.distances import Distances
 from effops.dispatch.call import call
+from effops.dispatch.validation import Condition, finite
 from effops.ops.densities import triton
 from effops.ops.densities.density import DensityCall, Form, Kernels, Wanted
 from effops.ops.densities.log_prob import LogProb
@@ -50,6 +51,13 @@ class Normal:
     def blocks(self, call: DensityCall, *, scored: bool = True, wanted: Wanted = (False, False, False)) -> Distances:
         return Distances(call.plan, call.loc, call.scale, call.x, call.arithmetic, wanted)
 
+    def conditions(self, call: DensityCall) -> Iterator[Condition]:
+        yield finite("loc", call.loc)
+        yield finite("x", call.x)
+        is_deviation = (call.scale > 0) & call.scale.isfinite()
+        remedy = "give a standard deviation, and variance.sqrt() or log_scale.exp() if you have these"
+        yield Condition("scale", "be finite and above 0", call.scale, is_deviation, remedy)
+
     def at_once(self, call: DensityCall) -> None:
         return None
 
@@ -77,7 +85,8 @@ def normal_log_prob(loc: Tensor, scale: Tensor | float, x: Tensor, *, variant: s
         promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
     Squared distances keep their digits where x is close to loc, and where both are far from 0. For backward, variant
-    chunked saves the three inputs and no more. Values are not validated: a negative or NaN scale gives NaN.
+    chunked saves the three inputs and no more. Values are checked inside of `effops.validate()` only. Without it, a
+    negative or NaN scale gives NaN, and a variance in the place of a deviation plausible numbers.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (loc, x: floating-point) dtype
@@ -122,7 +131,11 @@ def normal_mixture_log_prob(
     For backward, variant chunked saves the four inputs, and two numbers for each result in the dtype of the arithmetic.
     Without a component, or if all weights are 0, the result is -inf and its gradients are 0. +inf and NaN are as in
     `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its density is
-    NaN. Values are not validated: see `normal_log_prob`.
+    NaN.
+
+    Values are checked inside of `effops.validate()` only. Without it, weights in place of their logarithms give
+    plausible numbers that are wrong. So do arguments in another order, where their shapes allow it. See also
+    `normal_log_prob`.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (all but scale: floating-point) dtype

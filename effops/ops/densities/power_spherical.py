@@ -128,8 +128,10 @@ def power_spherical_log_prob(loc: Tensor, scale: Tensor | float, x: Tensor, *, v
         promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
     The normaliser is computed in float64. For backward, variants chunked and triton save the three inputs and no more.
-    Values are not validated. A scale of NaN, or one at which the density cannot be normalised (s <= -b), gives NaN. So
-    does a dot product further below -1 than rounding explains. An exact antipode is finite.
+    Values are checked inside of `effops.validate()` only. Without it, vectors that are not of length 1 give finite
+    numbers that are no log densities, and NaN where a dot product is further below -1 than rounding explains. A
+    negative scale gives finite numbers, and NaN where the density cannot be normalised (s <= -b). A scale of NaN or
+    infinity gives NaN. An exact antipode is finite.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (loc, x: floating-point) dtype
@@ -178,7 +180,11 @@ def power_spherical_mixture_log_prob(
     For backward, variants chunked and triton save the four inputs, and two numbers for each result in the dtype of the
     arithmetic. Without a component, or if all weights are 0, the result is -inf and its gradients are 0. +inf and NaN
     are as in `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its
-    density is NaN. Values are not validated: see `power_spherical_log_prob`.
+    density is NaN.
+
+    Values are checked inside of `effops.validate()` only. Without it, weights in place of their logarithms give
+    plausible numbers that are wrong. So do arguments in another order, where their shapes allow it. See also
+    `power_spherical_log_prob`.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (all but scale: floating-point) dtype
