@@ -1,5 +1,9 @@
 """Memory-efficient operations for PyTorch."""
 
+import importlib
+import sys
+from typing import Any
+
 from effops import distributions, nn
 from effops.dispatch.choice import use_variant, variants
 from effops.dispatch.explain import Explanation, VariantReport, explain
@@ -40,3 +44,15 @@ __all__ = [
     "von_mises_fisher_log_prob",
     "von_mises_fisher_mixture_log_prob",
 ]
+
+_WHEN_ASKED_FOR = ("measure", "memory")  # public modules that `import effops` does not import
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHEN_ASKED_FOR:
+        return importlib.import_module(f"effops.{name}")
+    raise AttributeError(f"module 'effops' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_WHEN_ASKED_FOR])

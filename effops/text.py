@@ -61,5 +61,5 @@ def _amount(amount: str | float) -> float:
     if found is None:
         return math.nan
     number, exponent, unit, ending = found.groups("")
-    base = 1000 if ending == "b" else 1024
+    base = 1000.0 if ending == "b" else 1024.0
     return float(number + exponent) * base ** (UNITS.index(unit) + 1 if unit else 0)

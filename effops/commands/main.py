@@ -1,10 +1,14 @@
-"""The `effops` command. Each subcommand imports what it needs when it runs."""
+"""The `effops` command. Each subcommand imports what it needs when it runs.
+
+It is also read as a file, by `effops_command.py`, without the package. So nothing but functions may import effops.
+"""
 
 import argparse
 import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any
 
 
@@ -17,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="effops", description="Memory-efficient operations for PyTorch.")
+    parser.add_argument("--version", action=Version, nargs=0, help="show the versions of effops and PyTorch, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     what = "what this machine can run: versions, devices, the variants of every op, each checked against float64"
     doctor_parser = commands.add_parser("doctor", help=what, description=f"Tell {what}. Exit code 1 if a check fails.")
@@ -25,6 +30,16 @@ def argument_parser() -> argparse.ArgumentParser:
     what = "the memory of a training step: where it goes, the largest batch that fits, and what would help"
     commands.add_parser("memory", help=what, description=f"Tell {what}, without running it.", fill=memory_commands)
     return parser
+
+
+class Version(argparse.Action):
+    """Prints versions. A package that is imported tells its own, as in a checkout that is not installed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: Any) -> None:
+        effops = sys.modules.get("effops")
+        own = metadata.version("effops") if effops is None else effops.__version__
+        print(f"effops {own} (torch {metadata.version('torch')})")
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
