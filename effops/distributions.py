@@ -302,6 +302,8 @@ class HypersphericalUniform(Distribution):
         dtype: torch.dtype | None = None,
         validate_args: bool | None = None,
     ) -> None:
+        if isinstance(dimension, Tensor):
+            raise TypeError("HypersphericalUniform: `dimension` must be an integer; got a tensor; give loc.shape[-1]")
         if dimension < 2:
             raise ValueError(
                 f"HypersphericalUniform: `dimension` must be at least 2, a circle; got {dimension}; "

@@ -204,7 +204,15 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
     module, _, name = place.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found = getattr(importlib.import_module(module), name, None) if module and name else None
+    try:
+        found = getattr(importlib.import_module(module), name, None) if module and name else None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module imports another one, which is missing
+        raise ValueError(
+            f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, and there is no module "
+            f"{error.name!r}; write it as an import does, without .py, in the current directory or an installed package"
+        ) from None
     if found is None:
         raise ValueError(f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, where there is none")
     if callable(found):

@@ -15,7 +15,7 @@ from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.building import build_model
 from effops.memory.optimizers import AdamW8bit
 from effops.memory.surroundings import apart
-from effops.memory.workload import Workload
+from effops.memory.workload import Workload, check_step
 from effops.nn import MultiheadAttention
 from effops.prediction.inside import caution
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
@@ -152,6 +152,7 @@ def advise(
 
     Source: Hugging Face transformers, "Efficient training on a single GPU"; Rajbhandari et al. 2019, arXiv:1910.02054.
     """
+    check_step("advise", workload, batch_size)
     if devices < 1:
         raise ValueError(f"advise: `devices` must be at least 1; got {devices}")
     budget_bytes = None if budget is None else parse_bytes(budget, "advise: `budget`")

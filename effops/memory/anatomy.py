@@ -16,7 +16,7 @@ from effops.measure import tensors
 from effops.memory.building import build_model
 from effops.memory.measured import measured_timeline
 from effops.memory.surroundings import apart
-from effops.memory.workload import Step, Workload
+from effops.memory.workload import Step, Workload, check_step
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.prediction.inside import caution
 from effops.prediction.operations import CLASSES
@@ -175,12 +175,11 @@ def anatomy(
     Example:
         >>> print(effops.memory.anatomy(workload, 32))
     """
+    check_step("anatomy", workload, batch_size)
     if device not in ("cpu", "cuda"):
         raise ValueError(f'anatomy: `device` must be "cpu" or "cuda"; got {device!r}')
     if measure and device != "cpu":
         raise ValueError('anatomy: `measure` runs the step on the CPU; leave `device="cpu"`, or `measure=False`')
-    if batch_size < 1:
-        raise ValueError(f"anatomy: `batch_size` must be at least 1; got {batch_size}")
     timeline, operations, unknown = _predicted(workload, batch_size, device == "cuda")
     return Anatomy(
         batch_size,

@@ -9,7 +9,7 @@ import torch
 from effops.measure import available_bytes
 from effops.memory.anatomy import anatomy
 from effops.memory.measured import measured_timeline
-from effops.memory.workload import Step, Workload
+from effops.memory.workload import Step, Workload, check_step
 from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.prediction.inside import caution
 from effops.text import aligned, format_bytes, parse_bytes
@@ -94,6 +94,7 @@ def max_batch_size(
     Example:
         >>> effops.memory.max_batch_size(workload, "6 GiB").batch_size
     """
+    check_step("max_batch_size", workload)
     for name, value, expected in (("budget_means", budget_means, MEANINGS), ("mode", mode, MODES)):
         if value not in expected:
             raise ValueError(f'max_batch_size: `{name}` must be "{expected[0]}" or "{expected[1]}"; got {value!r}')

@@ -94,8 +94,8 @@ def sweep(
         raise ValueError(
             f"sweep: give `budget` for the largest batch or `batch_size` for the peak; got {budget!r}, {batch_size!r}"
         )
-    if not axes or not all(axes.values()):
-        raise ValueError(f"sweep: `axes` must have at least one axis, each with values; got {dict(axes)!r}")
+    if not axes or not all(isinstance(values, Sequence) and values for values in axes.values()):
+        raise ValueError(f"sweep: `axes` must have at least one axis, each with values; got {dict(axes)!r}; give lists")
     base_values = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
     if unknown_names := [axis for axis in base_values if axis not in axes]:
         raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown_names)}")

@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -82,14 +83,14 @@ class Workload:
                 "batch=lambda size: torch.randn(size, 256)",
             ),
             "loss": (
-                type(self.loss).__module__ == nn.modules.loss.__name__,
+                _is_loss_of_pytorch(self.loss),
                 "computes it from the model and a batch",
-                "loss=lambda model, batch: torch.nn.{}()(model(batch[0]), batch[1])",
+                "loss=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])",
             ),
             "optimizer": (
-                isinstance(self.optimizer, Optimizer),
+                self.optimizer is not None and not callable(self.optimizer),
                 "makes it of the model's parameters",
-                "optimizer=torch.optim.{}, or functools.partial of it with its settings",
+                "optimizer=torch.optim.Adam, or functools.partial of it with its settings",
             ),
         }
         for argument, (is_made, purpose, remedy) in made.items():
@@ -99,6 +100,10 @@ class Workload:
                     f"Workload: `{argument}` must be a function that {purpose}; got an object of class {got}; "
                     f"give {remedy.format(got)}"
                 )
+        if self.autocast is not None and not isinstance(self.autocast, torch.dtype):
+            raise TypeError(
+                f"Workload: `autocast` must be a dtype; got {self.autocast!r}; give torch.bfloat16 or torch.float16"
+            )
 
     @property
     def trains(self) -> bool:
@@ -113,6 +118,20 @@ class Workload:
         if callable(chosen):
             return chosen
         return lambda module: False
+
+
+def check_step(function: str, workload: Any, batch_size: Any = 1) -> None:
+    """Raise unless these are a workload and the size of a batch."""
+    if not isinstance(workload, Workload):
+        raise TypeError(
+            f"{function}: `workload` must be an effops.memory.Workload; got {type(workload).__name__}; give "
+            "Workload(model=lambda: ..., batch=lambda size: ...)"
+        )
+    if not isinstance(batch_size, Integral) or isinstance(batch_size, bool):
+        got = type(batch_size).__name__
+        raise TypeError(f"{function}: `batch_size` must be an integer; got {got} {batch_size!r}; convert it with int()")
+    if batch_size < 1:
+        raise ValueError(f"{function}: `batch_size` must be at least 1; got {batch_size}; give a larger one")
 
 
 class Step:
@@ -182,6 +201,9 @@ class Step:
             self.enter("forward")
             with self._autocast():
                 loss = self.workload.loss(self.model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise TypeError(f"Workload: `loss` must return a scalar tensor; got {got}; take its .mean() or .sum()")
             self.enter("backward")
             torch.autograd.backward(loss / batches if batches > 1 else loss)
         gradients = (parameter.grad for parameter in self.model.parameters())
@@ -221,6 +243,12 @@ class Step:
     def _autocast(self) -> torch.autocast:
         dtype = self.workload.autocast
         return torch.autocast(torch.get_default_device().type, dtype=dtype, enabled=dtype is not None)
+
+
+def _is_loss_of_pytorch(loss: Any) -> bool:
+    """Whether this takes predictions and targets, where a workload's loss takes the model and a batch."""
+    places = nn.functional.__name__, nn.modules.loss.__name__
+    return getattr(loss, "__module__", None) in places
 
 
 def _listed_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,10 +1,13 @@
 """What people get wrong about workloads and budgets, and the answers that they get."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from effops.memory import Workload, advise, max_batch_size, parse_bytes, sweep
+from effops.commands import main as cli
+from effops.memory import Workload, advise, anatomy, max_batch_size, parse_bytes, sweep
 
 LAYER = nn.Linear(3, 3)
 WORKLOAD = Workload(lambda: nn.Linear(64, 1), lambda size: torch.randn(size, 64))
@@ -33,7 +36,7 @@ def test_amounts_of_bytes(amount, nbytes):
     assert parse_bytes(amount) == nbytes
 
 
-@pytest.mark.parametrize("amount", ["", "6 gigs", "-6G", "6 iB", "6 G B", -1, float("inf"), float("nan"), True, [6]])
+@pytest.mark.parametrize("amount", ["", "6 gigs", "-6G", "6 iB", "6 G B", -1, math.inf, math.nan, True, [6]])
 def test_no_amounts_of_bytes(amount):
     with pytest.raises(ValueError, match=r"parse_bytes: expected a number and B, K, M, G or T.* got "):
         parse_bytes(amount)
@@ -57,6 +60,9 @@ def test_budgets():
         ({"model": LAYER}, "`model` must be a function that builds it, .* class Linear; give model=lambda: Linear"),
         ({"batch": torch.zeros(4, 3)}, "`batch` must be a function that makes a batch of a given size; got .*Tensor"),
         ({"loss": nn.MSELoss()}, r"`loss` must be a function that .* got .* MSELoss; give loss=lambda model, batch: "),
+        ({"loss": nn.functional.mse_loss}, r"`loss` must be a function that computes it from the model and a batch"),
+        ({"optimizer": "adam"}, r"`optimizer` must be a function that .* class str; give optimizer=torch\.optim\.Adam"),
+        ({"autocast": "bfloat16"}, "`autocast` must be a dtype; got 'bfloat16'; give torch.bfloat16"),
         (
             {"optimizer": torch.optim.Adam(LAYER.parameters())},
             "`optimizer` must be a function that .* class Adam; give optimizer=torch.optim.Adam",
@@ -68,3 +74,41 @@ def test_what_a_function_makes_is_no_function(given, message):
     training = {"loss": lambda model, batch: model(batch).sum(), "optimizer": torch.optim.SGD}
     with pytest.raises(TypeError, match=f"Workload: {message}"):
         Workload(**{**parts, **training, **given})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: anatomy(LAYER, 2),
+            TypeError,
+            "anatomy: `workload` must be an effops.memory.Workload; got Linear; give",
+        ),
+        (lambda: max_batch_size(LAYER, "6G"), TypeError, "max_batch_size: `workload` must be an .*; got Linear; give"),
+        (lambda: advise(LAYER, 2), TypeError, "advise: `workload` must be an .*; got Linear; give"),
+        (lambda: anatomy(WORKLOAD, "2"), TypeError, "anatomy: `batch_size` must be an integer; got str '2'; convert"),
+        (lambda: advise(WORKLOAD, None, "6G"), TypeError, "advise: `batch_size` must be an integer; got NoneType None"),
+        (lambda: anatomy(WORKLOAD, 0), ValueError, "anatomy: `batch_size` must be at least 1; got 0"),
+        (lambda: sweep(lambda width: WORKLOAD, {"width": 4}, "6G"), ValueError, "each with values; .* give lists"),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize(("reduce", "got"), [(torch.square, r"shape \(4, 3\)"), (lambda result: 1.0, "float")])
+def test_a_loss_that_is_no_scalar(reduce, got):
+    workload = Workload(
+        lambda: nn.Linear(3, 3),
+        lambda size: torch.zeros(size, 3),
+        loss=lambda model, batch: reduce(model(batch)),
+        optimizer=torch.optim.SGD,
+    )
+    with pytest.raises(TypeError, match=f"Workload: `loss` must return a scalar tensor; got {got}; take its"):
+        anatomy(workload, 4)
+
+
+def test_a_workload_named_by_its_file(capsys):
+    assert cli.main(["memory", "anatomy", "--workload", "train.py:workload", "--batch-size", "2"]) == 2
+    assert "got 'train.py:workload', and there is no module 'train'; write it as an import" in capsys.readouterr().err

@@ -169,6 +169,11 @@ MISTAKES = {
         ValueError,
         "last dimension of `query` must be 16, as the layer was made for; got 8",
     ),
+    "a direction for its dimension": (
+        lambda: effops.distributions.HypersphericalUniform(LOC[0]),
+        TypeError,
+        "HypersphericalUniform: `dimension` must be an integer; got a tensor; give loc.shape[-1]",
+    ),
     "explain without arguments": (
         lambda: effops.explain(effops.power_spherical_log_prob),
         TypeError,
