@@ -7,6 +7,7 @@ from typing import Any
 from effops import distributions, nn
 from effops.dispatch.choice import use_variant, variants
 from effops.dispatch.explain import Explanation, VariantReport, explain
+from effops.dispatch.record import record
 from effops.dispatch.validation import validate
 from effops.ops.attention.additive import additive_attention, additive_attention_scores
 from effops.ops.attention.dot_product import attention, attention_scores, attention_weights
@@ -38,6 +39,7 @@ __all__ = [
     "patch_power_spherical",
     "power_spherical_log_prob",
     "power_spherical_mixture_log_prob",
+    "record",
     "use_variant",
     "validate",
     "variants",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from effops.dispatch.choice import choose
 from effops.dispatch.op import Op
+from effops.dispatch.record import add_to_records
 from effops.dispatch.validation import check_values
 from effops.numerics.precision import without_autocast
 
@@ -20,6 +21,7 @@ def call(op: Op, *args: Any, variant: str | None = None, **kwargs: Any) -> Tenso
     validated = op.prepare(*args, **kwargs)
     check_values(op.name, op.conditions, validated)
     chosen = choose(op, validated, variant)
+    add_to_records(op, chosen, validated, args)
     with without_autocast(validated.device):
         return chosen.run(validated)
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from effops.dispatch.choice import choose
+from effops.dispatch.devices import never_run_on
 from effops.dispatch.op import find_op
+from effops.numerics.precision import without_autocast
 from effops.prediction.inside import caution
 from effops.text import aligned, format_bytes
 
@@ -30,11 +32,16 @@ class VariantReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The choice for one call, and a report for every variant: whether it can run, why not, and what it would need."""
+    """The choice for one call, and a report for every variant: whether it can run, why not, and what it would need.
+
+    `never_run_on` is the kind of the call's device ("a CUDA GPU") if the chosen variant was never run on one. It is
+    empty if it was.
+    """
 
     op: str
     chosen: str
     variants: Mapping[str, VariantReport]
+    never_run_on: str = ""
 
     def __str__(self) -> str:
         header = ("variant", "", "output", "saved", "temporary", "operations", "why not")
@@ -52,7 +59,17 @@ class Explanation:
         ]
         title = f"{self.op}: {self.chosen} (bytes predicted, beyond the inputs)"
         unknown = sorted({report.unknown for report in self.variants.values() if report.unknown})
-        return "\n".join(filter(None, (title, aligned([header, *rows], left=len(header)), caution(unknown))))
+        table = aligned([header, *rows], left=len(header))
+        return "\n".join(filter(None, (title, table, caution(unknown), self._untried())))
+
+    def _untried(self) -> str:
+        """A line for a choice that was never run on such a device; empty if it was."""
+        if not self.never_run_on:
+            return ""
+        return (
+            f"{self.chosen} was never run on {self.never_run_on}; `effops doctor --full --op {self.op}` checks and "
+            "times it on yours"
+        )
 
 
 def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None = None, **kwargs: Any) -> Explanation:
@@ -81,7 +98,9 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
             reason = candidate.obstacle(call)
             yield name, VariantReport(not reason, reason, *(candidate.cost(call) or ()))
 
-    return Explanation(op.name, chosen.name, dict(reports()))
+    with without_autocast(call.device):  # as when the call runs
+        found = dict(reports())
+    return Explanation(op.name, chosen.name, found, never_run_on(chosen.name, call.device))
 
 
 def _known(text: Callable[[float], str], number: float | None) -> str:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from effops.dispatch.arguments import check_dense
 from effops.dispatch.choice import choose
 from effops.dispatch.op import Op
+from effops.dispatch.record import add_to_records
 from effops.dispatch.validation import check_values
 from effops.numerics.precision import without_autocast
 from effops.numerics.shapes import broadcast_shapes
@@ -56,11 +57,11 @@ def sharded_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], variant
     operands = [ShardedOperand(name, tensors[name], _dims(shape, batch)) for name, shape in batch_shapes.items()]
     roles = [_role(op.name, operands, mesh_axis) for mesh_axis in range(mesh.ndim)]
     local = {operand.name: _local(op.name, operand, roles) for operand in operands}
-    local_call = op.prepare(
-        *(local.get(name, arg) for name, arg in zip(op.core_dims, args)), *args[len(op.core_dims) :], **kwargs
-    )
+    local_args = (*(local.get(name, arg) for name, arg in zip(op.core_dims, args)), *args[len(op.core_dims) :])
+    local_call = op.prepare(*local_args, **kwargs)
     check_values(op.name, op.conditions, local_call)
     chosen = choose(op, local_call, variant)
+    add_to_records(op, chosen, local_call, local_args)
     with without_autocast(local_call.device):
         if chosen.statistics is not None and reduced in roles:
             statistics = chosen.statistics(local_call)

@@ -1,0 +1,171 @@
+"""Record which ops were called, by which variants, and what these calls need."""
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from effops.dispatch.op import Call, Cost, Op, Variant, find_op
+from effops.numerics.precision import without_autocast
+from effops.pytorch import FakeTensorMode, tree_map_only
+from effops.text import aligned, format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outline:
+    """What a prediction needs to know of a tensor. It keeps no memory alive."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Outline":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def stand_in(self) -> Tensor:
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedCall:
+    """A call of an op that ran.
+
+    Attributes:
+        op: the name of the op
+        variant: the name of the variant that ran
+        shapes: the shapes of its tensor arguments, by name
+        dtype: the dtype of the result
+    """
+
+    op: str
+    variant: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    _outline: Call = dataclasses.field(repr=False)
+    _grad: bool = dataclasses.field(repr=False)
+
+    @cached_property
+    def cost(self) -> Cost | None:
+        """What the forward pass of the call is predicted to need beyond its inputs; None where nothing predicts it."""
+        if any(type(size) is not int for shape in self.shapes.values() for size in shape):  # traced, of any size
+            return None
+        with FakeTensorMode():
+            call = _with_tensors(self._outline, _Outline, _Outline.stand_in)
+        with torch.set_grad_enabled(self._grad), without_autocast(call.device):
+            return find_op(self.op).variants[self.variant].cost(call)
+
+
+class Calls(list[RecordedCall]):
+    """The calls that were recorded, in their order. `str()` is a table, where calls that are alike share a line."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no op was called"
+        lines = Counter(_cells(call) for call in self)
+        header = ("calls", "op", "variant", "dtype", "output", "saved", "temporary", "shapes")
+        rows = [(str(count), *cells) for cells, count in lines.items()]
+        return f"bytes predicted, of one call, beyond the inputs\n{aligned([header, *rows], left=len(header))}"
+
+
+def _cells(call: RecordedCall) -> tuple[str, ...]:
+    cost = call.cost
+    known = ("-",) * 3
+    if cost is not None:
+        output, saved, temporary = map(format_bytes, (cost.output_bytes, cost.saved_bytes, cost.temporary_bytes))
+        known = output, saved, temporary + (" or more" if cost.unknown else "")
+    shapes = ", ".join(f"{name} {shape}" for name, shape in call.shapes.items())
+    return call.op, call.variant, str(call.dtype).removeprefix("torch."), *known, shapes
+
+
+class _ThreadState(threading.local):
+    """How many recorders this thread is inside of, for traced code. Dynamo can guard on it, but not on a ContextVar."""
+
+    def __init__(self) -> None:
+        self.recorders = 0
+
+
+_in_context: ContextVar[tuple[Calls, ...]] = ContextVar("effops_record", default=())
+_in_thread = _ThreadState()
+
+
+@contextmanager
+def record() -> Iterator[Calls]:
+    """Context manager: list every call of an op inside, with its variant, shapes, dtype and predicted bytes.
+
+    It holds for the current thread and asyncio task. Recorders nest: each lists the calls inside of it. No tensor is
+    kept. Bytes are predicted when they are asked for: `calls[0].cost.saved_bytes`, or all in a table by
+    `print(calls)`. A backward pass calls no op, unless a checkpoint computes a forward pass again. The shapes and bytes
+    are those of this process's shards for DTensors, and those of one example inside `torch.vmap`.
+
+    A function compiled by torch.compile breaks its graph at every op inside, so that its calls are seen, and may go on
+    so afterwards. It raises if it was compiled with `fullgraph=True`. Within
+    `torch.compiler.set_stance("force_eager")` it runs uncompiled, and neither happens.
+
+    Raises:
+        NotImplementedError: an op is called inside by a function compiled with `fullgraph=True`
+
+    >>> with effops.record() as calls:
+    ...     lp = effops.power_spherical_log_prob(loc, scale, x)
+    >>> calls[0].op, calls[0].variant
+    ('power_spherical_log_prob', 'chunked')
+    >>> print(calls)    # doctest: +ELLIPSIS
+    bytes predicted, of one call, beyond the inputs
+    ...
+    """
+    if is_compiling():
+        raise _not_compiled()
+    calls = Calls()
+    _in_thread.recorders += 1
+    token = _in_context.set((*_in_context.get(), calls))
+    try:
+        yield calls
+    finally:
+        _in_context.reset(token)
+        _in_thread.recorders -= 1
+
+
+def add_to_records(op: Op, chosen: Variant, call: Call, arguments: Sequence[Any]) -> None:
+    """Add a call to the lists of the recorders around it. `arguments` are those of the op's public function."""
+    if is_compiling():
+        if _in_thread.recorders:
+            raise _not_compiled()
+        return
+    recorders = _in_context.get()
+    if recorders:
+        shapes = {
+            name: tuple(argument.shape)
+            for name, argument in zip(op.core_dims, arguments)
+            if isinstance(argument, Tensor)
+        }
+        outline = _with_tensors(call, Tensor, _Outline.of)
+        found = RecordedCall(op.name, chosen.name, shapes, call.dtype, outline, torch.is_grad_enabled())
+        for calls in recorders:
+            calls.append(found)
+
+
+def _with_tensors(call: Call, kind: type, function: Any) -> Call:
+    """The call with every tensor, or what stands for one, replaced by a function of it."""
+    assert dataclasses.is_dataclass(call)
+    fields = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
+    replaced: Call = type(call)(**tree_map_only(kind, function, fields))
+    return replaced
+
+
+def _not_compiled() -> NotImplementedError:
+    return NotImplementedError(
+        "effops.record cannot see the calls of compiled code; run it without compiling: "
+        'with effops.record() as calls, torch.compiler.set_stance("force_eager"): ...'
+    )
