@@ -127,14 +127,14 @@ def record() -> Iterator[Calls]:
     """
     if is_compiling():
         raise _not_compiled()
-    calls = Calls()
-    _in_thread.recorders += 1
-    token = _in_context.set((*_in_context.get(), calls))
+    calls, thread = Calls(), vars(_in_thread)
+    thread["recorders"] += 1
+    _in_context.set((*_in_context.get(), calls))
     try:
         yield calls
-    finally:
-        _in_context.reset(token)
-        _in_thread.recorders -= 1
+    finally:  # perhaps in another context or thread, as a generator may be closed
+        thread["recorders"] -= 1
+        _in_context.set(tuple(other for other in _in_context.get() if other is not calls))
 
 
 def add_to_records(op: Op, chosen: Variant, call: Call, arguments: Sequence[Any]) -> None:
