@@ -45,8 +45,8 @@ def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
     nbytes = _amount(amount)
     if not 0 <= nbytes < math.inf:
         raise ValueError(
-            f"{name}: expected a number and B, K, M, G or T (as KiB to TiB binary; KB to TB are powers of 1000), as "
-            f'6e9 or "6G"; got {amount!r}'
+            f"{name}: expected a number and B, KB, MB, GB or TB (powers of 1000), or K, M, G or T (binary, as KiB to "
+            f'TiB), as 6e9 or "6G"; got {amount!r}'
         )
     return int(nbytes)
 

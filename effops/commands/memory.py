@@ -210,8 +210,8 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module imports another one, which is missing
         raise ValueError(
-            f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, and there is no module "
-            f"{error.name!r}; write it as an import does, without .py, in the current directory or an installed package"
+            f"argument --workload: expected MODULE:NAME of a workload; got {place!r}: {error}; write it as an "
+            "import does, without .py, in the current directory or an installed package"
         ) from None
     if found is None:
         raise ValueError(f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, where there is none")
