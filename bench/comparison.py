@@ -46,7 +46,8 @@ class Row:
     """One implementation on one workload. What was not found out, or does not apply, is None.
 
     `status` is "ok", "failed" or "skipped", with the reason. Attributes are named as in the JSON file, except that
-    `pass_name` is "pass" there. `time_ms` is the median. A backward pass has no predicted temporaries.
+    `pass_name` is "pass" there. `time_ms` is the median, `host_ms` that of the time until
+    the host has a run issued. A backward pass has no predicted temporaries.
     """
 
     op: str
@@ -62,6 +63,7 @@ class Row:
     time_ms: float | None = None
     time_ms_min: float | None = None
     time_ms_iqr: float | None = None
+    host_ms: float | None = None
     repeats: int | None = None
     speedup: float | None = None
     self_mem_bytes: int | None = None
@@ -285,6 +287,7 @@ def _timed(
         time_ms=timing.median_ms,
         time_ms_min=timing.min_ms,
         time_ms_iqr=timing.iqr_ms,
+        host_ms=timing.host_ms,
         repeats=timing.repeats,
         speedup=naive.median_ms / timing.median_ms if naive else None,
         gbps=gbps,

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from effops.prediction.cuda_forms import CUDA_BLOCK_BYTES
 from effops.pytorch import DeviceType, _ExperimentalConfig
-from effops.text import aligned, format_bytes
+from effops.text import aligned, format_bytes, format_us
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one pass: the median, the least and the interquartile range of `repeats` runs."""
+    """Milliseconds of one pass: the median, the least and the interquartile range of `repeats` runs.
+
+    `host_ms` is the median time until a call returns. On CUDA the device may run on after it.
+    """
 
     median_ms: float
     min_ms: float
     iqr_ms: float
     repeats: int
+    host_ms: float
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -251,14 +255,15 @@ def times(
     """Time of every pass, by its name. They take turns in a random order, so that each sees the same disturbances.
 
     A pass runs `repeats` times, or fewer but at least `least_repeats` once it has used `budget_s` seconds, preparation
-    included. Time on CUDA is the device's, with its cache flushed before each run, outside of the timed window.
-    `progress` is called with the name after each run.
+    included. Time on CUDA is the device's, with its cache flushed before each run, outside of the timed window. The
+    device is kept busy until the host has issued the run, so that it waits for no launch. `progress` is called with the
+    name after each run.
     """
     _warm_up(passes.values(), warmup)
     gc.collect()
     shuffled = random.Random(0)
     watches = {device: _stopwatch(device) for device in {work.device for work in passes.values()}}
-    samples_ms: dict[str, list[float]] = {name: [] for name in passes}
+    samples_ms: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
     spent_s = dict.fromkeys(passes, 0.0)
     waiting = list(passes)
     while waiting:
@@ -278,33 +283,50 @@ def times(
     return {name: _summary(samples) for name, samples in samples_ms.items()}
 
 
-def _summary(samples_ms: Sequence[float]) -> Timing:
-    low, median, high = (
-        statistics.quantiles(samples_ms, n=4, method="inclusive") if len(samples_ms) > 1 else [samples_ms[0]] * 3
-    )
-    return Timing(median, min(samples_ms), high - low, len(samples_ms))
+def _summary(samples_ms: Sequence[tuple[float, float]]) -> Timing:
+    """The summary of samples, each of which is the time of the pass and of the host."""
+    own_ms, host_ms = zip(*samples_ms)
+    low, median, high = statistics.quantiles(own_ms, n=4, method="inclusive") if len(own_ms) > 1 else own_ms * 3
+    return Timing(median, min(own_ms), high - low, len(own_ms), statistics.median(host_ms))
 
 
-def _stopwatch(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """A function that runs another and returns its milliseconds; releasing the result is not timed."""
+LEAST_BUSY_MS, MOST_BUSY_MS = 1.0, 20.0
+
+
+def _stopwatch(device: torch.device) -> Callable[[Callable[[], Any]], tuple[float, float]]:
+    """A function that runs another and returns its milliseconds, and those until the host has them issued.
+
+    Releasing the result is not timed. A run that waits for the device has the wait in both, and is timed all the same.
+    """
     if device.type != "cuda":
-        return _host_ms
+        return lambda run: (_host_ms(run),) * 2
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     flush = torch.empty(max(4 * cache_bytes, 2**26), dtype=torch.int8, device=device)
+    cycles = 10**6
+    with torch.cuda.device(device):
+        cycles_per_ms = cycles / _device_ms(lambda: torch.cuda._sleep(cycles))[0]
+    busy_ms = LEAST_BUSY_MS
 
-    def device_ms(run: Callable[[], Any]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def sample_ms(run: Callable[[], Any]) -> tuple[float, float]:
+        nonlocal busy_ms
         with torch.cuda.device(device):
             torch.cuda.synchronize()
             flush.zero_()
-            start.record()
-            result = run()
-            end.record()
-            end.synchronize()
-        del result
-        return float(start.elapsed_time(end))
+            torch.cuda._sleep(int(busy_ms * cycles_per_ms))
+            found = _device_ms(run)
+        busy_ms = max(busy_ms, min(2 * found[1], MOST_BUSY_MS))
+        return found
 
-    return device_ms
+    return sample_ms
+
+
+def _device_ms(run: Callable[[], Any]) -> tuple[float, float]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    host_ms = _host_ms(run)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)), host_ms
 
 
 def _host_ms(run: Callable[[], Any]) -> float:
@@ -381,14 +403,6 @@ class Profile:
 
     def __str__(self) -> str:
         return aligned([self.columns, *(self.cells(row) for row in self.rows)], left=0)
-
-
-def format_us(microseconds: float) -> str:
-    """Microseconds for people: 1234.5 -> '1.234 ms'."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= size:
-            return f"{microseconds / size:.3f} {unit}"
-    return f"{microseconds:.1f} us"
 
 
 def profile(passes: Mapping[str, Pass], *, group_by_stack: int = 0, warmup: int = 1) -> Profile:

@@ -1,4 +1,4 @@
-"""Readable tables, and sizes in bytes, read and written."""
+"""Readable tables, sizes in bytes, read and written, and times."""
 
 import math
 import re
@@ -27,6 +27,14 @@ def format_bytes(count: float) -> str:
             return f"{text} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def format_us(microseconds: float) -> str:
+    """Microseconds for people: 1234.5 -> '1.234 ms'."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= size:
+            return f"{microseconds / size:.3f} {unit}"
+    return f"{microseconds:.1f} us"
 
 
 def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:

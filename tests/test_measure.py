@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from effops import measure
 from effops.measure import Memory, Pass
+from effops.text import format_us
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SIDE = 128
@@ -162,14 +166,85 @@ def test_times_of_a_slow_pass_keep_to_the_budget() -> None:
 
 def test_median_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     samples_ms: Iterator[float] = iter([1.0, 4.0, 2.0, 3.0, 100.0])
-    monkeypatch.setattr(measure, "_stopwatch", lambda device: lambda run: next(samples_ms))
+    monkeypatch.setattr(measure, "_stopwatch", lambda device: lambda run: (next(samples_ms), 0.5))
     found = measure.times({"varied": Pass(lambda: None, ())}, repeats=5)["varied"]
-    assert found == measure.Timing(median_ms=3, min_ms=1, iqr_ms=2, repeats=5)
+    assert found == measure.Timing(median_ms=3, min_ms=1, iqr_ms=2, repeats=5, host_ms=0.5)
+
+
+class FakeCuda:
+    """A device with a queue: what the host issues starts when the host has issued it and the device is free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host_ms = self.device_ms = 0.0
+        self.sleeps_ms: list[float] = []
+        monkeypatch.setattr(time, "perf_counter_ns", lambda: self.host_ms * 1e6)
+        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: torch.zeros(1))
+        cuda: dict[str, Any] = {
+            "device": lambda device: nullcontext(),
+            "synchronize": self.synchronize,
+            "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=1),
+            "_sleep": self.sleep,
+            "Event": lambda enable_timing: FakeEvent(self),
+        }
+        for name, value in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def issue(self, device_ms: float) -> None:
+        self.device_ms = max(self.device_ms, self.host_ms) + device_ms
+
+    def synchronize(self) -> None:
+        self.host_ms = max(self.device_ms, self.host_ms)
+
+    def sleep(self, cycles: int) -> None:
+        self.sleeps_ms.append(cycles / 2e6)
+        self.issue(cycles / 2e6)
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.at_ms = 0.0
+
+    def record(self) -> None:
+        self.at_ms = max(self.cuda.device_ms, self.cuda.host_ms)
+
+    def synchronize(self) -> None:
+        self.cuda.synchronize()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_time_on_cuda_does_not_count_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kernels of 40 us, each behind 120 us of Python: an idle device would wait for both."""
+    cuda = FakeCuda(monkeypatch)
+
+    def run() -> None:
+        for _ in range(2):
+            cuda.host_ms += 0.12
+            cuda.issue(0.04)
+
+    assert measure._stopwatch(torch.device("cuda"))(run) == (pytest.approx(0.08), pytest.approx(0.24))
+    assert cuda.sleeps_ms[-1] >= 1
+
+
+def test_the_device_is_busy_for_longer_than_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+
+    def run() -> None:
+        cuda.host_ms += 5
+        cuda.issue(0.04)
+
+    watch = measure._stopwatch(torch.device("cuda"))
+    assert [watch(run)[0] for _ in range(2)] == [pytest.approx(4.04), pytest.approx(0.04)]
+    assert cuda.sleeps_ms[-1] == pytest.approx(10)
 
 
 def test_copy_bandwidth_counts_bytes_read_and_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        measure, "times", lambda passes, repeats: {"copy": measure.Timing(median_ms=2.0, min_ms=1, iqr_ms=0, repeats=1)}
+        measure,
+        "times",
+        lambda passes, repeats: {"copy": measure.Timing(median_ms=2.0, min_ms=1, iqr_ms=0, repeats=1, host_ms=0.1)},
     )
     assert measure.copy_bandwidth_gbps(torch.device(device), size_bytes=10**6) == pytest.approx(1.0)
 
@@ -233,4 +308,4 @@ def test_profile_by_stack_tells_the_lines(device: str) -> None:
     ("microseconds", "text"), [(0.25, "0.2 us"), (999, "999.0 us"), (1234.5, "1.234 ms"), (2e6, "2.000 s")]
 )
 def test_format_us(microseconds: float, text: str) -> None:
-    assert measure.format_us(microseconds) == text
+    assert format_us(microseconds) == text
