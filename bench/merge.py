@@ -1,4 +1,7 @@
-"""Merges what the stages of on_device.sh left into one file, OUT_DIR/<device>/<date>.json, and prints its path."""
+"""Merges the results.json of the jobs of on_device.sh on one device into RESULTS/<device>/<date>.json; prints its path.
+
+python bench/merge.py JOB_DIR... [--results bench/results]
+"""
 
 from __future__ import annotations
 
@@ -6,46 +9,34 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
-from report import header
-
-LOG_LINES = 30
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", type=Path, help="where stages.tsv (name, outcome, seconds), NAME.log and *.json are")
-    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    parser.add_argument("jobs", type=Path, nargs="+", metavar="JOB_DIR", help="where a results.json is")
+    parser.add_argument("--results", type=Path, default=Path("bench/results"))
     options = parser.parse_args()
-    content = merged(options.work)
-    path = options.out / slug(content["header"]["device"]) / f"{file_date(content['header']['date'])}.json"
+    content = merged([json.loads((job / "results.json").read_text()) for job in options.jobs])
+    path = options.results / slug(content["header"]["device"]) / f"{file_date(content['header']['date'])}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(path)
     return 0
 
 
-def merged(work: Path) -> dict[str, Any]:
-    """The header of the first benchmark, the stages in order, the rows of all benchmarks."""
-    parts = [json.loads(path.read_text()) for path in sorted(work.glob("*.json"))]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lines = (work / "stages.tsv").read_text().splitlines()
-    return {
-        "header": parts[0]["header"] if parts else header(device, None),
-        "stages": [stage(work, *line.split("\t")) for line in lines],
-        "rows": [row for part in parts for row in part["rows"]],
-    }
-
-
-def stage(work: Path, name: str, outcome: str, seconds: str) -> dict[str, Any]:
-    """A stage with the last line of its log, or with more of them if it failed."""
-    log = work / f"{name}.log"
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    kept = lines[-1:] if outcome == "ok" else lines[-LOG_LINES:]
-    return {"name": name, "outcome": outcome, "seconds": int(seconds), "log": kept}
+def merged(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The header of the first job, the stages of all in order, and their rows by themselves."""
+    for key in "device", "commit":
+        found = {job["header"][key] for job in jobs}
+        if len(found) > 1:
+            names = ", ".join(sorted(map(str, found)))
+            raise ValueError(f"merge: the jobs must have one {key}; got {names}; merge each by itself")
+    stages = [stage for job in jobs for stage in job["stages"]]
+    rows = [row for stage in stages for row in stage["report"].pop("rows", [])]
+    return {"header": jobs[0]["header"], "stages": stages, "rows": rows}
 
 
 def slug(name: str) -> str:

@@ -359,25 +359,3 @@ def test_stacks_name_the_lines(bench: Bench, capsys: pytest.CaptureFixture[str])
     assert "inside naive:" in printed
     assert "aten::mul" in printed
     assert "row_sum_naive" in printed
-
-
-def test_merged_results_of_a_device(run: ModuleType, tmp_path: Path) -> None:
-    merge = importlib.import_module("merge")
-    header = {"device": "NVIDIA H200 (x)", "date": "2026-01-02T03:04:05+00:00"}
-    for dtype in ("bfloat16", "float32"):
-        (tmp_path / f"bench-{dtype}.json").write_text(json.dumps({"header": header, "rows": [{"dtype": dtype}]}))
-    (tmp_path / "tests.log").write_text("one\ntwo failed\n")
-    (tmp_path / "stages.tsv").write_text("install\tok\t3\ntests\texit code 1\t40\n")
-    content = merge.merged(tmp_path)
-    assert content["header"] == header
-    assert [row["dtype"] for row in content["rows"]] == ["bfloat16", "float32"]
-    assert content["stages"] == [
-        {"name": "install", "outcome": "ok", "seconds": 3, "log": []},
-        {"name": "tests", "outcome": "exit code 1", "seconds": 40, "log": ["one", "two failed"]},
-    ]
-    assert merge.slug(header["device"]) == "nvidia-h200-x"
-    assert merge.file_date(header["date"]) == "2026-01-02T030405Z"
-
-
-def test_device_script_parses() -> None:
-    subprocess.run(["bash", "-n", str(BENCH / "on_device.sh")], check=True)
