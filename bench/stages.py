@@ -217,10 +217,10 @@ class Job:
 
 
 def tests_in(log: str) -> dict[str, Any]:
-    """How many tests passed, by the lines of `pytest -v`, and which did not."""
+    """How many tests passed, by the lines of `pytest -v`, which tell paths from any folder, and which did not."""
     outcomes = "(PASSED|FAILED|ERROR|SKIPPED)"
-    found = re.findall(rf"^\[gw\d+\] \[ *\d+%\] {outcomes} (.*?) *$", log, re.MULTILINE)
-    without_workers = re.findall(rf"^(tests/\S.*?) {outcomes}", log, re.MULTILINE)
+    found = re.findall(rf"^\[gw\d+\] \[ *\d+%\] {outcomes} \S*?(tests/.*?) *$", log, re.MULTILINE)
+    without_workers = re.findall(rf"^\S*?(tests/.*?) {outcomes}\b", log, re.MULTILINE)
     found += [(outcome, name) for name, outcome in without_workers]
     if not found:
         return {}

@@ -126,7 +126,11 @@ def test_summary_is_short_and_names_what_failed(stages: ModuleType, tmp_path: Pa
 
 
 def test_tests_of_workers_are_read_from_the_log(stages: ModuleType) -> None:
-    lines = "[gw3] [ 12%] PASSED tests/a.py::b[x y] ", "[gw1] [ 13%] FAILED tests/a.py::c ", "FAILED tests/a.py::c - no"
+    lines = (
+        "[gw3] [ 12%] PASSED ../tests/a.py::b[x y] ",
+        "[gw1] [ 13%] FAILED tests/a.py::c ",
+        "FAILED tests/a.py::c - no",
+    )
     log = "\n".join(lines)
     assert stages.tests_in(log)["tests"] == {"passed": 1, "failed": ["tests/a.py::c"]}
 
@@ -175,3 +179,25 @@ def test_the_chosen_tests_of_kernels_exist() -> None:
     assert done.returncode == 0, done.stderr
     chosen = (BENCH.parent / "tests" / "kernels" / "few_compilations.txt").read_text().splitlines()
     assert f"{len(chosen)}/" in done.stdout
+
+
+def test_an_error_that_stays_ends_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("""
+import torch
+
+def synchronize():
+    raise RuntimeError("CUDA error: misaligned address")
+
+torch.cuda.is_available = lambda: True
+torch.cuda.synchronize = synchronize
+""")
+    test = "tests/kernels/test_workspaces.py::test_a_fake_device_needs_no_driver"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for options, words in (
+        ([], "misaligned address"),
+        (["-n", "1", "--max-worker-restart", "0"], "crashed while running"),
+    ):
+        command = [sys.executable, "-m", "pytest", "-p", "broken", *options, test]
+        done = subprocess.run(command, cwd=BENCH.parent, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode != 0
+        assert words in done.stdout + done.stderr
