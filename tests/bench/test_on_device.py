@@ -51,6 +51,15 @@ def test_a_stage_over_its_limit_leaves_its_log_and_its_rows(stages: ModuleType, 
     assert "one of many" in (tmp_path / "slow.log").read_text()
 
 
+def test_a_stage_that_prints_too_much_is_stopped(
+    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "LOG_BYTES", 100)
+    job = stages.Job(tmp_path, tmp_path, {}, 60)
+    job.run(stages.Stage("loud", 30, [["-c", "print('x' * 200, flush=True); import time; time.sleep(60)"]]), "")
+    assert results(tmp_path)["outcome"] == "over 100 bytes of log"
+
+
 def test_a_killed_job_leaves_the_log_and_the_rows_of_its_stage(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(BENCH)!r})
