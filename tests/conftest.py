@@ -1,5 +1,6 @@
 """Tests run on CUDA where there is a device, else on the CPU with Triton's interpreter."""
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -7,62 +8,33 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from .support import interpreter, tiers
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 # Of the workers of `pytest -n`, which start later: threads that spin while they wait take each other's cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers")
+    group.addoption("--ci", action="store_true", help="run what must hold of every commit: most tests")
+    group.addoption("--exhaustive", action="store_true", help="run all tests, also those that take turns")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.deselect(config, items)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return tiers.workers(config, os.cpu_count() or 1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter without what it repeats: most of its time goes into what does not depend on the numbers.
-
-    It patches triton.language anew in every call of a device function, and describes the same types for every tensor.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
-        yield
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    core = importlib.import_module("triton.language.core")
-    run_grid, patch, numpy_dtype = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
-    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
-    patched, numpy_dtypes, blocks = set(), {}, {}
-
-    def run_grid_afresh(grid, *args, **kwargs):
-        patched.clear()
-        return run_grid(grid, *args, **kwargs)
-
-    def patch_once(function):
-        if function.__module__ in patched:
-            return interpreter._LangPatchScope()
-        patched.add(function.__module__)
-        return patch(function)
-
-    def numpy_dtype_once(dtype):
-        if dtype.scalar.name not in numpy_dtypes:
-            numpy_dtypes[dtype.scalar.name] = numpy_dtype(dtype)
-        return numpy_dtypes[dtype.scalar.name]
-
-    def make_block_once(block, element, shape):
-        key = (element.name, *map(core._unwrap_if_constexpr, shape))
-        if key not in blocks:
-            make_block(block, element, shape)
-            blocks[key] = vars(block)  # what make_tensor_once adds is shared too
-        else:
-            vars(block).update(blocks[key])
-
-    def make_tensor_once(tensor, handle, dtype):
-        if not hasattr(dtype, "of_tensors"):
-            make_tensor(tensor, handle, dtype)
-            dtype.of_tensors = {name: value for name, value in vars(tensor).items() if name != "handle"}
-        vars(tensor).update(dtype.of_tensors, handle=handle)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_grid_afresh)
-        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-        monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_dtype_once)
-        monkeypatch.setattr(core.block_type, "__init__", make_block_once)
-        monkeypatch.setattr(core.tensor, "__init__", make_tensor_once)
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+    with interpreter.quick_interpreter() if is_interpreted else contextlib.nullcontext():
         yield
 
 

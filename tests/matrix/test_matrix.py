@@ -17,10 +17,12 @@ from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import power_spherical
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
+from ..support.tiers import turn
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTERPRETED = not torch.cuda.is_available()  # the kernels, by Triton's interpreter
 APART = ("flex",)  # without gradients, and seconds to compile: tested with its op
-NUMBERS = {name: number for number, name in enumerate(ops())}
+NUMBERS = {name: turn(name, 60) for name in ops()}
 
 
 def chosen(op, variant, index, case, dtype):
@@ -70,12 +72,12 @@ def first_case(op, variant):
     return smallest(op) if interpreted(variant) else next(iter(reference_of(op).cases))
 
 
-def samples(op, variant, turn, device, generator):
+def samples(op, variant, number, device, generator):
     """The cases, with arguments in float32; interpreted, a third of them, but for the largest."""
     reference = reference_of(op)
     cases = list(reference.cases)
     if interpreted(variant):
-        cases = [case for case in cases if case != "several blocks"][(NUMBERS[op.name] + turn) % 3 :: 3]
+        cases = [case for case in cases if case != "several blocks"][(NUMBERS[op.name] + number) % 3 :: 3]
     if variant == "compile":
         cases = cases[:1]
     sampled = {case: reference.sample_case(case, device=device, generator=generator) for case in cases}
@@ -136,8 +138,8 @@ LAYOUTS = ("transposed", "sliced", "expanded")
 @pytest.mark.parametrize("how", LAYOUTS)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_any_strides(op, variant, how, device, generator):
-    if variant == "compile" and NUMBERS[op.name] != 6 * LAYOUTS.index(how):
-        pytest.skip("compilation takes seconds for each layout: one op")
+    if variant == "compile" and turn(f"{op.name}-{how}", 12):
+        pytest.skip("compilation takes seconds for each layout: ops take turns")
     for case, args in samples(op, variant, LAYOUTS.index(how), device, generator):
         args = tuple(strided(arg, how) for arg in args)
         plain = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
@@ -176,7 +178,7 @@ def test_a_gradient_has_the_strides_of_its_operand(op, variant, how, device, gen
         with FakeTensorMode() as mode:
             fakes = tuple(mode.from_tensor(arg) for arg in args)
         assert [gradient.stride() for gradient in gradients(fakes)] == expected, case
-    if variant == "chunked" and NUMBERS[op.name] == 6:
+    if variant == "chunked" and turn(op.name, 8) == 0:
         compiled = torch.compile(functools.partial(op, variant=variant), fullgraph=True, backend="aot_eager")
         leaf_args = tuple(arg.detach().requires_grad_() for arg in args)
         out = compiled(*leaf_args)
@@ -229,7 +231,7 @@ def test_every_element_is_written_and_runs_repeat(op, variant, device, generator
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_partial_gradients(op, variant, device, generator):
     """Each subset of the arguments may require gradients; the others get none."""
-    if variant == "compile" and NUMBERS[op.name] % 6:
+    if variant == "compile" and turn(op.name, 8):
         pytest.skip("compilation takes seconds for each subset: ops take turns")
     args = reference_of(op).sample_case(first_case(op, variant), device=device, generator=generator)
     supported(op, variant, args)
@@ -368,8 +370,8 @@ def test_compiled_functions_refuse_transforms(op, device, generator):
 def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, device, generator):
     if interpreted(variant):
         pytest.skip("the interpreter copies tensors")
-    turn = NUMBERS[op.name] % 2 == 0
-    if variant == "compile" and (needs_grad, dtype) != (turn, torch.float32 if turn else torch.bfloat16):
+    trained = NUMBERS[op.name] % 2 == 0
+    if variant == "compile" and (needs_grad, dtype) != (trained, torch.float32 if trained else torch.bfloat16):
         pytest.skip("compilation takes seconds: ops take turns")
     sizes = {name: min(size, 64) for name, size in reference_of(op).sizes.items()}
     args = reference_of(op).workload(**sizes, dtype=dtype, device=device, generator=generator)

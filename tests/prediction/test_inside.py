@@ -238,7 +238,16 @@ def test_copies_of_what_is_not_laid_out_in_order(function, width):
 def test_all_is_exact_as_on_avx2():
     """A CPU with more than AVX2 runs these tests again as one with AVX2, since some are skipped or weaker on it."""
     files = ["tests/prediction/test_inside.py", "tests/commands/test_memory.py"]
-    options = ["-q", "-rs", "-p", "no:cacheprovider", "--deselect", f"{files[0]}::test_all_is_exact_as_on_avx2"]
+    options = [
+        "-q",
+        "-rs",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "--deselect",
+        f"{files[0]}::test_all_is_exact_as_on_avx2",
+    ]
     process = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],
         cwd=Path(__file__).parents[2],

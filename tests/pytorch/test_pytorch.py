@@ -24,7 +24,9 @@ from effops.dispatch.op import ops
 from effops.measure import Pass, memory
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
-NUMBERS = {name: number for number, name in enumerate(ops())}
+from ..support.tiers import turn
+
+NUMBERS = {name: turn(name, 60) for name in ops()}
 OPS = [pytest.param(op, id=op.name) for op in ops().values()]
 BOUND = [
     pytest.param(op, variant, id=f"{op.name}-{variant}")
@@ -154,10 +156,10 @@ def same(found, expected, **tolerances):
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_compiled_as_one_graph(op, variant, backend, dynamic, device, generator):
     """The same bits and strides as in eager mode, with and without gradients."""
-    slow, turn = interpreted(variant, device), NUMBERS[op.name] % 2 == 1
-    if slow and (backend == "inductor", dynamic) != (turn, turn):
+    slow, odd = interpreted(variant, device), NUMBERS[op.name] % 2 == 1
+    if slow and (backend == "inductor", dynamic) != (odd, odd):
         pytest.skip("interpreted kernels: what surrounds them is that of the chunked variant")
-    if not slow and (backend == "inductor") != (dynamic == turn):
+    if not slow and (backend == "inductor") != (dynamic == odd):
         pytest.skip("compilation takes seconds: each op has each backend and static and dynamic sizes once")
     torch._dynamo.reset()
 

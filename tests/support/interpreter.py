@@ -1,0 +1,58 @@
+"""Triton's interpreter without what it repeats: most of its time goes into what does not depend on the numbers."""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+
+import pytest
+
+
+@contextlib.contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Patch triton.language once in a launch, and describe each type once.
+
+    The interpreter patches triton.language anew in every call of a device function, and describes the same types for
+    every tensor.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    core = importlib.import_module("triton.language.core")
+    run_grid, patch, numpy_dtype = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    patched, numpy_dtypes, blocks = set(), {}, {}
+
+    def run_grid_afresh(grid, *args, **kwargs):
+        patched.clear()
+        return run_grid(grid, *args, **kwargs)
+
+    def patch_once(function):
+        if function.__module__ in patched:
+            return interpreter._LangPatchScope()
+        patched.add(function.__module__)
+        return patch(function)
+
+    def numpy_dtype_once(dtype):
+        if dtype.scalar.name not in numpy_dtypes:
+            numpy_dtypes[dtype.scalar.name] = numpy_dtype(dtype)
+        return numpy_dtypes[dtype.scalar.name]
+
+    def make_block_once(block, element, shape):
+        key = (element.name, *map(core._unwrap_if_constexpr, shape))
+        if key not in blocks:
+            make_block(block, element, shape)
+            blocks[key] = vars(block)  # what make_tensor_once adds is shared too
+        else:
+            vars(block).update(blocks[key])
+
+    def make_tensor_once(tensor, handle, dtype):
+        if not hasattr(dtype, "of_tensors"):
+            make_tensor(tensor, handle, dtype)
+            dtype.of_tensors = {name: value for name, value in vars(tensor).items() if name != "handle"}
+        vars(tensor).update(dtype.of_tensors, handle=handle)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_grid_afresh)
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_dtype_once)
+        monkeypatch.setattr(core.block_type, "__init__", make_block_once)
+        monkeypatch.setattr(core.tensor, "__init__", make_tensor_once)
+        yield
