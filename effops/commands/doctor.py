@@ -5,7 +5,7 @@ import math
 import os
 import platform
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -18,12 +18,15 @@ from torch import Tensor
 import effops
 from effops.commands.console import Progress
 from effops.dispatch.choice import choose
-from effops.dispatch.op import Op, ops
+from effops.dispatch.devices import never_run_on
+from effops.dispatch.op import Op, find_op, ops
+from effops.dispatch.requirements import requires_inductor, requires_triton
 from effops.measure import available_bytes, device_model, upstream_gradient
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 from effops.text import format_bytes
 
 REASON_LENGTH = 400
+SHORT = {"torchscript": "script"}  # names of variants in the matrix, which fits 80 columns
 T = TypeVar("T")
 
 
@@ -46,13 +49,13 @@ class Device:
 
 @dataclass(frozen=True)
 class VariantCheck:
-    """Whether one variant is right on one case, forward and gradients.
+    """Whether one variant is right on one case, forward and gradients. An unchecked one is supported, and did not run.
 
     Errors are in units of their budgets, and None where they were not found out or are infinite: `reason` tells.
     """
 
     variant: str
-    status: Literal["ok", "failed", "unavailable"]
+    status: Literal["ok", "failed", "unavailable", "unchecked"]
     reason: str = ""
     error_ratio: float | None = None
     gradient_error_ratio: float | None = None
@@ -96,9 +99,23 @@ class Report:
     def passes(self) -> bool:
         return not any(self.failures())
 
+    @property
+    def verdict(self) -> str:
+        """One line: whether all that was checked is right, and what no check has seen."""
+        wrong = list(self.failures())
+        checked = [one for check in self.ops for one in check.variants if one.status in ("ok", "failed")]
+        if wrong:
+            return f"{len(wrong)} of {len(checked)} checks failed: {wrong[0]}"
+        unseen = {never_run_on(check.automatic or "", torch.device(check.device)) for check in self.ops} - {""}
+        caution = f"; an automatic choice was never run on {unseen.pop()}: see --full" if unseen else ""
+        return f"All {len(checked)} checks of {len(self.ops)} ops passed{caution}."
 
-def diagnose(progress: Progress) -> Report:
-    """Ask for versions and devices, and check every op on each device; `progress` is told what is being done."""
+
+def diagnose(progress: Progress, names: Sequence[str] = (), full: bool = False) -> Report:
+    """Ask for versions and devices, and check ops on each device; `progress` is told what is being done.
+
+    Without `names` it checks every op; without `full`, no variant that has to be compiled, which takes minutes.
+    """
     progress("asking for versions and devices")
     obstacle = _cuda_obstacle()
     devices = [torch.device("cpu")]
@@ -108,7 +125,11 @@ def diagnose(progress: Progress) -> Report:
         versions(),
         tuple(describe(device) for device in devices),
         obstacle,
-        tuple(check_op(op, device, progress) for op in ops().values() for device in devices),
+        tuple(
+            check_op(op, device, progress, full)
+            for op in (ops().values() if not names else map(find_op, names))
+            for device in devices
+        ),
     )
 
 
@@ -173,8 +194,11 @@ def _describe_cuda(device: torch.device) -> Device:
     )
 
 
-def check_op(op: Op, device: torch.device, progress: Progress) -> OpCheck:
-    """Run every variant on the op's first case in float32. What a variant raises becomes its reason."""
+def check_op(op: Op, device: torch.device, progress: Progress, full: bool = True) -> OpCheck:
+    """Run variants on the op's first case in float32. What a variant raises becomes its reason.
+
+    Without `full`, variants that are compiled by Inductor or Triton do not run.
+    """
     reference = reference_of(op)
     case = next(iter(reference.cases))
     dtype = torch.float32
@@ -187,7 +211,7 @@ def check_op(op: Op, device: torch.device, progress: Progress) -> OpCheck:
     checks = []
     for name in op.variants:
         progress(f"checking {op.name} {name} on {device}")
-        check, problem = _attempted(_check_variant, op, name, args)
+        check, problem = _attempted(_check_variant, op, name, args, full)
         checks.append(check or VariantCheck(name, "failed", f"raised {problem}"))
     return OpCheck(
         op.name,
@@ -200,11 +224,13 @@ def check_op(op: Op, device: torch.device, progress: Progress) -> OpCheck:
     )
 
 
-def _check_variant(op: Op, name: str, make_args: Callable[[], tuple[Tensor, ...]]) -> VariantCheck:
-    args = make_args()
-    obstacle = op.variants[name].obstacle(op.prepare(*args))
+def _check_variant(op: Op, name: str, make_args: Callable[[], tuple[Tensor, ...]], full: bool) -> VariantCheck:
+    args, variant = make_args(), op.variants[name]
+    obstacle = variant.obstacle(op.prepare(*args))
     if obstacle:
         return VariantCheck(name, "unavailable", obstacle)
+    if not full and {requires_inductor, requires_triton} & set(variant.requires):
+        return VariantCheck(name, "unchecked", "is compiled, which --full does")
     values = tuple(arg.detach() for arg in args)
     out = op(*args, variant=name)
     error = error_ratio(op, values, out.detach())
@@ -229,11 +255,13 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"{device.name}: {_description(device)}", soft_wrap=True)
     if report.cuda_obstacle:
         console.print(f"no CUDA or ROCm device: {report.cuda_obstacle}", soft_wrap=True)
-    for check in report.ops:
-        choice = f"auto takes {check.automatic}" if check.automatic else f"auto {check.reason}"
-        console.print(f"\n{check.op} on {check.device}: {choice}", style="bold", soft_wrap=True)
-        console.print(_table(check))
-    console.print("Errors are those on an op's first case in units of their budgets: 1 or less is right.")
+    for device in report.devices:
+        checks = [check for check in report.ops if check.device == device.name]
+        console.print(f"\n{device.name}", style="bold")
+        console.print(_matrix(checks))
+        for line in _reasons(checks):
+            console.print(line, soft_wrap=True)
+    console.print(f"\n{report.verdict}", style="green" if report.passes else "red", soft_wrap=True)
 
 
 def _description(device: Device) -> str:
@@ -245,20 +273,28 @@ def _description(device: Device) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _table(check: OpCheck) -> Table:
-    table = Table(
-        Column("Variant", no_wrap=True),
-        Column("Status", no_wrap=True),
-        Column("Error", no_wrap=True, justify="right"),
-        Column("Gradients' error", no_wrap=True, justify="right"),
-        Column("Reason", overflow="fold"),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for variant in check.variants:
-        errors = (variant.error_ratio, variant.gradient_error_ratio)
-        cells = ("-" if error is None else f"{error:.2f}" for error in errors)
-        style = "red" if variant.status == "failed" else None
-        table.add_row(variant.variant, variant.status, *cells, variant.reason, style=style)
+SIGNS = {"ok": "ok", "failed": "WRONG", "unavailable": "-", "unchecked": "runs"}
+
+
+def _matrix(checks: Sequence[OpCheck]) -> Table:
+    """Ops by variants. A star marks the automatic choice."""
+    names = list(dict.fromkeys(variant.variant for check in checks for variant in check.variants))
+    header = [Column("", no_wrap=True), *(Column(SHORT.get(name, name), no_wrap=True) for name in names)]
+    table = Table(*header, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for check in checks:
+        signs = {one.variant: SIGNS[one.status] + "*" * (one.variant == check.automatic) for one in check.variants}
+        wrong = check.automatic is None or any(one.status == "failed" for one in check.variants)
+        table.add_row(check.op, *(signs.get(name, "") for name in names), style="red" if wrong else None)
     return table
+
+
+def _reasons(checks: Sequence[OpCheck]) -> Iterator[str]:
+    """What the signs mean, and why variants are not ok: a line for each variant and reason, with its ops."""
+    yield "*: the automatic choice.  ok: result and gradients are right.  runs: supported, and not checked."
+    found: dict[tuple[str, str], list[str]] = {}
+    for check in checks:
+        for one in check.variants:
+            if one.reason:
+                found.setdefault((one.variant, one.reason), []).append(check.op)
+    for (variant, reason), names in found.items():
+        yield f"{variant} {reason}" + ("" if len(names) == len(checks) else f" ({', '.join(names)})")

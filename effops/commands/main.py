@@ -25,6 +25,8 @@ def argument_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     what = "what this machine can run: versions, devices, the variants of every op, each checked against float64"
     doctor_parser = commands.add_parser("doctor", help=what, description=f"Tell {what}. Exit code 1 if a check fails.")
+    doctor_parser.add_argument("--full", action="store_true", help="compiled variants too, which takes minutes")
+    doctor_parser.add_argument("--op", action="append", default=[], metavar="NAME", help="this op; may be repeated")
     doctor_parser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
     doctor_parser.set_defaults(run=doctor)
     what = "the memory of a training step: where it goes, the largest batch that fits, and what would help"
@@ -67,8 +69,12 @@ def doctor(options: argparse.Namespace) -> int:
     from effops.commands.console import shown_progress, shown_result
     from effops.commands.doctor import diagnose, print_report
 
-    with shown_progress() as progress:
-        report = diagnose(progress)
+    try:
+        with shown_progress() as progress:
+            report = diagnose(progress, options.op, options.full)
+    except ValueError as error:  # there is no such op
+        print(f"effops doctor: {error}", file=sys.stderr)
+        return 2
     code = int(not report.passes)
     try:
         content = {**dataclasses.asdict(report), "passes": report.passes}

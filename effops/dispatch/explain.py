@@ -66,10 +66,8 @@ class Explanation:
         """A line for a choice that was never run on such a device; empty if it was."""
         if not self.never_run_on:
             return ""
-        return (
-            f"{self.chosen} was never run on {self.never_run_on}; `effops doctor --full --op {self.op}` checks and "
-            "times it on yours"
-        )
+        remedy = f"`effops doctor --full --op {self.op}` checks it on yours"
+        return f"{self.chosen} was never run on {self.never_run_on}; {remedy}"
 
 
 def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None = None, **kwargs: Any) -> Explanation:

@@ -16,6 +16,7 @@ def scores(normal):
     return effops.attention_scores, (normal(2, 5, 3), normal(2, 7, 3))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("case", [density, scores])
 @pytest.mark.parametrize("donated", [True, False])
 def test_compiled_backward_passes_run_again(case, donated, generator):

@@ -32,6 +32,7 @@ def interpreted():
         pytest.skip("needs TRITON_INTERPRET=1")
 
 
+@pytest.mark.interpreted
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
@@ -45,6 +46,7 @@ def test_statistics_of_a_mixture_in_parts_are_a_workspace():
     assert workspace == 3 * statistics  # 70 components in tiles of 32
 
 
+@pytest.mark.interpreted
 @pytest.mark.usefixtures("interpreted")
 def test_calls_on_fake_tensors_need_no_interpreter():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

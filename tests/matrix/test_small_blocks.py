@@ -22,6 +22,7 @@ def small_blocks(monkeypatch):
                 monkeypatch.setattr(module, name, 1024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_results_and_some_gradients(op, case, small_blocks, generator):
     choices = random.Random(case)

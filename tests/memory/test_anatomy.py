@@ -47,6 +47,7 @@ def training(model, *shape: int) -> Workload:
     return Workload(model, lambda size: torch.randn(size, *shape), lambda model, x: model(x).sum(), torch.optim.SGD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("architecture", "attention"),

@@ -46,6 +46,7 @@ WORKLOADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_largest_batch_is_that_of_all_that_ran(name):

@@ -56,6 +56,7 @@ def test_hard_inputs(op, variant, dimension, dtype, device, generator):
     check_hard_inputs(op, variant, dimension, dtype, device, generator)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("dimension", "dtype", "form"),
     [

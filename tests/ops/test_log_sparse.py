@@ -80,6 +80,7 @@ def flex(*args, **options):
     return effops.log_sparse_attention(*args, **options, variant="flex")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("settings", [(1, None, None), (3, 140, -2.0)], ids=str)
 def test_flex(settings, device, generator):
     """Several blocks, of which the last has few rows; compiled once for any length and number of heads."""

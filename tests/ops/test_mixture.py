@@ -136,6 +136,7 @@ def test_memory_of_many_points(device, generator):
     assert measured.temporary_bytes <= 4 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_memory_of_many_results(op, dtype, device, generator):

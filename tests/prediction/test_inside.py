@@ -235,6 +235,7 @@ def test_copies_of_what_is_not_laid_out_in_order(function, width):
 
 
 @pytest.mark.skipif(IS_AVX2 or not CAPABILITY.startswith("AVX"), reason="this CPU is one with AVX2, or cannot be one")
+@pytest.mark.slow
 def test_all_is_exact_as_on_avx2():
     """A CPU with more than AVX2 runs these tests again as one with AVX2, since some are skipped or weaker on it."""
     files = ["tests/prediction/test_inside.py", "tests/commands/test_memory.py"]

@@ -151,6 +151,7 @@ def same(found, expected, **tolerances):
         torch.testing.assert_close(one, other, **tolerances)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(("op", "variant"), BOUND)
@@ -305,6 +306,7 @@ SECOND_JACOBIANS = {"jacrev of jacrev", "hessian"}
 JACOBIANS = {"jacrev", "jacfwd"} | SECOND_JACOBIANS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_transforms(op, variant, device, generator):
     """Every transform of `torch.func` gives what it gives of the naive form, in every case at smaller sizes."""
@@ -411,6 +413,7 @@ def test_batched_gradients(op, device, generator):
 COMPILED = ("grad", "vmap", "vmap of grad", "jvp", "jacrev")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("op", "name"),
     [
@@ -454,6 +457,7 @@ def test_checkpoint(op, how, device, generator):
     assert gradient_error_ratio(op, args, dout, tuple(copy.grad for copy in copies)) <= 1
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("op", OPS)
 def test_autocast_rounds_no_operand(op, compiled, device, generator):

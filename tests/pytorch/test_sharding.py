@@ -364,6 +364,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize(
     "name",
     # Threads share DTensor's cache of how to gather, which here differs from process to process.
@@ -477,10 +478,12 @@ def attention_is_that_of_one_process() -> None:
             torch.testing.assert_close(one.full_tensor(), other)
 
 
+@pytest.mark.sharded
 def test_attention_over_sharded_batch_and_heads(threads: Callable[[int, Callable[[], None]], None]) -> None:
     threads(4, attention_is_that_of_one_process)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("count", [2, 4])
 def test_in_processes(count: int) -> None:
     for failed in sharded.run_processes(count, in_process, timeout_s=100):
