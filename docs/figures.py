@@ -36,7 +36,7 @@ def measured(op: str) -> list[Row]:
 
 def machine() -> str:
     header = json.loads(BENCHMARK.read_text())["header"]
-    return f"{header['device']}, torch {header['torch']} ([result]({BENCHMARK.relative_to(ROOT)}))"
+    return f"{header['device']}, torch {header['torch']}\n([result]({BENCHMARK.relative_to(ROOT)}))"
 
 
 def milliseconds(time: float) -> str:
