@@ -1,7 +1,6 @@
 """Tests run on CUDA where there is a device, else on the CPU with Triton's interpreter."""
 
 import contextlib
-import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -26,11 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.deselect(config, items)
-
-
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # modules stay: tests that collect garbage need not look at them
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
