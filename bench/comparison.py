@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
+from expected import Expected, Workload
 from peers import PEERS
 from torch import Tensor
 
 from effops import measure
 from effops.commands.console import Progress
-from effops.dispatch.op import Cost, Op
-from effops.reference import reference_of
-from effops.reference.reference import Bounds, worst_error_ratio
+from effops.dispatch.op import Cost
 from effops.text import format_bytes
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is run: an op on arguments of given sizes, with options by keyword, and which pass of it."""
-
-    op: Op
-    sizes: Mapping[str, int]
-    dtype: torch.dtype
-    device: torch.device
-    backward: bool
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def pass_name(self) -> str:
-        return "backward" if self.backward else "forward"
-
-    def args(self) -> tuple[Tensor, ...]:
-        """The arguments of the op: the same values at every call."""
-        generator = torch.Generator(self.device).manual_seed(0)
-        args = reference_of(self.op).workload(**self.sizes, dtype=self.dtype, device=self.device, generator=generator)
-        return tuple(arg.detach().requires_grad_(self.backward) for arg in args)
 
 
 @dataclass(frozen=True)
@@ -95,48 +74,69 @@ class Contender:
     is_peer: bool = False
 
 
-class Expected:
-    """What every result of a workload is judged by: bounds from float64, computed once, where they are first asked for.
+@dataclass(frozen=True)
+class Effort:
+    """How often a row runs for its time: `repeats` times, or fewer once it has used `budget_s` seconds.
 
-    Those of gradients are for the gradient that `measure.upstream_gradient` makes for a result of any layout.
+    Even then it runs `least_repeats` times. If that is once, a slow run that was observed anyway counts. Of a result
+    so much is checked as `most_flops` of the naive variant can tell.
     """
 
-    def __init__(self, workload: Workload, args: tuple[Tensor, ...]) -> None:
-        self.reference = reference_of(workload.op)
-        self.call = workload.op.prepare(*(arg.detach() for arg in args), **workload.options)
-        self.like = args[0]
+    repeats: int = 20
+    least_repeats: int = 3
+    budget_s: float = 10.0
+    most_flops: float = math.inf
 
-    @cached_property
-    def bounds(self) -> Bounds:
-        return self.reference.bounds(self.call)
+    def is_met_by(self, seconds: float) -> bool:
+        """Whether a single run of so many seconds is enough."""
+        return self.least_repeats == 1 and seconds >= self.budget_s
 
-    @cached_property
-    def gradient_bounds(self) -> tuple[Bounds, ...]:
-        result = self.like.new_empty(self.bounds.value.shape, dtype=self.call.dtype)
-        return self.reference.gradient_bounds(self.call, measure.upstream_gradient(result))
+
+@dataclass
+class Observed:
+    """A function whose last result is kept, and the seconds that the host spent on it."""
+
+    function: Callable[..., Tensor]
+    result: Tensor | None = None
+    seconds: float = 0.0
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        start = time.perf_counter()
+        self.result = self.function(*args)
+        self.seconds = time.perf_counter() - start
+        return self.result
 
 
 @dataclass(frozen=True)
-class Results:
-    """What others are compared with by `torch.allclose`: the naive variant's results, and a peer's in float64."""
+class Known:
+    """What results are compared with: those of the naive variant, and a peer's in float64."""
 
     naive: tuple[Tensor, ...] | None = None
     peer: str | None = None
     peer_float64: tuple[Tensor, ...] | None = None
 
-    def allclose(self, found: tuple[Tensor, ...]) -> dict[str, bool | None]:
-        """Whether default tolerances hold; None where there is nothing to compare with."""
-        expected = {"naive": self.naive}
+    def allclose(self, expected: Expected, found: tuple[Tensor, ...], error: float) -> dict[str, bool | None]:
+        """Whether a result is right and close to each; None where there is nothing to compare with."""
+        others = {"naive": self.naive}
         if self.peer is not None:
-            expected[f"{self.peer}_float64"] = self.peer_float64
-        return {name: None if results is None else _close(found, results) for name, results in expected.items()}
+            others[f"{self.peer}_float64"] = self.peer_float64
+        return {
+            name: None if other is None else error <= 1 and expected.close(found, other)
+            for name, other in others.items()
+        }
 
 
-def _close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    return all(
-        result.shape == other.shape and torch.allclose(result.to(other.dtype), other)
-        for result, other in zip(found, expected, strict=True)
-    )
+@dataclass(frozen=True)
+class Found:
+    """What was found out about a workload: a row for each implementation, and the profiler's table if it was asked for.
+
+    `checked_share` and `tolerance` are those of `Expected`; None if nothing was checked.
+    """
+
+    rows: list[Row]
+    profile: measure.Profile | None
+    checked_share: float | None = None
+    tolerance: float | None = None
 
 
 def compare(
@@ -144,33 +144,50 @@ def compare(
     *,
     variants: Sequence[str],
     with_peers: bool,
-    repeats: int,
+    effort: Effort,
+    profiled: bool,
     group_by_stack: int,
     copy_gbps: float,
     progress: Progress,
-) -> tuple[list[Row], measure.Profile]:
-    """Rows of every named variant and of the peers, and the profiler's table of those that are right."""
+) -> Found:
+    """Rows of every named variant and of the peers. With `profiled`, the profiler's table of those that are right."""
     args = workload.args()
-    contenders = list(_contenders(workload, args, variants, with_peers))
-    rows = _checked(workload, args, contenders, progress)
+    contenders = list(contenders_of(workload, args, variants, with_peers))
+    expected = Expected(workload, args, effort.most_flops)
+    rows, seconds = _checked(workload, args, contenders, expected, progress)
+    # The first run of a process is slow, and the op that is profiled is the one whose times are shown.
+    timings = {
+        name: measure.Timing(1000 * once, 1000 * once, 0.0, 1, 1000 * once)
+        for name, once in seconds.items()
+        if rows[name].status == "ok" and effort.is_met_by(once) and not profiled
+    }
     passes = {
         contender.name: measure.Pass(contender.function, args, workload.backward)
         for contender in contenders
         if rows[contender.name].status == "ok"
     }
-    timings = measure.times(
-        passes, repeats=repeats, warmup=0, progress=lambda name: progress(f"{workload.pass_name}: timing {name}")
+    timings |= measure.times(
+        {name: work for name, work in passes.items() if name not in timings},
+        repeats=effort.repeats,
+        least_repeats=effort.least_repeats,
+        budget_s=effort.budget_s,
+        warmup=0,
+        progress=lambda name: progress(f"{workload.pass_name}: timing {name}"),
     )
-    progress(f"{workload.pass_name}: profiling")
-    profile = measure.profile(passes, group_by_stack=group_by_stack, warmup=0)
+    profile = None
+    if profiled and passes:
+        progress(f"{workload.pass_name}: profiling")
+        profile = measure.profile(passes, group_by_stack=group_by_stack, warmup=0)
+        for one in profile.rows:
+            rows[one.name] = replace(rows[one.name], self_mem_bytes=one.self_mem_bytes)
     for name, timing in timings.items():
         rows[name] = _timed(rows[name], timing, timings.get("naive"), args, copy_gbps)
-    for profiled in profile.rows:
-        rows[profiled.name] = replace(rows[profiled.name], self_mem_bytes=profiled.self_mem_bytes)
-    return list(rows.values()), profile
+    if not passes:
+        return Found(list(rows.values()), profile)
+    return Found(list(rows.values()), profile, expected.checked_share, expected.tolerance)
 
 
-def _contenders(
+def contenders_of(
     workload: Workload, args: tuple[Tensor, ...], variants: Sequence[str], with_peers: bool
 ) -> Iterator[Contender]:
     op, call = workload.op, workload.op.prepare(*args, **workload.options)
@@ -185,11 +202,16 @@ def _contenders(
 
 
 def _checked(
-    workload: Workload, args: tuple[Tensor, ...], contenders: Sequence[Contender], progress: Progress
-) -> dict[str, Row]:
-    """A row for each contender, in their order, with its error and its memory. The naive variant goes first."""
+    workload: Workload,
+    args: tuple[Tensor, ...],
+    contenders: Sequence[Contender],
+    expected: Expected,
+    progress: Progress,
+) -> tuple[dict[str, Row], dict[str, float]]:
+    """A row for each contender, in their order, with its error and its memory, and the seconds of those seen to run."""
     rows: dict[str, Row] = {}
-    expected, known = Expected(workload, args), _peer_results(workload, args, progress)
+    seconds: dict[str, float] = {}
+    known = _known_peer(workload, expected, progress)
     for contender in sorted(contenders, key=lambda contender: contender.name != "naive"):
         progress(f"{workload.pass_name}: checking {contender.name}")
         row = _blank(workload, contender)
@@ -198,13 +220,15 @@ def _checked(
             row = replace(row, status="skipped", reason=obstacle)
         else:
             try:
-                row, found = _judged(row, workload, args, contender, expected, known)
+                row, found, once = _judged(row, workload, args, contender, expected, known)
                 if contender.name == "naive":
                     known = replace(known, naive=found)
+                if once is not None:
+                    seconds[row.variant] = once
             except Exception as error:
                 row = _in_trouble(row, error)
         rows[contender.name] = row
-    return {contender.name: rows[contender.name] for contender in contenders}
+    return {contender.name: rows[contender.name] for contender in contenders}, seconds
 
 
 def _blank(workload: Workload, contender: Contender) -> Row:
@@ -233,15 +257,18 @@ def _shortage(workload: Workload, args: tuple[Tensor, ...], cost: Cost) -> str:
     return f"needs {needed / 2**30:.1f} GiB, {format_bytes(available)} are free"
 
 
-def _peer_results(workload: Workload, args: tuple[Tensor, ...], progress: Progress) -> Results:
+def _known_peer(workload: Workload, expected: Expected, progress: Progress) -> Known:
     peers = PEERS.get(workload.op.name, {})
     name, peer, exact = next(((name, peer, peer.exact) for name, peer in peers.items() if peer.exact), (None,) * 3)
     if name is None or peer is None or exact is None:
-        return Results()
+        return Known()
     if workload.backward or peer.obstacle:
-        return Results(peer=name)
+        return Known(peer=name)
     progress(f"{workload.pass_name}: computing {name} in float64")
-    return Results(peer=name, peer_float64=(exact(*args),))
+    result = torch.empty(expected.shape, dtype=torch.float64, device=workload.device)
+    for piece in expected.pieces:
+        result[piece.index] = exact(*piece.args)
+    return Known(peer=name, peer_float64=(result,))
 
 
 def _judged(
@@ -250,26 +277,24 @@ def _judged(
     args: tuple[Tensor, ...],
     contender: Contender,
     expected: Expected,
-    known: Results,
-) -> tuple[Row, tuple[Tensor, ...]]:
-    """The row with error and memory, and the results: the forward pass's, or the gradients."""
-    found, error = _results_and_error(workload, args, contender.function, expected)
-    row = replace(row, error_ratio=error, allclose=known.allclose(found))
+    known: Known,
+) -> tuple[Row, tuple[Tensor, ...], float | None]:
+    """The row with error and memory; the results, or the gradients; the seconds of the pass if they tell something.
+
+    Where nothing is compiled before it runs, the first forward pass is the one whose memory is measured.
+    """
+    observed = Observed(contender.function)
+    work = measure.Pass(observed, args, workload.backward)
+    is_ready = contender.name in ("naive", "torchscript") and not workload.backward
+    memory = measure.memory(work, warmup=0) if is_ready else None
+    out = observed(*args) if observed.result is None else observed.result
+    found = torch.autograd.grad(out, args, measure.upstream_gradient(out)) if workload.backward else (out,)
+    error = expected.error_ratio(out, found)
+    row = replace(row, error_ratio=error, allclose=known.allclose(expected, found, error))
     if not error <= 1 and not contender.is_peer:
-        return replace(row, status="failed", reason=f"the error is {error:.3g} times its budget"), found
-    memory = measure.memory(measure.Pass(contender.function, args, workload.backward), warmup=0)
-    return replace(row, **vars(memory)), found
-
-
-def _results_and_error(
-    workload: Workload, args: tuple[Tensor, ...], function: Callable[..., Tensor], expected: Expected
-) -> tuple[tuple[Tensor, ...], float]:
-    out = function(*args)
-    error = expected.bounds.error_ratio(out)
-    if not workload.backward:
-        return (out,), error
-    gradients = torch.autograd.grad(out, args, measure.upstream_gradient(out))
-    return gradients, max(error, worst_error_ratio(expected.gradient_bounds, gradients))
+        return replace(row, status="failed", reason=f"the error is {error:.3g} times its budget"), found, None
+    memory = memory or measure.memory(work, warmup=0)
+    return replace(row, **vars(memory)), found, observed.seconds if is_ready else None
 
 
 def _timed(

@@ -7,23 +7,26 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from comparison import Row
+from comparison import Found, Row
+from expected import Workload
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
-from effops.measure import Profile, ProfileRow, device_model, format_us
+from effops.measure import Profile, ProfileRow, device_model
 from effops.text import format_bytes
 
-TABLE_WIDTH = 132
+LEAST_WIDTH = 80  # what every table fits into
+ANY_WIDTH = 1000
 
 ROW_KEYS: Mapping[str, Callable[[Row], float | None]] = {
     "time": lambda row: row.time_ms,
@@ -141,33 +144,61 @@ def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Row]) -> None
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def print_tables(console: Console, rows: Sequence[Row], profile: Profile, sort_by: str) -> None:
-    """The profiler's table, the operators by stack if there are any, and the table of time, memory and error."""
-    first = rows[0]
-    sizes = ", ".join(f"{key}={value}" for key, value in {**first.size, **first.options}.items())
-    console.print(f"\n{first.op}, {first.pass_name}, {first.dtype}, {sizes}", style="bold")
-    place = _order(rows, profile, sort_by)
-    if profile.rows:
-        profiled = sorted(profile.rows, key=lambda row: place[row.name])
-        console.print(_table(profile.columns, [profile.cells(row) for row in profiled]))
-        for name, operators in profile.operators.items():
-            ranked = sorted(operators, key=PROFILE_KEYS.get(sort_by, PROFILE_KEYS["cpu-total"]), reverse=True)
-            cells = [(*profile.cells(row), "\n".join(row.stack)) for row in ranked]
-            console.print(f"inside {name}:")
-            console.print(_table((*profile.columns, "Stack"), cells))
-        console.print(
-            f"{profile.columns[1]} is net: what a range itself allocated less what it freed, without the operators "
-            "called inside. It is not peak memory, and is negative where a range frees what they allocated."
+def title(workload: Workload) -> str:
+    """What is run: 'normal_log_prob, forward, float32, N=4096, M=4096, D=64'."""
+    sizes = (f"{key}={value}" for key, value in {**workload.sizes, **workload.options}.items())
+    return ", ".join((workload.op.name, workload.pass_name, str(workload.dtype).removeprefix("torch."), *sizes))
+
+
+def print_tables(console: Console, found: Found, sort_by: str = "", *, wide: bool = False) -> None:
+    """The profiler's table if there is one, the table of every row, and below it what needs more words."""
+    place = _order(found.rows, found.profile, sort_by)
+    rows = sorted(found.rows, key=lambda row: place[row.variant])
+    if found.profile is not None:
+        _print_profile(console, found, found.profile, sort_by, place)
+    console.print(table(console, _COLUMNS, [_cells(row) for row in rows]))
+    if wide:
+        console.print(table(console, _TIME_COLUMNS, [_time_cells(row) for row in rows]))
+        console.print(table(console, _MEMORY_COLUMNS, [_memory_cells(row) for row in rows]))
+    if found.checked_share is not None and found.checked_share < 1:
+        console.print(f"Error: of {found.checked_share:.1%} of the results, evenly spread; --all checks all of them.")
+    for note in (note for row in rows for note in _notes(row)):
+        console.print(note)
+
+
+def _print_profile(console: Console, found: Found, profile: Profile, sort_by: str, place: Mapping[str, int]) -> None:
+    """The profiler's table, whether results are close to each other, and the operators by stack if there are any."""
+    rows = {row.variant: row for row in found.rows}
+    others = list(dict.fromkeys(name for row in found.rows for name in row.allclose or {}))
+    profiled = sorted(profile.rows, key=lambda row: place[row.name])
+    console.print(
+        table(
+            console,
+            (*profile.columns, "allclose"),
+            [(*profile.cells(row), _closeness(rows[row.name], others)) for row in profiled],
         )
-    console.print(_table(_COLUMNS, [_cells(row) for row in sorted(rows, key=lambda row: place[row.variant])]))
+    )
+    console.print(
+        f"{profile.columns[1]} is net: what a range itself allocated less what it freed, without the operators called "
+        "inside. It is not peak memory, and is negative where a range frees what they allocated."
+    )
+    console.print(
+        f"allclose: to {' / '.join(others)}, every element within twice its error budget, which is "
+        f"{found.tolerance:.2g} at most, and rounding to the result's dtype."
+    )
+    for name, operators in profile.operators.items():
+        ranked = sorted(operators, key=PROFILE_KEYS.get(sort_by, PROFILE_KEYS["cpu-total"]), reverse=True)
+        cells = [(*profile.cells(row), "\n".join(row.stack)) for row in ranked]
+        console.print(f"\ninside {name}:")
+        console.print(table(console, (*profile.columns, "Stack"), cells))
 
 
-def _order(rows: Sequence[Row], profile: Profile, sort_by: str) -> dict[str, int]:
+def _order(rows: Sequence[Row], profile: Profile | None, sort_by: str) -> dict[str, int]:
     """The place of each name: by ascending value of the key, without a value last; as given if there is no key."""
     values: dict[str, float | None] = dict.fromkeys(row.variant for row in rows)
     if sort_by in ROW_KEYS:
         values |= {row.variant: ROW_KEYS[sort_by](row) for row in rows}
-    elif sort_by in PROFILE_KEYS:
+    elif sort_by in PROFILE_KEYS and profile is not None:
         values |= {row.name: PROFILE_KEYS[sort_by](row) for row in profile.rows}
 
     def key(name: str) -> tuple[bool, float]:
@@ -177,65 +208,113 @@ def _order(rows: Sequence[Row], profile: Profile, sort_by: str) -> dict[str, int
     return {name: place for place, name in enumerate(sorted(values, key=key))}
 
 
-_TEXT_COLUMNS = ("Name", "Status", "Stack")
+_TEXT_COLUMNS = ("Name", "Op", "Variant", "Status", "Stack")
+
+
+def table(console: Console, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    """A table that folds no words. If the console is too narrow, headers take two lines, and empty columns go."""
+    made = _table(columns, lines)
+    if Measurement.get(console, console.options.update(max_width=ANY_WIDTH), made).maximum <= console.width:
+        return made
+    kept = [number for number in range(len(columns)) if any(line[number] not in ("", "-") for line in lines)]
+    headers = ["\n".join(columns[number].rsplit(" ", 1)) for number in kept]
+    return _table(headers, [[line[number] for number in kept] for line in lines])
 
 
 def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """A table whose last column alone is folded where a terminal is too narrow."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right", no_wrap=column != columns[-1])
+        folds = column == "Stack"
+        justify: Literal["left", "right"] = "left" if column in _TEXT_COLUMNS else "right"
+        made.add_column(column, justify=justify, no_wrap=not folds, overflow="fold" if folds else "ignore")
     for cells in lines:
-        table.add_row(*cells)
-    return table
+        made.add_row(*cells)
+    return made
 
 
-_COLUMNS = (
-    "Name",
-    "Time\nmedian",
-    "Spread",
-    "Speed-\nup",
-    "Temporary\npredicted",
-    "Temporary\nmeasured",
-    "Output",
-    "GB/s",
-    "Of copy",
-    "Error/\nbudget",
-    "allclose\nnaive/f64",
-    "Status",
-)
+_COLUMNS = ("Name", "Time", "Speed-up", "Temporary", "Error", "Status")
+_TIME_COLUMNS = ("Name", "Least time", "Spread", "Runs", "GB/s", "Of copy", "allclose")
+_MEMORY_COLUMNS = ("Name", "Temporary predicted", "Output", "Saved", "Peak")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    close = row.allclose or {}
-    float64 = next((value for key, value in close.items() if key.endswith("_float64")), None)
     return (
         row.variant,
-        _ms(row.time_ms),
-        _ms(row.time_ms_iqr),
-        _text("{:.2f}x", row.speedup),
-        _bytes(row.predicted_temporary_bytes),
-        _bytes(row.temporary_bytes),
-        _bytes(row.output_bytes),
+        format_ms(row.time_ms),
+        format_ratio(row.speedup),
+        format_count(row.temporary_bytes) + ("*" if _differs(row) else ""),
+        _text("{:.2g}", row.error_ratio),
+        "inexact" if _inexact(row) else row.status,
+    )
+
+
+def _time_cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.variant,
+        format_ms(row.time_ms_min),
+        format_ms(row.time_ms_iqr),
+        _text("{}", row.repeats),
         _text("{:.1f}", row.gbps),
         _text("{:.1%}", row.copy_share),
-        _text("{:.3g}", row.error_ratio),
-        f"{_yes_no(close.get('naive'))}/{_yes_no(float64)}",
-        f"{row.status}: {row.reason}" if row.reason else row.status,
+        _closeness(row, list(row.allclose or {})),
     )
+
+
+def _memory_cells(row: Row) -> tuple[str, ...]:
+    counts = row.predicted_temporary_bytes, row.output_bytes, row.saved_bytes, row.peak_bytes
+    return (row.variant, *map(format_count, counts))
+
+
+def _notes(row: Row) -> Iterator[str]:
+    """What a table has no room for."""
+    if row.reason:
+        yield f"{row.variant} {row.status}: {row.reason}"
+    if _inexact(row):
+        yield f"{row.variant} inexact: the error is {row.error_ratio:.3g} times the budget of effops's variants"
+    if _differs(row):
+        yield f"* {row.variant}: {format_count(row.predicted_temporary_bytes)} of temporary memory were predicted"
+
+
+def _inexact(row: Row) -> bool:
+    """Whether a peer ran and is not as exact as effops must be."""
+    return row.status == "ok" and row.is_peer and row.error_ratio is not None and not row.error_ratio <= 1
+
+
+def _differs(row: Row) -> bool:
+    """Whether the measured temporary memory is not the predicted one, as far as it is printed."""
+    counts = row.temporary_bytes, row.predicted_temporary_bytes
+    return None not in counts and format_count(counts[0]) != format_count(counts[1])
+
+
+def _closeness(row: Row, others: Sequence[str]) -> str:
+    close = row.allclose or {}
+    return "/".join({True: "yes", False: "no", None: "-"}[close.get(name)] for name in others) or "-"
 
 
 def _text(form: str, value: float | None) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _ms(milliseconds: float | None) -> str:
-    return "-" if milliseconds is None else format_us(1000 * milliseconds)
+def format_ratio(ratio: float | None) -> str:
+    """A ratio in two digits or more: '0.87x', '3.4x', '41x', '>9999x'."""
+    if ratio is None:
+        return "-"
+    if ratio >= 10_000:
+        return ">9999x"
+    return f"{ratio:.{0 if ratio >= 10 else 1 if ratio >= 1 else 2}f}x"
 
 
-def _bytes(count: int | None) -> str:
+def format_ms(milliseconds: float | None) -> str:
+    """A time in three digits: '2.27 s', '56.1 ms'."""
+    if milliseconds is None:
+        return "-"
+    value, unit = next(
+        ((milliseconds / size, unit) for unit, size in (("s", 1e3), ("ms", 1.0)) if milliseconds >= size),
+        (milliseconds * 1e3, "us"),
+    )
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value))) if value else 0}f} {unit}"
+
+
+def format_count(count: int | None) -> str:
+    """Bytes, if they are known."""
     return "-" if count is None else format_bytes(count)
-
-
-def _yes_no(value: bool | None) -> str:
-    return {True: "yes", False: "no", None: "-"}[value]

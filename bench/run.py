@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-from comparison import Row, Workload, compare
-from report import SORT_KEYS, TABLE_WIDTH, header, plot_memory, print_tables, write_json
+from comparison import Effort, Row, compare
+from expected import Workload
+from report import LEAST_WIDTH, PROFILE_KEYS, SORT_KEYS, header, plot_memory, print_tables, title, write_json
+from summary import print_summary
+from timeleft import TimeLeft, expected_seconds, live_line
 
 import effops  # noqa: F401  (registers the ops)
-from effops.commands.console import plain_or_rich_console, shown_progress
+from effops.commands.console import plain_or_rich_console
 from effops.dispatch.op import Op, ops
 from effops.measure import copy_bandwidth_gbps
 from effops.reference import reference_of
@@ -33,40 +37,67 @@ DTYPES = {
 PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 
 
+FOUNDING = "power_spherical_log_prob"
+QUICK = Effort(least_repeats=1, budget_s=0.5, most_flops=2**28)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code: 1 if a variant failed."""
     parser = argument_parser()
     options = parser.parse_args(arguments)
     selected = selected_ops(parser, options)
     device = torch.device(options.device)
-    console = plain_or_rich_console(TABLE_WIDTH)
-    rows: list[Row] = []
-    with shown_progress() as progress:
+    console = plain_or_rich_console(LEAST_WIDTH)
+    effort = replace(Effort() if options.all else QUICK, repeats=options.repeats)
+    steps = [
+        (
+            [Workload(op, sizes, DTYPES[options.dtype], device, one, keywords) for one in PASSES[options.passes]],
+            variants,
+        )
+        for op, sizes, keywords, variants in selected
+    ]
+    groups: list[list[Row]] = []
+    with live_line(console) as progress:
         progress("measuring the bandwidth of a copy")
-        copy_gbps = copy_bandwidth_gbps(device)
-        head = header(device, copy_gbps)
+        head = header(device, copy_bandwidth_gbps(device))
         console.print(", ".join(f"{key}: {value}" for key, value in head.items()))
-        for op, sizes, keywords, variants in selected:
-            for backward in PASSES[options.passes]:
-                found, profile = compare(
-                    Workload(op, sizes, DTYPES[options.dtype], device, backward, keywords),
+        console.print(
+            "Temporary memory does not count inputs and output. Errors are in units of a budget: 1.0 is the largest "
+            "that rounding can explain."
+        )
+        left = TimeLeft([sum(expected_seconds(one, variants, effort) for one in passes) for passes, variants in steps])
+        for passes, variants in steps:
+            console.print("\n" + left.next_step())
+            for workload in passes:
+                console.print(title(workload), style="bold")
+                found = compare(
+                    workload,
                     variants=variants,
                     with_peers=options.peers,
-                    repeats=options.repeats,
+                    effort=effort,
+                    profiled=is_profiled(options, workload),
                     group_by_stack=options.group_by_stack,
-                    copy_gbps=copy_gbps,
+                    copy_gbps=head["copy_gbps"],
                     progress=progress,
                 )
-                print_tables(console, found, profile, options.sort_by)
-                rows += found
+                print_tables(console, found, options.sort_by, wide=options.wide)
+                groups.append(found.rows)
                 if options.json:
-                    write_json(options.json, head, rows)
+                    write_json(options.json, head, [row for rows in groups for row in rows])
+    print_summary(console, groups)
+    rows = [row for rows in groups for row in rows]
     if options.plot:
         plot_memory(rows, options.sweep[0], options.plot)
     for row in rows:
         if row.fails:
             print(f"failed: {row.op} {row.variant}, {row.pass_name}: {row.reason}", file=sys.stderr)
     return int(any(row.fails for row in rows))
+
+
+def is_profiled(options: argparse.Namespace, workload: Workload) -> bool:
+    """Whether the profiler's table is asked for: under the founding op it always is."""
+    by_option = options.all or options.profile or options.group_by_stack or options.sort_by in PROFILE_KEYS
+    return bool(by_option) or workload.op.name == FOUNDING
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -91,6 +122,11 @@ def argument_parser() -> argparse.ArgumentParser:
         "--sort-by", choices=SORT_KEYS, default="", metavar="KEY", help="smallest first: " + ", ".join(SORT_KEYS)
     )
     parser.add_argument("--group-by-stack", type=positive, default=0, metavar="N", help="operators by call stack")
+    parser.add_argument(
+        "--all", action="store_true", help="slow rows run thrice, every result is checked whole, every op profiled"
+    )
+    parser.add_argument("--profile", action="store_true", help="the profiler's table under every op")
+    parser.add_argument("--wide", action="store_true", help="more columns, in tables of their own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
     return parser
 
@@ -143,6 +179,7 @@ def selected_ops(
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda needs a CUDA device and torch built for it; got none; use --device cpu")
     chosen = [op for name, op in ops().items() if options.op in (None, name)]
+    chosen.sort(key=lambda op: op.name != FOUNDING)
     sizes_of_all = {key for op in chosen for key in reference_of(op).sizes}
     swept = {} if options.sweep is None else dict([options.sweep])
     expect_known(parser, "--size", options.size, sizes_of_all)

@@ -87,7 +87,7 @@ def stages_of(device: str) -> list[Stage]:
 
     trial = device == "cpu"
     small = trial_options if trial else lambda op: ["--peers"]
-    common = ["--device", device, "--pass", "both"]
+    common = ["--device", device, "--pass", "both", "--all"]
     tests = ["-m", "pytest", "-v", "-n", str(os.cpu_count()), "--dist", "worksteal", "-p", "no:cacheprovider"]
     order = [name for name in ops() if name != FOUNDING]
     order.sort(key=lambda name: ("mixture" not in name, "attention" not in name))

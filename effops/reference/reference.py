@@ -5,7 +5,7 @@ An error ratio of at most 1 passes. Budgets follow from the dtype of the arithme
 contraction. They do not follow from the error that some variant happens to have.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from effops.dispatch.op import Op, find_op
 from effops.numerics.shapes import broadcast_shapes
 
 Shape = tuple[int, ...]
+
+PART_NUMEL = 2**16  # float64 temporaries of so many elements fit the cache, and outweigh Python
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,33 @@ class Bounds:
             return float("inf")
         if result.numel() == 0:
             return 0.0
-        finite = torch.finfo(result.dtype)
-        found, value = result.detach().to(self.value), self.value
-        # The result is rounded once to its own dtype.
-        rounding = value.abs() * (finite.eps / 2) + finite.smallest_normal
-        error = found - value
-        ratio = torch.where(error < 0, -error / (self.below + rounding), error / (self.above + rounding))
-        overflow = (found.sign() == value.sign()) & found.isinf() & (value.abs() + self.above + rounding >= finite.max)
-        ratio = torch.where(overflow | (found == value), 0.0, ratio)
-        ratio = torch.where(value.isnan() & found.isnan(), 0.0, ratio)
-        if self.may_be_nan is not None:
-            ratio = torch.where(found.isnan() & self.may_be_nan, 0.0, ratio)
-        return float(torch.nan_to_num(ratio, nan=float("inf")).max())
+        may_be_nan = self.value.new_zeros((), dtype=torch.bool) if self.may_be_nan is None else self.may_be_nan
+        tensors = torch.broadcast_tensors(result.detach(), self.value, self.below, self.above, may_be_nan)
+        return max(_error_ratio(*part) for part in _parts(tensors))
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Tensors of one shape in parts, so that what is computed of them stays in the cache."""
+    shape = tensors[0].shape
+    if shape.numel() <= PART_NUMEL:
+        yield tensors
+        return
+    axis = max(range(len(shape)), key=shape.__getitem__)
+    for half in zip(*(tensor.chunk(2, axis) for tensor in tensors)):
+        yield from _parts(half)
+
+
+def _error_ratio(result: Tensor, value: Tensor, below: Tensor, above: Tensor, may_be_nan: Tensor) -> float:
+    finite = torch.finfo(result.dtype)
+    found = result.to(value)
+    # The result is rounded once to its own dtype.
+    rounding = value.abs() * (finite.eps / 2) + finite.smallest_normal
+    error = found - value
+    ratio = torch.where(error < 0, -error / (below + rounding), error / (above + rounding))
+    overflow = (found.sign() == value.sign()) & found.isinf() & (value.abs() + above + rounding >= finite.max)
+    ratio = torch.where(overflow | (found == value), 0.0, ratio)
+    ratio = torch.where(found.isnan() & (value.isnan() | may_be_nan), 0.0, ratio)
+    return float(torch.nan_to_num(ratio, nan=float("inf")).max())
 
 
 @dataclass

@@ -1,0 +1,134 @@
+"""What makes the benchmark's default answer within minutes, and its tables: pieces, the summary, 80 columns."""
+
+import dataclasses
+import importlib
+import io
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from effops.dispatch.op import ops
+from effops.measure import Profile, ProfileRow
+from effops.reference import reference_of
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODULES = ("comparison", "expected", "report", "summary", "timeleft")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return {name: importlib.import_module(name) for name in MODULES}
+
+
+def expected_of(bench: dict[str, ModuleType], op: str, most_flops: float, **sizes: int) -> tuple[Any, torch.Tensor]:
+    """What a small workload is judged by, in pieces, and the naive variant's result."""
+    found = ops()[op]
+    workload = bench["expected"].Workload(found, sizes, torch.float32, torch.device("cpu"), backward=False)
+    args = workload.args()
+    return bench["expected"].Expected(workload, args, most_flops), found(*args, variant="naive")
+
+
+@pytest.mark.parametrize("op", ops())
+def test_pieces_make_the_whole(op: str, bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of the pieces are those of the whole result, and all of it is covered once."""
+    monkeypatch.setattr(bench["expected"], "PIECE_FLOPS", 64)
+    sizes = {name: min(size, 6) for name, size in reference_of(ops()[op]).sizes.items()}
+    expected, result = expected_of(bench, op, float("inf"), **sizes)
+    whole = reference_of(ops()[op]).bounds(expected.call)
+    assert expected.shape == result.shape == whole.value.shape
+    assert expected.checked_share == 1
+    covered = torch.zeros(result.shape)
+    for bounds, piece in zip(expected.bounds, expected.pieces, strict=True):
+        covered[piece.index] += 1
+        torch.testing.assert_close(bounds.value, whole.value[piece.index])
+    assert bool((covered == 1).all())
+    assert expected.error_ratio(result) <= 1
+
+
+def test_a_share_is_evenly_spread(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a piece that is checked is found; the first and the last piece are."""
+    monkeypatch.setattr(bench["expected"], "PIECE_FLOPS", 1)
+    expected, result = expected_of(bench, "normal_log_prob", 3 * 5 * 4 * 4, N=11, M=5, D=4)
+    assert 0 < expected.checked_share < 1
+    assert expected.pieces[0].index[0].start == 0
+    assert expected.pieces[-1].index[0].stop == len(result)
+    assert expected.error_ratio(result) <= 1
+    for row in (0, len(result) - 1):
+        wrong = result.clone()
+        wrong[row, 2] += 1
+        assert expected.error_ratio(wrong) > 1
+        assert not expected.close([wrong], [result])
+    assert expected.error_ratio(result[:-1]) == float("inf")
+    assert expected.close([result], [result])
+
+
+def rows_of(comparison: ModuleType) -> list[Any]:
+    """Rows with the longest names and figures there are."""
+    row = comparison.Row("von_mises_fisher_mixture_log_prob", "chunked", "forward", "cpu", "float32", {"M": 128}, False)
+    full = dataclasses.replace(
+        row,
+        time_ms=99.94,
+        time_ms_min=99.1,
+        time_ms_iqr=10.1,
+        repeats=20,
+        speedup=104.0,
+        peak_bytes=2**33,
+        output_bytes=2**30 - 1,
+        saved_bytes=0,
+        temporary_bytes=2**20 * 1023,
+        predicted_temporary_bytes=2**20 * 999,
+        gbps=11.1,
+        copy_share=0.333,
+        error_ratio=0.0123,
+        allclose={"naive": True, "package_float64": None},
+    )
+    naive = dataclasses.replace(full, variant="naive", temporary_bytes=2**33, speedup=1.0, time_ms=8123.0)
+    peer = dataclasses.replace(full, variant="torch_distributions_compiled", is_peer=True, error_ratio=1.5)
+    triton = dataclasses.replace(row, variant="triton", status="skipped", reason="needs CUDA tensors, got cpu")
+    return [triton, full, naive, peer]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit(width: int, bench: dict[str, ModuleType]) -> None:
+    """No line is longer than the terminal, and no cell is cut."""
+    rows = rows_of(bench["comparison"])
+    profile = Profile("cpu", tuple(ProfileRow(row.variant, -(2**30), 1e6, 0, 0.4567, 1e6, 0, 0) for row in rows), {})
+    found = bench["comparison"].Found(rows, profile, 0.12, 1e-4)
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+    bench["report"].print_tables(console, found, wide=True)
+    bench["summary"].print_summary(console, [rows])
+    printed = console.file.getvalue()
+    assert max(map(len, printed.splitlines())) <= width
+    assert "…" not in printed
+    for text in ("1023.0 MiB*", "torch_distributions_compiled", "inexact", "needs CUDA tensors", "-/yes", "8.12 s"):
+        assert (text in printed) == (text != "-/yes")
+    assert "yes/-" in printed
+    assert "12.0% of the results" in " ".join(printed.split())
+    summary = " ".join(printed[printed.index("Summary") :].split())
+    assert "von_mises_fisher_mixture_log_prob naive 8.0 GiB 8.12 s chunked 1023.0 MiB 99.9 ms 8.0x 104x" in summary
+
+
+def test_ratios(bench: dict[str, ModuleType]) -> None:
+    format_ratio = bench["report"].format_ratio
+    assert [format_ratio(ratio) for ratio in (None, 0.5, 2.25, 41.4, 12345.0)] == [
+        "-",
+        "0.50x",
+        "2.2x",
+        "41x",
+        ">9999x",
+    ]
+
+
+def test_time_left_follows_what_was_taken(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    timeleft = bench["timeleft"]
+    now = 100.0
+    monkeypatch.setattr(timeleft.time, "perf_counter", lambda: now)
+    left = timeleft.TimeLeft([10.0, 20.0, 30.0])
+    assert left.next_step() == "op 1 of 3, about 1:15 left"
+    now += 2 * (10 + timeleft.SECONDS_OF_THE_FIRST)
+    assert left.next_step() == "op 2 of 3, about 1:40 left"
