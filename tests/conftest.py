@@ -1,6 +1,7 @@
 """Tests run on CUDA where there is a device, else on the CPU with Triton's interpreter."""
 
 import contextlib
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -25,6 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.deselect(config, items)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # modules and tests stay: what collects garbage within a test need not look at them
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

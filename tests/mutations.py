@@ -1,8 +1,8 @@
 """Break the code in ways that matter, one at a time, and see whether the tests notice.
 
     python tests/mutations.py                   # those written by hand, under the default tests
-    python tests/mutations.py --ci              # under those of every commit
     python tests/mutations.py --random 50       # besides, as many mechanical ones, of a seed
+    python tests/mutations.py --ci              # which of the missed ones the tests of every commit notice
 
 Each mutation runs in a copy of the checkout, until the first test fails. It exits with 1 if one is missed.
 """
@@ -11,11 +11,14 @@ import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,6 +97,7 @@ BY_HAND = [
         "def check_devices(*_: object, **__: object) -> None:\n    return None\n\n\ndef _check_devices(",
     ),
 ]
+MOST_SECONDS = 1800
 SWAPPED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add}
 
 
@@ -120,43 +124,107 @@ def _mutated(node: ast.AST) -> str:
     return ""
 
 
-def is_caught(mutation: Mutation, options: list[str]) -> bool:
-    """Whether a test fails with the mutation."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
+# Runs pytest with tests in a random order, the same in every run: most mutations fail in any of many tests.
+SHUFFLED = """
+import random, sys, pytest
+class Shuffled:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        random.Random(0).shuffle(items)
+sys.exit(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], plugins=[Shuffled()]))
+"""
+
+
+class Copy:
+    """A copy of the checkout to break."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder)
         for name in COPIED:
             if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(ROOT / name, self.path / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                shutil.copy(ROOT / name, copy / name)
-        (copy / "effops" / "kernels").symlink_to(copy / "kernels")
-        path = copy / mutation.file
+                shutil.copy(ROOT / name, self.path / name)
+        (self.path / "effops" / "kernels").symlink_to(self.path / "kernels")
+
+    def apply(self, mutation: Mutation) -> None:
+        path = self.path / mutation.file
         source = path.read_text()
         if source.count(mutation.old) != 1:
             raise SystemExit(f"{mutation.file} has {mutation.old!r} {source.count(mutation.old)} times; expected once")
         path.write_text(source.replace(mutation.old, mutation.new))
-        environment = os.environ | {"PYTHONPATH": folder, "TORCHINDUCTOR_CACHE_DIR": str(copy / "inductor")}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options]
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-        return done.returncode != 0
+
+    def run(self, *options: str) -> tuple[bool, list[str]]:
+        """Whether all tests pass, and the ids of those that fail."""
+        environment = os.environ | {
+            "PYTHONPATH": str(self.path),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.path / "inductor"),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-c", SHUFFLED, *options]
+        try:
+            done = subprocess.run(
+                command, cwd=self.path, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return False, []
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?: [^-\s]\S*)*)(?: - .*)?$", done.stdout, re.MULTILINE)
+        return done.returncode == 0, failed
+
+
+def is_caught(mutation: Mutation) -> bool:
+    """Whether a default test fails with the mutation. One that lasts for too long does, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(folder)
+        copy.apply(mutation)
+        return not copy.run("-x")[0]
+
+
+def caught_by_ci(mutations: Sequence[Mutation]) -> list[Mutation]:
+    """Those that a test of `--ci` notices: all tests run once with all of them, and what failed with each alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(folder)
+        for mutation in mutations:
+            copy.apply(mutation)
+        passed, failed = copy.run("--ci", "-n", "auto")
+    if passed:
+        return []
+    found = []
+    for mutation in mutations:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Copy(folder)
+            copy.apply(mutation)
+            if not copy.run("-x", *failed)[0]:
+                found.append(mutation)
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ci", action="store_true")
     parser.add_argument("--random", type=int, default=0, metavar="COUNT")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ci", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("only", nargs="*", type=int, help="numbers of the mutations to run")
     chosen = parser.parse_args()
     mutations = BY_HAND + mechanical(chosen.random, chosen.seed)
-    missed = 0
-    for number in chosen.only or range(len(mutations)):
+    missed = []
+
+    def judge(number: int) -> None:
         start = time.monotonic()
-        caught = is_caught(mutations[number], ["--ci"] if chosen.ci else [])
-        missed += not caught
+        caught = is_caught(mutations[number])
+        if not caught:
+            missed.append(mutations[number])
         verdict = "caught" if caught else "MISSED"
         print(f"{number:3} {verdict} in {time.monotonic() - start:4.0f} s: {mutations[number].what}", flush=True)
-    return int(missed > 0)
+
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        list(pool.map(judge, chosen.only or range(len(mutations))))
+    print(f"missed: {len(missed)}")
+    if chosen.ci and missed:
+        for mutation in caught_by_ci(missed):
+            print(f"noticed by --ci: {mutation.what}")
+    return int(bool(missed))
 
 
 if __name__ == "__main__":

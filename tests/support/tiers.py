@@ -10,7 +10,7 @@ import pytest
 import torch
 
 # By default, one test in so many of those that a marker says are slow. The first marker found counts.
-ONE_IN = {"ahead_of_time": 8, "compiled": 16, "interpreted": 16, "sharded": 8, "slow": 8}
+ONE_IN = {"ahead_of_time": 8, "compiled": 24, "interpreted": 16, "sharded": 8, "slow": 8}
 MOST_WORKERS = 8  # each takes more than a GiB
 
 
