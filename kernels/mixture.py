@@ -271,8 +271,9 @@ def choose_config(architecture: str, contraction: dict[str, Any], pairwise_w: bo
     if pairwise_w:  # W takes about ten float64 values per element: two elements per thread
         BLOCK_K, BLOCK_D = (16, 32) if float64 else (32, 64)
         return Config(**threads, num_stages=2, BLOCK_M=16, BLOCK_N=32, BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D)
-    if float64:  # sm_100 has no fast float64 product: the plain one spills with larger operands
-        BLOCK_K, BLOCK_D = (16, 32) if architecture == "sm_100" else (32, 64)
+    if float64:  # sm_90 holds more than sm_80; sm_100 has no fast float64 product: the plain one spills first
+        BLOCK_K = 16 if architecture in ("sm_90", "sm_100") else 32
+        BLOCK_D = 32 if architecture == "sm_100" else 64
         return Config(**threads, num_stages=2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=BLOCK_K, BLOCK_D=BLOCK_D)
     if contraction["PRECISION"] == "tf32x3":  # two registers per operand: 64 columns would spill
         return Config(**threads, num_stages=2, BLOCK_M=64, BLOCK_N=32, BLOCK_K=16, BLOCK_D=128)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -55,7 +56,15 @@ class _ThreadState(threading.local):
         self.entered = 0
 
 
-_in_context: ContextVar[int] = ContextVar("effops_validate", default=0)
+@dataclass(eq=False)
+class _Entry:
+    """One entry into a `validate`."""
+
+    thread: dict[str, Any]  # the attributes of the state of the thread that entered
+    is_active: bool = True
+
+
+_in_context: ContextVar[tuple[_Entry, ...]] = ContextVar("effops_validate", default=())
 _in_thread = _ThreadState()
 
 
@@ -79,17 +88,28 @@ class validate:
     ValueError: power_spherical_log_prob: `x` must have length 1 along its last dimension; got 2 at (0, 0), ...
     """
 
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+
     def __enter__(self) -> None:
-        if not is_compiling():
-            _in_context.set(_in_context.get() + 1)
-        _in_thread.entered += 1
+        if is_compiling():
+            _in_thread.entered += 1
+            return
+        entry = _Entry(vars(_in_thread))
+        entry.thread["entered"] += 1
+        self._entries.append(entry)
+        _in_context.set((*_in_context.get(), entry))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not is_compiling():
-            _in_context.set(_in_context.get() - 1)
-        _in_thread.entered -= 1
+        if is_compiling():
+            _in_thread.entered -= 1
+            return
+        entry = self._entries.pop()  # perhaps in another context or thread, as a generator may be closed
+        entry.is_active = False
+        entry.thread["entered"] -= 1
+        _in_context.set(tuple(other for other in _in_context.get() if other is not entry))
 
 
 def check_values(function: str, conditions: Conditions, call: Any) -> None:
@@ -100,7 +120,7 @@ def check_values(function: str, conditions: Conditions, call: Any) -> None:
                 f"{function}: effops.validate() needs values, which compiled code cannot look at; call the function "
                 "without torch.compile, or outside of validate()"
             )
-    elif _in_context.get() and not any(_has_no_values(tensor) for tensor in call.tensors):
+    elif any(entry.is_active for entry in _in_context.get()) and not any(_has_no_values(tensor) for tensor in call.tensors):
         with torch.no_grad():
             for condition in conditions(call):
                 _check(function, condition)

@@ -161,6 +161,23 @@ def test_is_per_thread_and_task():
     assert asyncio.run(both()) == [True, False]
 
 
+def test_it_may_be_left_in_another_thread():
+    """As a generator that is closed there leaves it."""
+    validation, found = effops.validate(), []
+
+    def leave():
+        validation.__exit__(None, None, None)
+        found.append(is_checked())
+
+    validation.__enter__()
+    assert is_checked()
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert found == [False]
+    assert not is_checked()
+
+
 CHECKED_OR_REFUSED = r"`x` must have length 1|effops\.validate\(\) needs values"
 
 

@@ -1,6 +1,6 @@
 """Compile the shipped kernels for devices that are not here, and print what each needs, as JSON lines.
 
-    python kernels_aot.py INDEX COUNT        every COUNT-th launch, from INDEX
+    python kernels_aot.py PART COUNT [all]        one of so many parts: of the launches that differ much, or of all
 
 A process of its own, because Triton either compiles or interprets for the whole life of a process.
 """
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zlib
 
 import torch
 import triton
@@ -112,20 +113,27 @@ def alike(architecture, launch):
     return architecture, launch.kernel, given, *launch.constants.items()
 
 
+def turn(launch, count):
+    """A number below `count` that follows from the launch alone."""
+    return zlib.crc32(json.dumps(describe(launch)).encode()) % count
+
+
 def shipped():
     """Of launches that are alike one, so that architectures, dtypes and tiles take turns."""
     groups = {}
     for architecture, launch in every():
         groups.setdefault(alike(architecture, launch), []).append((architecture, launch))
-    return [group[turn % len(group)] for turn, group in enumerate(groups.values())]
+    return [group[turn(group[0][1], len(group))] for group in groups.values()]
 
 
-def main(index, count):
-    for architecture, launch in shipped()[index::count]:
-        compiled = compile_launch(architecture, launch)
-        entry = {"architecture": architecture, **describe(launch), **resources(architecture, compiled)}
-        print(json.dumps(entry), flush=True)
+def main(part, count, which=""):
+    launches = every() if which == "all" else shipped()
+    for architecture, launch in launches:
+        if turn(launch, int(count)) == int(part):
+            compiled = compile_launch(architecture, launch)
+            entry = {"architecture": architecture, **describe(launch), **resources(architecture, compiled)}
+            print(json.dumps(entry), flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])
