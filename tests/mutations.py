@@ -4,7 +4,8 @@
     python tests/mutations.py --random 50       # besides, as many mechanical ones, of a seed
     python tests/mutations.py --ci              # which of the missed ones the tests of every commit notice
 
-Each mutation runs in a copy of the checkout, until the first test fails. It exits with 1 if one is missed.
+Each mutation runs in a copy of the checkout, until the first test fails. It exits with 1 if one is missed. All tests
+must pass in a copy where nothing is broken.
 """
 
 import argparse
@@ -172,11 +173,12 @@ class Copy:
         return done.returncode == 0, failed
 
 
-def is_caught(mutation: Mutation) -> bool:
-    """Whether a default test fails with the mutation. One that lasts for too long does, too."""
+def is_caught(*mutations: Mutation) -> bool:
+    """Whether a default test fails with the mutations. One that lasts for too long does, too."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(folder)
-        copy.apply(mutation)
+        for mutation in mutations:
+            copy.apply(mutation)
         return not copy.run("-x")[0]
 
 
@@ -219,7 +221,10 @@ def main() -> int:
         print(f"{number:3} {verdict} in {time.monotonic() - start:4.0f} s: {mutations[number].what}", flush=True)
 
     with ThreadPoolExecutor(chosen.jobs) as pool:
+        fails_unbroken = pool.submit(is_caught)
         list(pool.map(judge, chosen.only or range(len(mutations))))
+    if fails_unbroken.result():
+        raise SystemExit("a test fails in a copy that nothing was changed in: what was caught says nothing")
     print(f"missed: {len(missed)}")
     if chosen.ci and missed:
         for mutation in caught_by_ci(missed):
