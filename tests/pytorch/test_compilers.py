@@ -1,0 +1,139 @@
+"""Every op under torch.compile, torch.export and AOTInductor."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from effops.reference import error_ratio, gradient_error_ratio, reference_of
+
+from ..support.calls import BOUND, NUMBERS, OPS, Operators, arguments, interpreted, leaves, same
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("op", "variant"), BOUND)
+def test_compiled_as_one_graph(op, variant, backend, dynamic, device, generator):
+    """The same bits and strides as in eager mode, with and without gradients."""
+    slow, odd = interpreted(variant, device), NUMBERS[op.name] % 2 == 1
+    if slow and (backend == "inductor", dynamic) != (odd, odd):
+        pytest.skip("interpreted kernels: what surrounds them is that of the chunked variant")
+    if not slow and (backend == "inductor") != (dynamic == odd):
+        pytest.skip("compilation takes seconds: each op has each backend and static and dynamic sizes once")
+    torch._dynamo.reset()
+
+    def function(*args):
+        return op(*args, variant=variant)
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+    cases = list(reference_of(op).cases)
+    for case in cases[int(dynamic) : 4 : 2] if backend == "aot_eager" and not slow else cases[:1]:
+        args = leaves(arguments(op, device, generator, case, torch.float32))
+        out, expected = compiled(*args), function(*args)
+        assert out.stride() == expected.stride()
+        dout = torch.randn(out.shape, generator=generator).to(device)
+        gradients, expected_gradients = (torch.autograd.grad(o, args, dout) for o in (out, expected))
+        assert [g.stride() for g in gradients] == [g.stride() for g in expected_gradients]
+        same((out, gradients), (expected, expected_gradients), rtol=0, atol=0)
+        with torch.no_grad():
+            same(compiled(*args), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_other_sizes_compile_nothing_new(op, device, generator):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(lambda *args: op(*args), backend=counter, fullgraph=True, dynamic=True)
+    for factor in (1, 2, 3):
+        sizes = {name: factor * (5 + 6 * i) for i, name in enumerate(reference_of(op).sizes)}
+        args = reference_of(op).workload(**sizes, device=device, generator=generator)
+        same(compiled(*args), op(*args))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("variant", ["naive", "einsum", "compile"])
+@pytest.mark.parametrize("op", OPS)
+def test_named_variants_compile_too(op, variant, device, generator):
+    if variant not in op.variants:
+        pytest.skip(f"{op.name} has no variant {variant}")
+    torch._dynamo.reset()
+    args = arguments(op, device, generator, dtype=torch.float32)
+    compiled = torch.compile(lambda *args: op(*args, variant=variant), backend="aot_eager", fullgraph=True)
+    assert error_ratio(op, args, compiled(*args)) <= 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_bad_arguments_fail_when_compiled(op, device, generator):
+    torch._dynamo.reset()
+    args = arguments(op, device, generator)
+    cut = next(i for i, dims in enumerate(op.core_dims.values()) if dims)
+    compiled = torch.compile(lambda *args: op(*args), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=op.name):
+        compiled(*args[:cut], args[cut][..., :-1], *args[cut + 1 :])
+
+
+class Module(torch.nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, *args):
+        return self.op(*args)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_export(op, device, generator):
+    """The exported program holds the operator, and serves other sizes."""
+    args = arguments(op, device, generator)
+    dynamic = tuple(dict.fromkeys(range(arg.ndim), torch.export.Dim.AUTO) for arg in args)
+    program = torch.export.export(Module(op), args, dynamic_shapes={"args": dynamic})
+    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert any(getattr(call, "namespace", "") == "effops" for call in calls)
+    for case in list(reference_of(op).cases)[:1]:
+        longer = tuple(tuple(size + (size > 1) for size in shape) for shape in reference_of(op).cases[case])
+        other = reference_of(op).sample(*longer, dtype=torch.float64, device=device, generator=generator)
+        assert error_ratio(op, other, program.module()(*other)) <= 1
+
+
+@pytest.mark.parametrize("how", ["strict export", "export", "make_fx", "jit.trace", "the operator itself"])
+@pytest.mark.parametrize("op", OPS)
+def test_what_was_traced_can_be_trained(op, how, device, generator):
+    """A strictly exported program once lost the gradients without an error."""
+    args = arguments(op, device, generator)
+    if how == "make_fx":
+        traced = make_fx(lambda *args: op(*args))(*args)
+    elif how == "jit.trace":
+        traced = torch.jit.trace(lambda *args: op(*args), args, check_trace=False)
+    elif how == "the operator itself":
+        with Operators() as operators:
+            op(*args)
+        operator, operands = operators.calls[0]
+
+        def traced(*tensors):
+            return op.finish(op.prepare(*args), operator(*tensors, *operands[len(tensors) :]))
+    else:
+        traced = torch.export.export(Module(op), args, strict=how == "strict export").module()
+    copies = leaves(args)
+    out = traced(*copies)
+    dout = torch.randn(out.shape, generator=generator, dtype=out.dtype).to(device)
+    assert gradient_error_ratio(op, args, dout, torch.autograd.grad(out, copies, dout)) <= 1
+
+
+def test_ahead_of_time_compiled_package(capsys):
+    """The example exports with sizes left open, packages, and compares the bits itself."""
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "export.py"), run_name="__main__")
+    assert "the same bits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_double_backward_of_a_compiled_function_is_an_error(op, device, generator):
+    torch._dynamo.reset()
+    args = leaves(arguments(op, device, generator))
+    compiled = torch.compile(lambda *args: op(*args), backend="aot_eager", fullgraph=True)
+    gradients = torch.autograd.grad(compiled(*args).sum(), args, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        sum(gradient.sum() for gradient in gradients).backward()
