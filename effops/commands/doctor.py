@@ -4,19 +4,18 @@ import importlib
 import math
 import os
 import platform
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
 from torch import Tensor
 
 import effops
+from effops.commands.attempt import attempted
 from effops.commands.console import Progress
+from effops.commands.speed import LEAST_GAIN, OpSpeed, speed_of
 from effops.dispatch.choice import choose
 from effops.dispatch.devices import never_run_on
 from effops.dispatch.op import Op, find_op, ops
@@ -25,9 +24,7 @@ from effops.measure import available_bytes, device_model, upstream_gradient
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 from effops.text import format_bytes
 
-REASON_LENGTH = 400
-SHORT = {"torchscript": "script"}  # names of variants in the matrix, which fits 80 columns
-T = TypeVar("T")
+SIGNS = {"ok": "ok", "failed": "FAIL", "unavailable": "-", "unchecked": "runs"}
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,11 @@ class OpCheck:
     reason: str
     variants: tuple[VariantCheck, ...]
 
+    @property
+    def right(self) -> list[str]:
+        """The variants whose result and gradients are right."""
+        return [check.variant for check in self.variants if check.status == "ok"]
+
 
 @dataclass(frozen=True)
 class Report:
@@ -82,6 +84,7 @@ class Report:
     devices: tuple[Device, ...]
     cuda_obstacle: str
     ops: tuple[OpCheck, ...]
+    speeds: tuple[OpSpeed, ...] = ()
 
     def failures(self) -> Iterator[str]:
         """A line for everything that is wrong."""
@@ -94,6 +97,9 @@ class Report:
             for variant in check.variants:
                 if variant.status == "failed":
                     yield f"{check.op} {variant.variant} on {check.device}: {variant.reason}"
+        for speed in self.speeds:
+            for name, problem in speed.problems.items():
+                yield f"{speed.op} {name} on {speed.device} at its reference sizes: {problem}"
 
     @property
     def passes(self) -> bool:
@@ -101,36 +107,48 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line: whether all that was checked is right, and what no check has seen."""
+        """One line: whether all that was checked is right, what is faster, and what was never run."""
         wrong = list(self.failures())
-        checked = [one for check in self.ops for one in check.variants if one.status in ("ok", "failed")]
         if wrong:
-            return f"{len(wrong)} of {len(checked)} checks failed: {wrong[0]}"
-        unseen = {never_run_on(check.automatic or "", torch.device(check.device)) for check in self.ops} - {""}
-        caution = f"; an automatic choice was never run on {unseen.pop()}: see --full" if unseen else ""
-        return f"All {len(checked)} checks of {len(self.ops)} ops passed{caution}."
+            return f"{len(wrong)} failed, the first: {wrong[0]}"
+        checked = sum(len(check.right) for check in self.ops)
+        parts = [f"all {checked} checked variants are right", "the automatic choice runs for every op"]
+        faster = {speed.op for speed in self.speeds if any(speed.advice)}
+        if faster:
+            parts.append(f"another variant is faster for {', '.join(sorted(faster))}")
+        return "; ".join([*parts, *self._never_run()])
+
+    def _never_run(self) -> Iterator[str]:
+        """For each kind of device, the automatic choices that were never run on one, and not here either."""
+        found: dict[str, set[str]] = {}
+        for check in self.ops:
+            for one in check.variants:
+                if one.variant == check.automatic and one.status == "unchecked":
+                    found.setdefault(never_run_on(one.variant, torch.device(check.device)), set()).add(one.variant)
+        for kind, names in found.items():
+            if kind:
+                yield f"{', '.join(sorted(names))} was never run on {kind}: `effops doctor --full` checks and times it"
 
 
 def diagnose(progress: Progress, names: Sequence[str] = (), full: bool = False) -> Report:
     """Ask for versions and devices, and check ops on each device; `progress` is told what is being done.
 
-    Without `names` it checks every op; without `full`, no variant that has to be compiled, which takes minutes.
+    Without `names` it checks every op. With `full` it also checks variants that have to be compiled, and times all that
+    are right, which takes minutes.
     """
     progress("asking for versions and devices")
     obstacle = _cuda_obstacle()
     devices = [torch.device("cpu")]
     if not obstacle:
         devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return Report(
-        versions(),
-        tuple(describe(device) for device in devices),
-        obstacle,
-        tuple(
-            check_op(op, device, progress, full)
-            for op in (ops().values() if not names else map(find_op, names))
-            for device in devices
-        ),
+    chosen = list(map(find_op, names)) or list(ops().values())
+    checks = tuple(check_op(op, device, progress, full) for op in chosen for device in devices)
+    speeds = tuple(
+        speed_of(find_op(check.op), torch.device(check.device), check.right, progress)
+        for check in checks
+        if full and check.right
     )
+    return Report(versions(), tuple(describe(device) for device in devices), obstacle, checks, speeds)
 
 
 def versions() -> dict[str, str | None]:
@@ -138,7 +156,7 @@ def versions() -> dict[str, str | None]:
     from torch.utils import collect_env
 
     driver = collect_env.get_nvidia_driver_version(collect_env.run) if torch.version.cuda else None
-    triton, obstacle = _attempted(importlib.import_module, "triton")
+    triton, obstacle = attempted(importlib.import_module, "triton")
     return {
         "effops": effops.__version__,
         "torch": torch.__version__,
@@ -153,20 +171,12 @@ def versions() -> dict[str, str | None]:
 
 def _cuda_obstacle() -> str:
     """An AssertionError if torch is built without CUDA, a RuntimeError without a driver or device; empty with one."""
-    return _attempted(torch.cuda.init)[1]
-
-
-def _attempted(run: Callable[..., T], *args: Any) -> tuple[T | None, str]:
-    """What a call returns, and empty; or None, and a line for what it raised, which may be anything."""
-    try:
-        return run(*args), ""
-    except Exception as error:
-        return None, textwrap.shorten(f"{type(error).__name__}: {error}", REASON_LENGTH)
+    return attempted(torch.cuda.init)[1]
 
 
 def describe(device: torch.device) -> Device:
     """The device's model, capability and memory, or why it fails although it is listed."""
-    found, problem = _attempted(_describe_cuda if device.type == "cuda" else _describe_cpu, device)
+    found, problem = attempted(_describe_cuda if device.type == "cuda" else _describe_cpu, device)
     return found or Device(str(device), problem=f"raised {problem}")
 
 
@@ -207,11 +217,11 @@ def check_op(op: Op, device: torch.device, progress: Progress, full: bool = True
         sample = reference.sample_case(case, dtype=dtype, device=device, generator=torch.Generator().manual_seed(0))
         return tuple(arg.detach().requires_grad_() for arg in sample)
 
-    automatic, error = _attempted(lambda: choose(op, op.prepare(*args()), None).name)
+    automatic, error = attempted(lambda: choose(op, op.prepare(*args()), None).name)
     checks = []
     for name in op.variants:
         progress(f"checking {op.name} {name} on {device}")
-        check, problem = _attempted(_check_variant, op, name, args, full)
+        check, problem = attempted(_check_variant, op, name, args, full)
         checks.append(check or VariantCheck(name, "failed", f"raised {problem}"))
     return OpCheck(
         op.name,
@@ -230,7 +240,7 @@ def _check_variant(op: Op, name: str, make_args: Callable[[], tuple[Tensor, ...]
     if obstacle:
         return VariantCheck(name, "unavailable", obstacle)
     if not full and {requires_inductor, requires_triton} & set(variant.requires):
-        return VariantCheck(name, "unchecked", "is compiled, which --full does")
+        return VariantCheck(name, "unchecked", "can run, not checked: `--full` compiles and checks it")
     values = tuple(arg.detach() for arg in args)
     out = op(*args, variant=name)
     error = error_ratio(op, values, out.detach())
@@ -248,7 +258,7 @@ def _finite(ratio: float) -> float | None:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Versions, devices, and a table for each op and device."""
+    """Versions and devices; for each device a matrix of ops and variants, and times if there are; the verdict."""
     for name, version in report.versions.items():
         console.print(f"{name}: {version or 'none'}", soft_wrap=True)
     for device in report.devices:
@@ -257,11 +267,27 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"no CUDA or ROCm device: {report.cuda_obstacle}", soft_wrap=True)
     for device in report.devices:
         checks = [check for check in report.ops if check.device == device.name]
-        console.print(f"\n{device.name}", style="bold")
-        console.print(_matrix(checks))
-        for line in _reasons(checks):
-            console.print(line, soft_wrap=True)
+        console.print(f"\nresults and gradients on {device.name}", style="bold")
+        for line, style in _matrix(map(_signs, checks)):
+            console.print(line, style=style, soft_wrap=True)
+        for text in _reasons(checks):
+            console.print(text, soft_wrap=True)
+        _print_speeds([speed for speed in report.speeds if speed.device == device.name], console)
     console.print(f"\n{report.verdict}", style="green" if report.passes else "red", soft_wrap=True)
+
+
+def _print_speeds(speeds: Sequence[OpSpeed], console: Console) -> None:
+    """Two matrices of milliseconds, and what to prefer to the automatic choice."""
+    if not speeds:
+        return
+    for title, found_ms in (("forward", "forward_ms"), ("forward and backward", "training_ms")):
+        console.print(f"\nmilliseconds on {speeds[0].device}, {title}, at the ops' reference sizes", style="bold")
+        rows = ((speed.op, _starred(getattr(speed, found_ms), speed.automatic), None) for speed in speeds)
+        for line, _ in _matrix(rows):
+            console.print(line, soft_wrap=True)
+    advice = [line for speed in speeds for line in speed.advice]
+    for line in advice or [f"no variant is {LEAST_GAIN} times as fast as the automatic choice"]:
+        console.print(line, soft_wrap=True)
 
 
 def _description(device: Device) -> str:
@@ -273,28 +299,43 @@ def _description(device: Device) -> str:
     return ", ".join(part for part in parts if part)
 
 
-SIGNS = {"ok": "ok", "failed": "WRONG", "unavailable": "-", "unchecked": "runs"}
+Row = tuple[str, Mapping[str, str], str | None]  # an op, a cell for each of its variants, and the style of its line
 
 
-def _matrix(checks: Sequence[OpCheck]) -> Table:
-    """Ops by variants. A star marks the automatic choice."""
-    names = list(dict.fromkeys(variant.variant for check in checks for variant in check.variants))
-    header = [Column("", no_wrap=True), *(Column(SHORT.get(name, name), no_wrap=True) for name in names)]
-    table = Table(*header, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for check in checks:
-        signs = {one.variant: SIGNS[one.status] + "*" * (one.variant == check.automatic) for one in check.variants}
-        wrong = check.automatic is None or any(one.status == "failed" for one in check.variants)
-        table.add_row(check.op, *(signs.get(name, "") for name in names), style="red" if wrong else None)
-    return table
+def _signs(check: OpCheck) -> Row:
+    signs = {one.variant: SIGNS[one.status] + "*" * (one.variant == check.automatic) for one in check.variants}
+    wrong = check.automatic is None or any(one.status == "failed" for one in check.variants)
+    return check.op, signs, "red" if wrong else None
+
+
+def _starred(found_ms: Mapping[str, float], automatic: str) -> dict[str, str]:
+    return {name: f"{ms:.{0 if ms >= 100 else 1}f}" + "*" * (name == automatic) for name, ms in found_ms.items()}
+
+
+def _matrix(rows: Iterable[Row]) -> Iterator[tuple[str, str | None]]:
+    """Lines and styles: ops by variants, whose names take turns on two lines, so that all fit 80 columns."""
+    rows = list(rows)
+    names = list(dict.fromkeys(name for _, cells, _ in rows for name in cells))
+    first = max((len(op) for op, _, _ in rows), default=0)
+    longest = max((len(cell) for _, cells, _ in rows for cell in cells.values()), default=0)
+    width = max(1 + longest, (2 + max(map(len, names), default=0)) // 2)  # a name may take two columns
+    for turn in (0, 1):
+        header = "".join(name.ljust(2 * width) for name in names[turn::2])
+        yield (" " * (first + 1 + turn * width) + header).rstrip(), None
+    for op, cells, style in rows:
+        line = "".join(cells.get(name, "").ljust(width) for name in names)
+        yield f"{op.ljust(first)} {line}".rstrip(), style
 
 
 def _reasons(checks: Sequence[OpCheck]) -> Iterator[str]:
     """What the signs mean, and why variants are not ok: a line for each variant and reason, with its ops."""
-    yield "*: the automatic choice.  ok: result and gradients are right.  runs: supported, and not checked."
+    yield "*: the automatic choice. ok: result and gradients are right."
+    yield "runs: can run, not checked. -: cannot run. FAIL: wrong, or raises."
     found: dict[tuple[str, str], list[str]] = {}
     for check in checks:
         for one in check.variants:
             if one.reason:
                 found.setdefault((one.variant, one.reason), []).append(check.op)
-    for (variant, reason), names in found.items():
-        yield f"{variant} {reason}" + ("" if len(names) == len(checks) else f" ({', '.join(names)})")
+    for (variant, reason), ops_with in found.items():
+        having = [check.op for check in checks if variant in {one.variant for one in check.variants}]
+        yield f"{variant}: {reason}" + ("" if ops_with == having else f" ({', '.join(ops_with)})")

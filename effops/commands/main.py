@@ -25,7 +25,7 @@ def argument_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     what = "what this machine can run: versions, devices, the variants of every op, each checked against float64"
     doctor_parser = commands.add_parser("doctor", help=what, description=f"Tell {what}. Exit code 1 if a check fails.")
-    doctor_parser.add_argument("--full", action="store_true", help="compiled variants too, which takes minutes")
+    doctor_parser.add_argument("--full", action="store_true", help="compiled variants too, and times: minutes")
     doctor_parser.add_argument("--op", action="append", default=[], metavar="NAME", help="this op; may be repeated")
     doctor_parser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
     doctor_parser.set_defaults(run=doctor)

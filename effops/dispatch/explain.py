@@ -66,7 +66,7 @@ class Explanation:
         """A line for a choice that was never run on such a device; empty if it was."""
         if not self.never_run_on:
             return ""
-        remedy = f"`effops doctor --full --op {self.op}` checks it on yours"
+        remedy = f"`effops doctor --full --op {self.op}` checks and times it on yours"
         return f"{self.chosen} was never run on {self.never_run_on}; {remedy}"
 
 

@@ -272,7 +272,7 @@ def test_the_example_runs(generator):
 
 
 def test_explain_says_where_the_choice_was_never_run(pair):
-    line = "triton was never run on a CUDA GPU; `effops doctor --full --op broadcast_dot` checks it on yours"
+    line = "triton was never run on a CUDA GPU; `effops doctor --full --op broadcast_dot` checks and times it on yours"
     with FakeTensorMode():
         on_cuda = effops.explain(effops.broadcast_dot, *(torch.empty(tensor.shape, device="cuda") for tensor in pair))
     assert on_cuda.never_run_on == "a CUDA GPU"

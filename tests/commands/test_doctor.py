@@ -1,0 +1,369 @@
+"""`effops doctor`, run on right variants and on variants that are wrong, raise or cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import effops
+from effops.commands import doctor as module
+from effops.commands import main as cli
+from effops.commands import speed
+from effops.dispatch import op as registry
+from effops.dispatch.op import find_op, ops
+from effops.dispatch.requirements import requires_inductor
+from effops.measure import Pass, Timing
+from effops.reference import reference_of
+
+OP = find_op(effops.broadcast_dot)
+NAIVE = OP.variants["naive"].run
+Doctor = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
+    """`effops doctor` of one op on the CPU without compiling; gives the exit code and the JSON file's content."""
+    monkeypatch.setattr(module, "_cuda_obstacle", lambda: "not in this test")
+    # The first call of reference_of imports the references of all ops, which must be registered then.
+    monkeypatch.setattr(reference_of(OP), "sizes", {"M": 4, "T": 2, "D": 8})
+    monkeypatch.setattr(registry, "_ops", {OP.name: OP})
+    absent = dataclasses.replace(OP.variants["compile"], requires=[lambda call: "needs a compiler, got none"])
+    monkeypatch.setitem(OP.variants, "compile", absent)
+
+    def run(*options: str) -> tuple[int, dict[str, Any]]:
+        path = tmp_path / "report.json"
+        code = cli.main(["doctor", "--json", str(path), *options])
+        return code, json.loads(path.read_text())
+
+    return run
+
+
+def change(monkeypatch: pytest.MonkeyPatch, variant: str, **changes: Any) -> None:
+    monkeypatch.setitem(OP.variants, variant, dataclasses.replace(OP.variants[variant], **changes))
+
+
+def check_of(content: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+    return next(check for check in content["ops"] if (check["op"], check["device"]) == (OP.name, device))
+
+
+def rows(content: dict[str, Any], device: str = "cpu") -> dict[str, dict[str, Any]]:
+    return {row["variant"]: row for row in check_of(content, device)["variants"]}
+
+
+def statuses(content: dict[str, Any], device: str = "cpu") -> dict[str, str]:
+    return {name: row["status"] for name, row in rows(content, device).items()}
+
+
+def test_module_is_the_command(tmp_path: Path) -> None:
+    """All ops in an environment like a user's, but without compiling each of them, which takes minutes."""
+    path = tmp_path / "report.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TORCH_COMPILE_DISABLE"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-m", "effops", "doctor", "--json", str(path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stdout + done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "checking" not in done.stderr  # progress is for terminals
+    content = json.loads(path.read_text())
+    assert content["passes"] is True
+    devices = [device["name"] for device in content["devices"]]
+    assert devices[0] == "cpu"
+    assert len(devices) == 1 + torch.cuda.device_count()
+    assert [(check["op"], check["device"]) for check in content["ops"]] == [
+        (name, device) for name in ops() for device in devices
+    ]
+    for check in content["ops"]:
+        op = ops()[check["op"]]
+        assert [row["variant"] for row in check["variants"]] == list(op.preference)
+        for row in check["variants"]:
+            if row["status"] == "ok":
+                assert 0 <= row["error_ratio"] <= 1
+                assert 0 <= row["gradient_error_ratio"] <= 1
+            else:
+                assert row["status"] == "unavailable"
+                assert row["reason"]
+        assert f"\n{op.name} " in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("all ")
+    matrix = done.stdout.partition("results and gradients")[2].partition("*: ")[0]
+    assert max(map(len, matrix.splitlines())) <= 80
+    assert rows(content)["triton"]["reason"] == "needs CUDA tensors, got cpu"
+    assert rows(content)["compile"]["reason"] == "needs torch.compile, which TORCH_COMPILE_DISABLE=1 turns off"
+    assert check_of(content)["automatic"] == "chunked"
+
+
+def test_right_variants_pass(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+    code, content = doctor()
+    printed = capsys.readouterr()
+    assert (code, content["passes"], printed.err) == (0, True, "")
+    assert {"effops", "torch", "triton", "python", "system", "cuda", "rocm", "driver"} == content["versions"].keys()
+    assert f"torch: {torch.__version__}" in printed.out
+    (cpu,) = content["devices"]
+    assert (cpu["name"], cpu["threads"], cpu["problem"]) == ("cpu", torch.get_num_threads(), "")
+    assert 0 < cpu["available_bytes"] <= cpu["memory_bytes"]
+    assert f"cpu: {cpu['model']}, {cpu['capability']}, {cpu['threads']} threads, " in printed.out
+    assert "no CUDA or ROCm device: not in this test" in printed.out
+    assert rows(content)["compile"] == {
+        "variant": "compile",
+        "status": "unavailable",
+        "reason": "needs a compiler, got none",
+        "error_ratio": None,
+        "gradient_error_ratio": None,
+    }
+    assert "needs a compiler, got none" in printed.out
+
+
+def test_the_last_line_is_the_verdict(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor("--op", OP.name)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "all 4 checked variants are right; the automatic choice runs for every op"
+    )
+    change(monkeypatch, "einsum", run=lambda call: NAIVE(call) + 1)
+    doctor()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 failed, the first: broadcast_dot einsum on cpu: ")
+
+
+def test_an_unknown_op_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--op", "nothing"]) == 2
+    assert "'nothing' is no op of effops; choose from" in capsys.readouterr().err
+
+
+def test_full_times_right_variants(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fake_times(passes: Mapping[str, Pass], **options: Any) -> dict[str, Timing]:
+        medians_ms = {"chunked": 30.0, "chunked backward": 100.0, "einsum": 20.0, "einsum backward": 105.0}
+        assert passes.keys() == medians_ms.keys()
+        assert all(work.backward == name.endswith(" backward") for name, work in passes.items())
+        return {name: Timing(ms, ms, 0.0, 1, 0.0) for name, ms in medians_ms.items()}
+
+    monkeypatch.setattr(speed, "times", fake_times)
+    assert doctor()[1]["speeds"] == []
+    code, content = doctor("--full")
+    (found,) = content["speeds"]
+    assert (code, found["op"], found["device"], found["automatic"]) == (0, OP.name, "cpu", "chunked")
+    assert found["forward_ms"] == {"chunked": 30, "einsum": 20}
+    assert found["training_ms"] == {"chunked": 130, "einsum": 125}
+    printed = capsys.readouterr().out
+    assert 'broadcast_dot forward on cpu: prefer variant="einsum", 1.5 times as fast as chunked\n' in printed
+    assert "broadcast_dot forward and backward on cpu: prefer" not in printed
+    assert printed.splitlines()[-1].endswith("; another variant is faster for broadcast_dot")
+
+
+def test_full_measures(doctor: Doctor) -> None:
+    (found,) = doctor("--full")[1]["speeds"]
+    assert found["forward_ms"].keys() == found["training_ms"].keys() == {"chunked", "einsum"}
+    assert all(0 < ms < found["training_ms"][name] for name, ms in found["forward_ms"].items())
+
+
+def test_a_wrong_variant_is_not_timed(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(monkeypatch, "einsum", run=lambda call: NAIVE(call) + 1)
+    (found,) = doctor("--full")[1]["speeds"]
+    assert found["forward_ms"].keys() == {"chunked"}
+
+
+def test_a_variant_that_raises_at_reference_sizes_fails(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def limited(call: Any) -> torch.Tensor:
+        if call.a.shape == (4, 1, 2, 8):
+            raise RuntimeError("too large")
+        return NAIVE(call)
+
+    change(monkeypatch, "einsum", run=limited)
+    code, content = doctor("--full")
+    assert (code, content["speeds"][0]["problems"]) == (1, {"einsum": "raised RuntimeError: too large"})
+    failure = "broadcast_dot einsum on cpu at its reference sizes: raised RuntimeError: too large"
+    assert capsys.readouterr().out.splitlines()[-1] == f"1 failed, the first: {failure}"
+
+
+@pytest.mark.parametrize("status", ["unchecked", "ok"])
+def test_the_verdict_names_choices_that_were_never_run(status: Any) -> None:
+    checks = (module.VariantCheck("triton", status), module.VariantCheck("naive", "ok"))
+    check = module.OpCheck("attention", "cuda:0", "founding", "float32", "triton", "", checks)
+    caution = "triton was never run on a CUDA GPU: `effops doctor --full` checks and times it"
+    verdict = module.Report({}, (), "", (check,)).verdict
+    assert verdict.endswith(f"; {caution}") == (status == "unchecked")
+
+
+@pytest.mark.compiled
+def test_compiled_variants_are_checked_too(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(monkeypatch, "compile", requires=[requires_inductor])
+    code, content = doctor()
+    assert (code, statuses(content)["compile"]) == (0, "unchecked")
+    code, content = doctor("--full")
+    assert (code, statuses(content)["compile"]) == (0, "ok")
+    run = OP.variants["compile"].run
+    change(monkeypatch, "compile", run=lambda call: run(call) + 0.01)
+    code, content = doctor("--full")
+    assert (code, statuses(content)["compile"]) == (1, "failed")
+
+
+def test_auto_is_the_variant_that_a_call_takes(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(monkeypatch, "chunked", requires=[lambda call: "needs a blue moon, got none"])
+    code, content = doctor()
+    assert (code, check_of(content)["automatic"]) == (0, "einsum")
+
+
+def test_json_on_standard_output_is_alone(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+    _, content = doctor()
+    capsys.readouterr()
+    assert cli.main(["doctor", "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert printed.err == ""
+    assert (found["ops"], found["versions"]) == (content["ops"], content["versions"])
+
+
+def test_a_file_that_cannot_be_written_is_told(
+    doctor: Doctor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--json", str(tmp_path)]) == 2
+    assert f"--json: expected a file that can be written; got '{tmp_path}': [Errno" in capsys.readouterr().err
+
+
+def test_a_wrong_result_fails(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(monkeypatch, "einsum", run=lambda call: NAIVE(call) + 0.01)
+    code, content = doctor()
+    assert (code, content["passes"]) == (1, False)
+    wrong = rows(content)["einsum"]
+    assert wrong["status"] == "failed"
+    assert wrong["error_ratio"] > 1
+    assert wrong["reason"].startswith("the result's error is ")
+    assert [name for name, status in statuses(content).items() if status == "failed"] == ["einsum"]
+    printed = capsys.readouterr()
+    assert printed.err == f"failed: {OP.name} einsum on cpu: {wrong['reason']}\n"
+    assert wrong["reason"] in printed.out
+
+
+@pytest.mark.parametrize(
+    "run", [lambda call: NAIVE(call) * float("nan"), lambda call: NAIVE(call)[..., :1]], ids=["nan", "shape"]
+)
+def test_an_infinite_error_is_null(doctor: Doctor, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+    change(monkeypatch, "einsum", run=run)
+    code, content = doctor()
+    row = rows(content)["einsum"]
+    assert (code, row["status"], row["error_ratio"]) == (1, "failed", None)
+    assert row["reason"] == "the result's error is inf times its budget"
+
+
+def test_wrong_gradients_fail(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(monkeypatch, "einsum", run=lambda call: NAIVE(call) * 2 - NAIVE(call).detach())
+    code, content = doctor()
+    row = rows(content)["einsum"]
+    assert (code, row["status"]) == (1, "failed")
+    assert row["error_ratio"] <= 1 < row["gradient_error_ratio"]
+    assert row["reason"].startswith("the gradients' error is ")
+
+
+def test_a_variant_without_gradients_fails(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(monkeypatch, "einsum", run=lambda call: NAIVE(call).detach())
+    code, content = doctor()
+    assert (code, rows(content)["einsum"]["status"]) == (1, "failed")
+    assert "does not require grad" in rows(content)["einsum"]["reason"]
+
+
+def test_a_raising_variant_fails(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(call: Any) -> torch.Tensor:
+        raise RuntimeError("no such\nkernel [red] for :cat: [/blue]")
+
+    change(monkeypatch, "einsum", run=raising)
+    code, content = doctor()
+    reason = "raised RuntimeError: no such kernel [red] for :cat: [/blue]"
+    assert (code, rows(content)["einsum"]["status"], rows(content)["einsum"]["reason"]) == (1, "failed", reason)
+    assert statuses(content)["naive"] == "ok"
+    printed = capsys.readouterr()
+    assert reason in printed.out
+    assert printed.err == f"failed: {OP.name} einsum on cpu: {reason}\n"
+
+
+def test_an_automatic_choice_that_raises_fails(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(monkeypatch, "triton", automatic=lambda call: False, requires=[lambda call: "needs to be out of the way"])
+    change(monkeypatch, "chunked", requires=[lambda call: 1 // 0])
+    code, content = doctor()
+    check = check_of(content)
+    assert (code, check["automatic"]) == (1, None)
+    assert check["reason"] == "raised ZeroDivisionError: integer division or modulo by zero"
+    assert rows(content)["chunked"]["reason"] == check["reason"]
+    assert statuses(content)["naive"] == "ok"
+
+
+def test_an_op_that_no_variant_can_run_fails(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OP.variants:
+        change(monkeypatch, name, requires=[lambda call: "needs another machine"])
+    code, content = doctor()
+    assert (code, check_of(content)["automatic"]) == (1, None)
+    assert set(statuses(content).values()) == {"unavailable"}
+    assert "no variant supports this call" in check_of(content)["reason"]
+
+
+def test_a_device_out_of_order_fails(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def sample_on_cpu(*shapes: Any, sample: Callable[..., Any], device: torch.device, **options: Any) -> Any:
+        return broken() if device.type == "cuda" else sample(*shapes, device=device, **options)
+
+    monkeypatch.setattr(module, "_cuda_obstacle", lambda: "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    for op in ops().values():
+        reference = reference_of(op)
+        monkeypatch.setattr(reference, "sample", functools.partial(sample_on_cpu, sample=reference.sample))
+    code, content = doctor("--full")
+    problem = "raised RuntimeError: CUDA error: unspecified launch failure"
+    assert code == 1
+    assert [(device["name"], device["problem"]) for device in content["devices"]] == [("cpu", ""), ("cuda:0", problem)]
+    assert check_of(content, "cuda:0")["automatic"] is None
+    assert {row["reason"] for row in rows(content, "cuda:0").values()} == {problem}
+    assert set(statuses(content).values()) == {"ok", "unavailable"}
+    printed = capsys.readouterr()
+    assert f"cuda:0: {problem}" in printed.out
+    assert f"failed: cuda:0: {problem}\n" in printed.err
+
+
+@pytest.mark.parametrize(("hip", "capability"), [(None, "9.4"), ("6.4", "gfx942")])
+def test_cuda_device(monkeypatch: pytest.MonkeyPatch, hip: str | None, capability: str) -> None:
+    properties = SimpleNamespace(name="Accelerator", major=9, minor=4, gcnArchName="gfx942", total_memory=2**34)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(module, "available_bytes", lambda device: 2**33)
+    device = module.describe(torch.device("cuda", 1))
+    assert device == module.Device(
+        "cuda:1", "Accelerator", capability, memory_bytes=2**34, available_bytes=2**33, problem=""
+    )
+    assert module._description(device) == f"Accelerator, {capability}, 16.0 GiB of memory, 8.0 GiB free"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_why_there_is_no_cuda_device() -> None:
+    assert "Error: " in module._cuda_obstacle()
+
+
+def test_a_triton_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert str(module.versions()["triton"]).startswith("cannot be imported: ModuleNotFoundError: ")
