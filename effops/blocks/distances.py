@@ -396,7 +396,7 @@ def _constant(scale: Tensor, depth: slice) -> Tensor:
 def _loses_digits(values: Tensor, centre: Tensor) -> Tensor:
     """For each coordinate, whether a value less the centre is larger than the value, so that digits are lost."""
     least, most = values.aminmax(dim=1, keepdim=True)
-    return torch.where(centre > 0, 2 * least < centre, 2 * most > centre)
+    return torch.where(centre > 0, 2 * least < centre, (2 * most > centre) & (centre < 0))
 
 
 def _roundoff(terms: int) -> float:

@@ -228,6 +228,16 @@ def test_offset_data(form, offset, scale, generator, direct_calls):
         assert not any(direct_calls.values())  # there is a centre that serves
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "rows and columns"])
+def test_values_on_both_sides_of_0(form, generator, direct_calls):
+    """The centre is 0: its subtraction loses nothing, so that products serve forward and backward."""
+    loc, scale, x = (torch.randn(shape, generator=generator) for shape in SHAPES[form])
+    tensors = loc, 0.5 + scale.abs(), x
+    assert_exact(log_prob(*tensors), *tensors)
+    assert_exact_gradients(*tensors, upstream(*tensors, generator))
+    assert not any(direct_calls.values())
+
+
 @pytest.mark.parametrize("scale", [1e-3, SCALE_OF_NO_CONSTANT])
 @pytest.mark.parametrize("relative_distance", [0.0, 1e-7, 1e-3])
 @pytest.mark.parametrize("form", FORMS)
