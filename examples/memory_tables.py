@@ -2,12 +2,17 @@
 
     python examples/memory_tables.py                    # all of them
     python examples/memory_tables.py bert parameters    # some
+    python examples/memory_tables.py --json FILE        # and write them there
 
 Nothing is fitted: where a figure is off, it stands here as it is.
 """
 
+import argparse
+import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +25,19 @@ from effops.text import aligned
 MIB, GIB = 2**20, 2**30
 BUDGET = "5 GiB"
 
+Rows = Sequence[Sequence[str]]
+
+
+def printed(*rows: Sequence[str]) -> Rows:
+    print(aligned(rows))
+    return rows
+
 
 def architecture(name: str, **sizes: Any) -> Workload:
     return Workload(**workload_parts(name, Configuration(**sizes)))
 
 
-def batches() -> None:
+def batches() -> Rows:
     """The largest batch of three transformers, a power of two, in the forms of CUDA. The published ones were found on a
     GPU with 6.2 GiB occupied. How much of that tensors took was not published; with this budget all come out."""
     published = {
@@ -36,14 +48,15 @@ def batches() -> None:
     }
     rows = [("architecture", "length", "published", f"largest in {BUDGET}", "its peak", "the next one's")]
     for (name, length), batch in published.items():
-        sizes = {"seq_len": length} if length == 256 else {"seq_len": length, "layers": 6, "d_ff": 1024}
-        found = max_batch_size(architecture(name, **sizes), BUDGET, device="cuda", power_of_two=True)
+        sizes = {} if length == 256 else {"layers": 6, "d_ff": 1024}
+        found = max_batch_size(architecture(name, seq_len=length, **sizes), BUDGET, device="cuda", power_of_two=True)
         peaks = (found.predicted_peak_bytes or 0, found.next_peak_bytes or 0)
-        rows.append((name, str(length), str(batch), str(found.batch_size), *(f"{one / GIB:.2f} GiB" for one in peaks)))
-    print(aligned(rows))
+        title = ", ".join((name, *(f"{key}={size}" for key, size in sizes.items())))
+        rows.append((title, str(length), str(batch), str(found.batch_size), *(f"{one / GIB:.2f} GiB" for one in peaks)))
+    return printed(*rows)
 
 
-def attention() -> None:
+def attention() -> Rows:
     """The largest batch with other attention. The published log-sparse column is an estimate, batch x length /
     log(length)^2. Beside it is what the operation itself takes, and fused attention, which computes what naive does."""
     published = {"encoder_only_tst": 532, "enc2dec_tst": 266, "tst": 266}
@@ -54,7 +67,7 @@ def attention() -> None:
             for kind in ("log_sparse", "fused")
         )
         rows.append((name, str(batch), *map(str, found)))
-    print(aligned(rows))
+    return printed(*rows)
 
 
 class EarlierAdamW(torch.optim.AdamW):
@@ -67,10 +80,10 @@ class EarlierAdamW(torch.optim.AdamW):
         super().zero_grad(set_to_none=False)
 
 
-def bert() -> None:
+def bert() -> Rows:
     """BERT-large at length 512, AdamW: MiB that the device holds, with the context of each machine. Until PyTorch 2.0
     gradients were kept between steps, and updates made parameter by parameter; the guide is older than that."""
-    print(aligned([("device holds, MiB", "published", "before 2.0", "since", "off"), *_bert_rows()]))
+    return printed(("device holds, MiB", "published", "before 2.0", "off", "since", "off"), *_bert_rows())
 
 
 def _bert_rows() -> Iterable[tuple[str, ...]]:
@@ -103,12 +116,12 @@ def _bert_rows() -> Iterable[tuple[str, ...]]:
 def _compared(name: str, published: int, then: int, now: int) -> tuple[str, ...]:
     return (
         name,
-        *(f"{one:,}" for one in (published, then, now)),
-        f"{then / published - 1:+.1%}, {now / published - 1:+.1%}",
+        f"{published:,}",
+        *(cell for one in (then, now) for cell in (f"{one:,}", f"{one / published - 1:+.1%}")),
     )
 
 
-def rough() -> None:
+def rough() -> Rows:
     """The rough formula in both readings, and the detailed one, against the predicted peak of the encoder's step in
     float32: MiB, and how many times the peak."""
     rows = [("layers, heads, d_model, length, batch", "weights + activations", "weights + 2 x", "detailed", "peak")]
@@ -130,10 +143,10 @@ def rough() -> None:
         )
         cells = (f"{one / MIB:.1f} (x {one / peak:.2f})" for one in formulas)
         rows.append((f"{layers}, {heads}, {d_model}, {length}, {batch}", *cells, f"{peak / MIB:.1f}"))
-    print(aligned(rows))
+    return printed(*rows)
 
 
-def parameters() -> None:
+def parameters() -> Rows:
     """Bytes a parameter, of large matrices at batch size 1. The optimizer of 8-bit states is bitsandbytes', by its
     documentation; the published 2 leave out a statistic of each block."""
     from effops.memory.optimizers import AdamW8bit
@@ -170,17 +183,13 @@ def parameters() -> None:
         ),
         "inference in mixed precision": (6, step(None, torch.bfloat16).peak_bytes),
     }
-    print(
-        aligned(
-            [
-                ("bytes a parameter", "published", "predicted"),
-                *((name, str(published), f"{nbytes / count:.2f}") for name, (published, nbytes) in rows.items()),
-            ]
-        )
+    return printed(
+        ("bytes a parameter", "published", "predicted"),
+        *((name, str(published), f"{nbytes / count:.2f}") for name, (published, nbytes) in rows.items()),
     )
 
 
-def sizes() -> None:
+def sizes() -> Rows:
     """What moves the largest batch: published are the number of layers and heads, the architecture and the length, and
     d_model less."""
     axes = {
@@ -191,28 +200,36 @@ def sizes() -> None:
         "architecture": ("encoder_only_tst", "enc2dec_tst"),
     }
     base = {"d_model": 64, "layers": 4, "heads": 8, "seq_len": 256}
-    print(
-        sweep(
-            lambda architecture, **sizes: Workload(**workload_parts(architecture, Configuration(**sizes))),
-            axes,
-            "1 GiB",
-            base=base,
-            device="cuda",
-        )
+    found = sweep(
+        lambda architecture, **sizes: Workload(**workload_parts(architecture, Configuration(**sizes))),
+        axes,
+        "1 GiB",
+        base=base,
+        device="cuda",
     )
+    print(found)
+    lines = ((axis, str(value), str(most)) for axis, results in found.axes.items() for value, most in results.items())
+    return [("axis", "value", found.quantity), *lines]
 
 
 TABLES = {one.__name__: one for one in (batches, attention, bert, rough, parameters, sizes)}
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or list(TABLES)
-    if unknown := [name for name in chosen if name not in TABLES]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all of them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables and the versions there")
+    options = parser.parse_args()
+    if unknown := [name for name in options.tables if name not in TABLES]:
         sys.exit(f"memory_tables.py: expected tables of {', '.join(TABLES)}; got {', '.join(unknown)}")
-    for name in chosen:
+    rows = {}
+    for name in options.tables or TABLES:
         table = TABLES[name]
         print(f"\n{' '.join((table.__doc__ or '').split())}\n", flush=True)
-        table()
+        rows[name] = table()
+    if options.json is not None:
+        versions = {name: version(name) for name in ("torch", "transformers")}
+        options.json.write_text(json.dumps({"versions": versions, "tables": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
