@@ -3,83 +3,24 @@
     python docs/figures.py            # write
     python docs/figures.py --check    # exit with 1 where a text or a picture does not follow from the results
 
-A text between `<!-- figures: NAME -->` and `<!-- end -->` is that of the function in TEXTS.
+A text between `<!-- figures: NAME -->` and `<!-- end -->` is that of the function in TEXTS of tables.py.
 """
 
 import argparse
 import hashlib
-import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from effops.text import format_bytes
+from tables import BENCHMARK, DOCS, ROOT, TEXTS, TRAINING, content, founding_rows
 
-DOCS = Path(__file__).parent
-ROOT = DOCS.parent
-RESULTS = ROOT / "bench" / "results"
-BENCHMARK = RESULTS / "intel-xeon-2-threads" / "power-spherical-2026-11-23.json"
-TRAINING = RESULTS / "amd-epyc-2-threads" / "memory-2026-11-22.json"
-FOUNDING = "power_spherical_log_prob"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-Row = Mapping[str, Any]
-
-
-def measured(op: str) -> list[Row]:
-    """The measured rows of an op, forward: the automatic choice first."""
-    rows = json.loads(BENCHMARK.read_text())["rows"]
-    return [row for row in rows if (row["op"], row["pass"], row["status"]) == (op, "forward", "ok")]
-
-
-def machine() -> str:
-    header = json.loads(BENCHMARK.read_text())["header"]
-    return f"{header['device']}, torch {header['torch']}\n([result]({BENCHMARK.relative_to(ROOT)}))"
-
-
-def milliseconds(time: float) -> str:
-    return f"{time:.0f} ms" if time >= 10 else f"{time:.1f} ms"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    ruler = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ruler, *rows))
-
-
-def founding() -> str:
-    rows = measured(FOUNDING)
-    naive = next(row for row in rows if row["variant"] == "naive")
-    lines = [
-        (
-            f"`{row['variant']}`",
-            format_bytes(row["temporary_bytes"]),
-            milliseconds(row["time_ms"]),
-            f"{naive['time_ms'] / row['time_ms']:.0f}",
-            f"{row['error_ratio']:.2f}",
-        )
-        for row in sorted(rows, key=lambda row: row["time_ms"])
-    ]
-    header = ("variant", "temporary memory", "time", "times faster than naive", "error / budget")
-    return f"{table(header, lines)}\n\nMeasured on {machine()}."
-
-
-def training() -> str:
-    peaks = json.loads(TRAINING.read_text())["peaks"]
-    off = max(abs(peak["predicted_bytes"] - peak["measured_bytes"]) for peak in peaks)
-    least, most = (pick(peak["measured_bytes"] for peak in peaks) for pick in (min, max))
-    return (
-        f"Predicted and measured peaks of {len(peaks)} training steps, {format_bytes(least)} to {format_bytes(most)},\n"
-        f"differ by at most {format_bytes(off)} ([result]({TRAINING.relative_to(ROOT)}))."
-    )
-
-
-TEXTS: Mapping[str, Callable[[], str]] = {"founding": founding, "training": training}
 
 
 def draw_founding(axes: Any) -> None:
-    rows = sorted((row for row in measured(FOUNDING) if not row["is_peer"]), key=lambda row: -row["time_ms"])
+    rows = sorted((row for row in founding_rows() if not row["is_peer"]), key=lambda row: -row["time_ms"])
     names = [row["variant"] for row in rows]
     for axis, key, scale, label in zip(
         axes, ("temporary_bytes", "time_ms"), (2**20, 1), ("temporary memory, MiB", "time, ms")
@@ -91,7 +32,7 @@ def draw_founding(axes: Any) -> None:
 
 
 def draw_training(axes: Any) -> None:
-    peaks = json.loads(TRAINING.read_text())["peaks"]
+    peaks = content(TRAINING)["peaks"]
     (axis,) = axes
     for mark, key, label in (("o", "measured_bytes", "measured"), ("x", "predicted_bytes", "predicted")):
         axis.plot([peak[key] / 2**20 for peak in peaks], mark, label=label, fillstyle="none", markersize=9)

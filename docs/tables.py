@@ -1,0 +1,213 @@
+"""The texts with figures in README.md and docs/*.md, from committed results and from the model of bench/sharded.py."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from effops.text import format_bytes, parse_bytes
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+BENCH = ROOT / "bench"
+INTEL, AMD = (BENCH / "results" / f"{name}-2-threads" for name in ("intel-xeon", "amd-epyc"))
+BENCHMARK = INTEL / "power-spherical-2026-11-23.json"
+ALL_OPS = INTEL / "all-ops-2026-11-23.json"
+LOG_SPARSE = AMD / "log-sparse-2026-11-22.json"
+SHARDED = AMD / "sharded-2026-11-21.json"
+TRAINING = AMD / "memory-2026-11-22.json"
+LARGEST = AMD / "memory-largest-2026-11-22.json"
+PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
+FOUNDING = "power_spherical_log_prob"
+MEASURES = ("temporary memory", "time", "times faster than naive", "error / budget")
+
+Row = Mapping[str, Any]
+
+
+def content(result: Path) -> Any:
+    return json.loads(result.read_text())
+
+
+def measured(result: Path) -> list[Row]:
+    """The rows that ran, in the order of the result: of each op the automatic choice first."""
+    return [row for row in content(result)["rows"] if row["status"] == "ok"]
+
+
+def link(result: Path, folder: Path) -> str:
+    return f"([result]({Path(os.path.relpath(result, folder)).as_posix()}))"
+
+
+def measured_on(result: Path, folder: Path = DOCS) -> str:
+    header = content(result)["header"]
+    return f"Measured on {header['device']}, torch {header['torch']}\n{link(result, folder)}."
+
+
+def milliseconds(time: float) -> str:
+    return f"{time:.0f} ms" if time >= 10 else f"{time:.1f} ms"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 1 else f"{ratio:.2f}"
+
+
+def share(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= 0.005 else "< 0.01"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    ruler = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ruler, *rows))
+
+
+def figures(row: Row, naive: Row | None) -> tuple[str, ...]:
+    """What MEASURES names, of one row."""
+    return (
+        format_bytes(row["temporary_bytes"]),
+        milliseconds(row["time_ms"]),
+        times(naive["time_ms"] / row["time_ms"]) if naive else "-",
+        share(row["error_ratio"]),
+    )
+
+
+def fastest_first(rows: Sequence[Row], name: Callable[[Row], str]) -> list[tuple[str, ...]]:
+    """The lines of rows that measured the same."""
+    naive = next((row for row in rows if row["variant"] == "naive"), None)
+    return [(name(row), *figures(row, naive)) for row in sorted(rows, key=lambda row: row["time_ms"])]
+
+
+def variant(row: Row) -> str:
+    return f"`{row['variant']}`"
+
+
+def variant_or_peer(row: Row) -> str:
+    return f"{variant(row)}, a peer" if row["is_peer"] else variant(row)
+
+
+def case(row: Row) -> str:
+    """What a row measures: the op, its sizes and options, the dtype and the pass."""
+    values = {**row["size"], **row.get("options", {})}
+    arguments = ", ".join(f"{key} = {value}" for key, value in values.items())
+    return f"**`{row['op']}`**, {arguments}, {row['dtype']}, {row['pass']}"
+
+
+def founding_rows() -> list[Row]:
+    return [row for row in measured(BENCHMARK) if row["op"] == FOUNDING and row["pass"] == "forward"]
+
+
+def founding() -> str:
+    lines = fastest_first(founding_rows(), variant)
+    return f"{table(('variant', *MEASURES), lines)}\n\n{measured_on(BENCHMARK, ROOT)}"
+
+
+def comparison(result: Path) -> str:
+    """A table for each op and pass of a benchmark."""
+    parts = [measured_on(result)]
+    for title, group in groupby(measured(result), case):
+        parts += [title, table(("variant", *MEASURES), fastest_first(list(group), variant_or_peer))]
+    return "\n\n".join(parts)
+
+
+def sweep() -> str:
+    """One table for all lengths."""
+    lines = []
+    for length, group in groupby(measured(LOG_SPARSE), lambda row: row["size"]["L"]):
+        lines += [(str(length), *line) for line in fastest_first(list(group), variant)]
+    return f"{table(('L', 'variant', *MEASURES), lines)}\n\n{measured_on(LOG_SPARSE)}"
+
+
+def mixture_memory() -> str:
+    densities, mixture = (
+        next(format_bytes(row["output_bytes"]) for row in measured(ALL_OPS) if row["op"] == op)
+        for op in (FOUNDING, "power_spherical_mixture_log_prob")
+    )
+    return f"At the sizes below, the log densities take {densities}, and the result of either line {mixture}."
+
+
+def training() -> str:
+    peaks = content(TRAINING)["peaks"]
+    off = max(abs(peak["predicted_bytes"] - peak["measured_bytes"]) for peak in peaks)
+    least, most = (pick(peak["measured_bytes"] for peak in peaks) for pick in (min, max))
+    return (
+        f"Predicted and measured peaks of {len(peaks)} training steps, {format_bytes(least)} to {format_bytes(most)},\n"
+        f"differ by at most {format_bytes(off)} {link(TRAINING, ROOT)}."
+    )
+
+
+def largest() -> str:
+    found = content(LARGEST)["largest"]
+    right = sum(row["predicted"] == row["measured"] for row in found)
+    return (
+        f"For {right} of {len(found)} budgets, the largest batch that is predicted is the one found by running all\n"
+        f"sizes {link(LARGEST, DOCS)}."
+    )
+
+
+def bench_sharded() -> ModuleType:
+    """bench/sharded.py, which has the model and its tables."""
+    if str(BENCH) not in sys.path:
+        sys.path.append(str(BENCH))
+    import sharded
+
+    return sharded
+
+
+def scaling_measured() -> str:
+    bench = bench_sharded()
+    rows = [bench.Row(**{**row, "split": bench.Split(**row["split"])}) for row in content(SHARDED)["rows"]]
+    above = max(row.peak_bytes - row.predicted_peak_bytes for row in rows)
+    off = max(abs(row.sent_bytes / row.predicted_sent_bytes - 1) for row in rows if row.predicted_sent_bytes)
+    return (
+        f"{bench.measurement(rows)}\n\n{measured_on(SHARDED)}\n"
+        f"Memory is above the prediction by the op's temporaries, at most {format_bytes(above)};\n"
+        f"bytes sent agree to within {off:.2%}."
+    )
+
+
+def scaling_predicted(**sizes: int) -> str:
+    prediction: str = bench_sharded().prediction(**sizes)
+    return prediction
+
+
+def published(name: str) -> str:
+    """A table that examples/memory_tables.py predicted."""
+    header, *rows = content(PUBLISHED)["tables"][name]
+    return table(header, rows)
+
+
+def largest_batches() -> str:
+    _, *rows = content(PUBLISHED)["tables"]["batches"]
+    least = max((row[-2] for row in rows), key=parse_bytes)
+    below = min((row[-1] for row in rows), key=parse_bytes)
+    return f"{published('batches')}\n\nAny budget from {least} to below {below} gives the published column."
+
+
+def predicted_with() -> str:
+    versions = content(PUBLISHED)["versions"]
+    return f"Predicted with {' and '.join(f'{name} {one}' for name, one in versions.items())}\n{link(PUBLISHED, DOCS)}."
+
+
+TEXTS: Mapping[str, Callable[[], str]] = {
+    "founding": founding,
+    "training": training,
+    "mixture_memory": mixture_memory,
+    "all_ops": partial(comparison, ALL_OPS),
+    "causal_8192": partial(comparison, AMD / "attention-2026-11-22.json"),
+    "causal_4096": partial(comparison, AMD / "attention-head-2026-11-22.json"),
+    "keops": partial(comparison, AMD / "mixture-2026-11-21.json"),
+    "log_sparse": sweep,
+    "scaling_measured": scaling_measured,
+    "scaling_predicted": partial(scaling_predicted, M=128, T=512, D=128),
+    "scaling_components": partial(scaling_predicted, M=1024, T=512, D=128),
+    "scaling_positions": partial(scaling_predicted, M=128, T=65536, D=128),
+    "largest": largest,
+    "predicted_with": predicted_with,
+    "largest_batches": largest_batches,
+    "other_attention": partial(published, "attention"),
+    "bert": partial(published, "bert"),
+    "rough": partial(published, "rough"),
+}
