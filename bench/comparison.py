@@ -70,7 +70,7 @@ class Contender:
     name: str
     function: Callable[..., Tensor]
     obstacle: str
-    cost: Cost
+    cost: Cost | None
     is_peer: bool = False
 
 
@@ -232,6 +232,7 @@ def _checked(
 
 
 def _blank(workload: Workload, contender: Contender) -> Row:
+    cost = None if contender.is_peer else contender.cost
     return Row(
         op=workload.op.name,
         variant=contender.name,
@@ -241,12 +242,14 @@ def _blank(workload: Workload, contender: Contender) -> Row:
         size=dict(workload.sizes),
         options=dict(workload.options),
         is_peer=contender.is_peer,
-        predicted_temporary_bytes=None if workload.backward or contender.is_peer else contender.cost.temporary_bytes,
+        predicted_temporary_bytes=cost.temporary_bytes if cost and not workload.backward else None,
     )
 
 
-def _shortage(workload: Workload, args: tuple[Tensor, ...], cost: Cost) -> str:
+def _shortage(workload: Workload, args: tuple[Tensor, ...], cost: Cost | None) -> str:
     """Why the pass does not fit in the memory that is free; empty if it does, as far as the prediction goes."""
+    if cost is None:
+        return ""
     needed = cost.output_bytes + cost.saved_bytes + cost.temporary_bytes
     if workload.backward:
         # The gradient from above, those of the arguments, and each temporary twice: once for either factor's gradient.

@@ -101,9 +101,9 @@ def is_profiled(options: argparse.Namespace, workload: Workload) -> bool:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench/run.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench/run.py", description=(__doc__ or "").replace(" See `--help`.", ""))
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--op", help="one op; default: all")
+    parser.add_argument("--op", help=f"one op; default: all, which are {', '.join(ops())}")
     parser.add_argument("--variants", type=comma_separated, metavar="A,B", help="default: all")
     parser.add_argument("--size", type=sizes, default={}, metavar="M=..,T=..", help="instead of the op's default sizes")
     parser.add_argument(

@@ -26,7 +26,7 @@ def expected_seconds(workload: Workload, variants: Sequence[str], effort: Effort
     args = workload.args()
     costs = [one.cost for one in contenders_of(workload, args, variants, with_peers=False) if not one.obstacle]
     runs = effort.least_repeats + (2 if workload.backward else 1)
-    return SECONDS_PER_OP + SECONDS_PER_GIB * runs * sum(cost.temporary_bytes for cost in costs) / 2**30
+    return SECONDS_PER_OP + SECONDS_PER_GIB * runs * sum(cost.temporary_bytes for cost in costs if cost) / 2**30
 
 
 class TimeLeft:

@@ -39,3 +39,17 @@ def test_without_triton():
         assert reports["chunked"].supported
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_the_benchmark_without_triton():
+    code = """
+        import sys
+        sys.modules["triton"] = None
+        sys.path.insert(0, "bench")
+        import run
+        variants = ["--variants", "triton,chunked,naive", "--device", "cpu", "--pass", "both", "--repeats", "1"]
+        assert run.main(["--op", "broadcast_dot", "--size", "M=2,T=2,D=3", *variants]) == 0
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    printed = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "triton skipped: " in printed

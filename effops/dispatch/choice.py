@@ -25,7 +25,7 @@ def choose(op: Op, call: Call, variant: str | None) -> Variant:
         if best is None:
             raise NotImplementedError(f"{op.name}: no variant supports this call; see effops.explain")
         return best
-    named = op.variants.get(name)
+    named = op.variants.get(name) if isinstance(name, str) else None
     if named is None:
         raise ValueError(f"{op.name} has no variant {name!r}; choose from {', '.join((*op.preference, AUTO))}")
     obstacle = named.obstacle(call)

@@ -154,5 +154,8 @@ def find_op(function: Callable[..., Any] | str) -> Op:
             if callable(function) or isinstance(function, str)
             else f"an object of class {type(function).__name__}"
         )
-        raise ValueError(f"{got} is no op of effops; choose from {', '.join(_ops)}, without calling it")
+        raise ValueError(
+            f"{got} is no op of effops; choose from {', '.join(_ops)}, without calling it; "
+            "effops.record() tells which ops run inside of other functions"
+        )
     return op

@@ -16,7 +16,7 @@ from effops.measure import tensors
 from effops.memory.building import build_model
 from effops.memory.measured import measured_timeline
 from effops.memory.surroundings import apart
-from effops.memory.workload import Step, Workload, check_step
+from effops.memory.workload import Step, Workload, called_as, check_step
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.prediction.inside import caution
 from effops.prediction.operations import CLASSES
@@ -229,7 +229,8 @@ def _predicted(
 
 def _check_batch(workload: Workload, batch_size: int) -> None:
     other = batch_size - 1 if batch_size > 1 else 2
-    shapes = _shapes(workload.batch(batch_size))
+    with called_as("batch(batch_size)"):
+        shapes = _shapes(workload.batch(batch_size))
     try:
         others = _shapes(workload.batch(other))
     except UNPREDICTABLE:

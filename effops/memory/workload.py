@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -162,7 +163,10 @@ class Step:
         mark("weights", self.model.parameters())
         mark("weights", self.model.buffers())
         self._checkpoint()
-        self.optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
+        self.optimizer = None
+        if workload.optimizer:
+            with called_as("optimizer(model.parameters())"):
+                self.optimizer = workload.optimizer(self.model.parameters())
         closure = inspect.signature(self.optimizer.step).parameters.get("closure") if self.optimizer else None
         if closure and closure.default is inspect.Parameter.empty:
             raise ValueError(
@@ -199,7 +203,7 @@ class Step:
         for _ in range(batches):
             batch = self._batch()
             self.enter("forward")
-            with self._autocast():
+            with self._autocast(), called_as("loss(model, batch)"):
                 loss = self.workload.loss(self.model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -234,7 +238,8 @@ class Step:
 
     def _batch(self) -> Any:
         self.enter("inputs")
-        batch = self.workload.batch(self.batch_size)
+        with called_as("batch(batch_size)"):
+            batch = self.workload.batch(self.batch_size)
         if any(type(leaf).__module__ == "numpy" for leaf in tree_leaves(batch)):
             raise TypeError("Workload: `batch` must make tensors; got an array of numpy; use torch.from_numpy")
         self.mark("inputs", tensors(batch))
@@ -243,6 +248,17 @@ class Step:
     def _autocast(self) -> torch.autocast:
         dtype = self.workload.autocast
         return torch.autocast(torch.get_default_device().type, dtype=dtype, enabled=dtype is not None)
+
+
+@contextmanager
+def called_as(call: str) -> Iterator[None]:
+    """Say in an error how a function of a workload is called: perhaps it takes other arguments."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if type(error) not in (AttributeError, TypeError):
+            raise
+        raise type(error)(f"Workload: {call} raised: {error}") from error
 
 
 def _is_loss_of_pytorch(loss: Any) -> bool:

@@ -112,3 +112,32 @@ def test_a_loss_that_is_no_scalar(reduce, got):
 def test_a_workload_named_by_its_file(capsys):
     assert cli.main(["memory", "anatomy", "--workload", "train.py:workload", "--batch-size", "2"]) == 2
     assert "got 'train.py:workload': No module named 'train'; write it as an import" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "answer"),
+    [
+        ({"batch": lambda: torch.zeros(2, 3)}, TypeError, r"Workload: batch\(batch_size\) raised: .*0 positional"),
+        (
+            {"loss": lambda batch, model: model(batch).sum()},
+            TypeError,
+            r"Workload: loss\(model, batch\) raised: .*Tensor",
+        ),
+        (
+            {"optimizer": lambda model: torch.optim.SGD(model.parameters())},
+            AttributeError,
+            r"Workload: optimizer\(model\.parameters\(\)\) raised: .*generator",
+        ),
+    ],
+    ids=["batch", "loss", "optimizer"],
+)
+def test_functions_that_take_other_arguments(given, error, answer):
+    """The answer says what they are called with."""
+    parts = {
+        "model": lambda: nn.Linear(3, 3),
+        "batch": lambda size: torch.zeros(size, 3),
+        "loss": lambda model, batch: model(batch).sum(),
+        "optimizer": torch.optim.SGD,
+    }
+    with pytest.raises(error, match=answer):
+        anatomy(Workload(**{**parts, **given}), 2)

@@ -179,6 +179,26 @@ MISTAKES = {
         TypeError,
         "power_spherical_log_prob: missing a required argument: 'loc'; give explain the function, and then its",
     ),
+    "a text for is_causal": (
+        lambda: effops.attention(*[torch.ones(1, 2, 3)] * 3, is_causal="False"),
+        TypeError,
+        "attention: `is_causal` must be True or False; got 'False'",
+    ),
+    "a text for is_causal of the layer": (
+        lambda: effops.nn.MultiheadAttention(4, 2)(*[torch.ones(3, 1, 4)] * 3, is_causal="no"),
+        TypeError,
+        "attention: `is_causal` must be True or False; got 'no'",
+    ),
+    "a list of variants": (
+        lambda: effops.power_spherical_log_prob(LOC, torch.ones(len(LOC)), LOC, variant=["chunked"]),
+        ValueError,
+        "power_spherical_log_prob has no variant ['chunked']; choose from ",
+    ),
+    "explain of a module": (
+        lambda: effops.explain(effops.nn.MultiheadAttention(4, 2)),
+        ValueError,
+        "; effops.record() tells which ops run inside of other functions",
+    ),
     "explain of a result": (
         lambda: effops.explain(LOC),
         ValueError,

@@ -514,13 +514,3 @@ def test_plain_tensors_do_not_import_sharding() -> None:
     )
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "effops.dispatch.sharding" not in modules
-
-
-def test_figures_of_the_scale_note() -> None:
-    """The tables of docs/scaling.md are what the benchmark prints."""
-    note = (BENCH.parent / "docs" / "scaling.md").read_text()
-    for M, T in ((128, 512), (1024, 512), (128, 65536)):
-        assert sharded.prediction(M=M, T=T, D=128) in note
-    (path,) = (BENCH / "results" / "amd-epyc-2-threads").glob("sharded-*.json")
-    rows = json.loads(path.read_text())["rows"]
-    assert sharded.measurement(sharded.Row(**{**row, "split": sharded.Split(**row["split"])}) for row in rows) in note

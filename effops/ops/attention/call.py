@@ -226,6 +226,8 @@ def prepare(
         raise ValueError(
             f"{function}: `dropout_p` must be a probability from 0 to 1; got {dropout_p!r}; give 0 for none"
         )
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"{function}: `is_causal` must be True or False; got {is_causal!r}")
     dtype = query.dtype
     for tensor in (key, *others, *given(value), *given(attn_mask)):
         dtype = dtype if tensor.dtype == torch.bool else wider(dtype, tensor.dtype)
@@ -234,7 +236,7 @@ def prepare(
     seed = None
     if value is not None:  # without dropout no seed is drawn
         seed = torch.randint(2**62, (1,), device="cpu") if dropout_p else query.new_empty(0, dtype=torch.int64)
-    settings = attn_mask is not None, bool(is_causal), None if scale is None else float(scale), float(dropout_p), dtype
+    settings = attn_mask is not None, is_causal, None if scale is None else float(scale), float(dropout_p), dtype
     return AttentionCall(output, operands, value, mask, seed, plan, *settings)
 
 

@@ -66,7 +66,7 @@ def attention_scores(
     For backward, variant chunked saves its inputs and no more.
 
     Raises:
-        TypeError: an argument is no tensor, or not of a floating-point dtype
+        TypeError: an argument is no tensor, or not of a floating-point dtype; is_causal is no bool
         ValueError: shapes do not fit, attn_mask and is_causal together, devices differ, no such variant
         NotImplementedError: the named variant cannot run this call
 
@@ -146,7 +146,7 @@ def attention(
     each query.
 
     Raises:
-        TypeError: an argument is no tensor, or not of a floating-point dtype
+        TypeError: an argument is no tensor, or not of a floating-point dtype; is_causal is no bool
         ValueError: shapes or numbers of heads do not fit, attn_mask and is_causal together, dropout_p is no
             probability, devices differ, no such variant
         NotImplementedError: the named variant cannot run this call
