@@ -4,9 +4,8 @@
     python tests/mutations.py --random 50       # besides, as many mechanical ones, of a seed
     python tests/mutations.py --ci              # which of the missed ones the tests of every commit notice
 
-The default tests run once in an unbroken copy of the checkout, where they must pass, and are asked which lines each of
-them runs. Each mutation has a copy of its own, whose tests run until the first one fails: those that run the lines it
-breaks before the others. It exits with 1 if one is missed.
+Each mutation runs in a copy of the checkout, until the first test fails. It exits with 1 if one is missed. All tests
+must pass in a copy where nothing is broken.
 """
 
 import argparse
@@ -19,12 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
-
-import coverage
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("effops", "kernels", "tests", "bench", "docs", "examples", "pyproject.toml", "setup.py", "README.md", ".ci")
@@ -128,18 +125,14 @@ def _mutated(node: ast.AST) -> str:
     return ""
 
 
-# Runs pytest with the tests that a file names first, each part in a random order, the same in every run: most mutations
-# fail in any of many tests.
-ORDERED = """
+# Runs pytest with tests in a random order, the same in every run: most mutations fail in any of many tests.
+SHUFFLED = """
 import random, sys, pytest
-from pathlib import Path
-class Ordered:
+class Shuffled:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        first = set(Path("first").read_text().splitlines())
         random.Random(0).shuffle(items)
-        items.sort(key=lambda item: item.nodeid not in first)
-sys.exit(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], plugins=[Ordered()]))
+sys.exit(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], plugins=[Shuffled()]))
 """
 
 
@@ -154,7 +147,6 @@ class Copy:
             else:
                 shutil.copy(ROOT / name, self.path / name)
         (self.path / "effops" / "kernels").symlink_to(self.path / "kernels")
-        (self.path / "first").touch()
 
     def apply(self, mutation: Mutation) -> None:
         path = self.path / mutation.file
@@ -163,9 +155,6 @@ class Copy:
             raise SystemExit(f"{mutation.file} has {mutation.old!r} {source.count(mutation.old)} times; expected once")
         path.write_text(source.replace(mutation.old, mutation.new))
 
-    def run_first(self, tests: Iterable[str]) -> None:
-        (self.path / "first").write_text("\n".join(tests))
-
     def run(self, *options: str) -> tuple[bool, list[str]]:
         """Whether all tests pass, and the ids of those that fail."""
         environment = os.environ | {
@@ -173,7 +162,7 @@ class Copy:
             "TORCHINDUCTOR_CACHE_DIR": str(self.path / "inductor"),
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-c", ORDERED, *options]
+        command = [sys.executable, "-c", SHUFFLED, *options]
         try:
             done = subprocess.run(
                 command, cwd=self.path, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS
@@ -184,35 +173,12 @@ class Copy:
         return done.returncode == 0, failed
 
 
-Lines = dict[str, dict[int, list[str]]]  # of a file, by its path: the tests that run each line
-
-
-def lines_of_tests() -> Lines:
-    """Which default tests run each line, from a copy that nothing was changed in."""
+def is_caught(*mutations: Mutation) -> bool:
+    """Whether a default test fails with the mutations. One that lasts for too long does, too."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(folder)
-        passed, failed = copy.run("-n", "auto", "--cov=effops", "--cov-context=test", "--cov-report=")
-        if not passed:
-            raise SystemExit(f"tests fail in a copy that nothing was changed in: {failed}")
-        data = coverage.CoverageData(str(copy.path / ".coverage"))
-        data.read()
-        lines = {}
-        for path in data.measured_files():
-            contexts = data.contexts_by_lineno(path)
-            tests = {line: [name.split("|")[0] for name in names] for line, names in contexts.items()}
-            lines[str(Path(path).relative_to(copy.path.resolve()))] = tests
-        return lines
-
-
-def is_caught(mutation: Mutation, lines: Lines) -> bool:
-    """Whether a default test fails with the mutation. One that lasts for too long does, too."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(folder)
-        copy.apply(mutation)
-        before = (ROOT / mutation.file).read_text().partition(mutation.old)[0]
-        first = before.count("\n") + 1
-        broken = range(first, first + mutation.old.count("\n") + 1)
-        copy.run_first(test for line in broken for test in lines.get(mutation.file, {}).get(line, []))
+        for mutation in mutations:
+            copy.apply(mutation)
         return not copy.run("-x")[0]
 
 
@@ -245,18 +211,20 @@ def main() -> int:
     chosen = parser.parse_args()
     mutations = BY_HAND + mechanical(chosen.random, chosen.seed)
     missed = []
-    lines = lines_of_tests()
 
     def judge(number: int) -> None:
         start = time.monotonic()
-        caught = is_caught(mutations[number], lines)
+        caught = is_caught(mutations[number])
         if not caught:
             missed.append(mutations[number])
         verdict = "caught" if caught else "MISSED"
         print(f"{number:3} {verdict} in {time.monotonic() - start:4.0f} s: {mutations[number].what}", flush=True)
 
     with ThreadPoolExecutor(chosen.jobs) as pool:
+        fails_unbroken = pool.submit(is_caught)
         list(pool.map(judge, chosen.only or range(len(mutations))))
+    if fails_unbroken.result():
+        raise SystemExit("a test fails in a copy that nothing was changed in: what was caught says nothing")
     print(f"missed: {len(missed)}")
     if chosen.ci and missed:
         for mutation in caught_by_ci(missed):
