@@ -118,9 +118,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         self._check(query, key, value, key_padding_mask, attn_mask)
         query, key, value = (self._heads(tensor) for tensor in self._projected(query, key, value))
-        causal = (
-            is_causal if attn_mask is None else False
-        )  # with a mask, `is_causal` only hints that the mask is causal
+        # With a mask, `is_causal` only hints that the mask is causal.
+        causal = is_causal if attn_mask is None else False
         if causal and (key_padding_mask is not None or self.attention == "additive"):
             pairs = query.shape[-2], key.shape[-2]
             attn_mask, causal = torch.ones(pairs, dtype=torch.bool, device=query.device).triu(1), False
