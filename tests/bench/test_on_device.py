@@ -190,6 +190,7 @@ def test_the_chosen_tests_of_kernels_exist() -> None:
     assert f"{len(chosen)}/" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_error_that_stays_ends_the_worker(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("""
 import torch

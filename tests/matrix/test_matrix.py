@@ -135,11 +135,10 @@ def strided(tensor, how):
 LAYOUTS = ("transposed", "sliced", "expanded")
 
 
+@pytest.mark.turns(12)
 @pytest.mark.parametrize("how", LAYOUTS)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_any_strides(op, variant, how, device, generator):
-    if variant == "compile" and turn(f"{op.name}-{how}", 12):
-        pytest.skip("compilation takes seconds for each layout: ops take turns")
     for case, args in samples(op, variant, LAYOUTS.index(how), device, generator):
         args = tuple(strided(arg, how) for arg in args)
         plain = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
@@ -229,11 +228,10 @@ def test_every_element_is_written_and_runs_repeat(op, variant, device, generator
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_partial_gradients(op, variant, device, generator):
     """Each subset of the arguments may require gradients; the others get none."""
-    if variant == "compile" and turn(op.name, 8):
-        pytest.skip("compilation takes seconds for each subset: ops take turns")
     args = reference_of(op).sample_case(first_case(op, variant), device=device, generator=generator)
     supported(op, variant, args)
     dout = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
@@ -365,15 +363,13 @@ def test_compiled_functions_refuse_transforms(op, device, generator):
             transform(lambda first: op(first, *args[1:], variant="compile").sum())(args[0].unsqueeze(0))
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, device, generator):
     if interpreted(variant):
         pytest.skip("the interpreter copies tensors")
-    trained = NUMBERS[op.name] % 2 == 0
-    if variant == "compile" and (needs_grad, dtype) != (trained, torch.float32 if trained else torch.bfloat16):
-        pytest.skip("compilation takes seconds: ops take turns")
     sizes = {name: min(size, 64) for name, size in reference_of(op).sizes.items()}
     args = reference_of(op).workload(**sizes, dtype=dtype, device=device, generator=generator)
     supported(op, variant, args)

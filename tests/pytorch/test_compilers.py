@@ -123,6 +123,7 @@ def test_what_was_traced_can_be_trained(op, how, device, generator):
     assert gradient_error_ratio(op, args, dout, torch.autograd.grad(out, copies, dout)) <= 1
 
 
+@pytest.mark.slow
 def test_ahead_of_time_compiled_package(capsys):
     """The example exports with sizes left open, packages, and compares the bits itself."""
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "export.py"), run_name="__main__")

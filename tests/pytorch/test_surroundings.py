@@ -18,17 +18,10 @@ from effops import broadcast_dot
 from effops.dispatch.op import ops
 from effops.reference import reference_of
 
-from ..support.tiers import exhaustive_unless
-
-
-def turns(op, variant):
-    """What is compiled takes half a minute an op."""
-    return exhaustive_unless(op.name, 6) if variant == "compile" else ()
-
-
+pytestmark = pytest.mark.turns(6)  # what is compiled takes half a minute
 torch.fx.wrap("broadcast_dot")
 CALLS = [
-    pytest.param((op, variant), id=f"{op.name}-{variant}", marks=turns(op, variant))
+    pytest.param((op, variant), id=f"{op.name}-{variant}")
     for op, variant in itertools.product(
         ops().values(), ("sdpa", "chunked", "triton", "compile", "einsum", "torchscript", "naive")
     )

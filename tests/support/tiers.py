@@ -1,7 +1,8 @@
 """Three tiers of tests: the default answers within minutes, a commit must pass `--ci`, `--exhaustive` runs by hand.
 
 Whether a test is in a tier follows from a hash of its own name, so that a new test moves no other. A test that is
-given by its path or its id is in every tier.
+given by its path or its id is in every tier. Of a test marked `turns(count)`, one in `count` of its compiled cases is
+in `--ci`.
 """
 
 import zlib
@@ -19,11 +20,6 @@ def turn(name: str, count: int) -> int:
     return zlib.crc32(name.encode()) % count
 
 
-def exhaustive_unless(name: str, count: int) -> list[pytest.MarkDecorator]:
-    """The marks of a test that takes turns with its like: those of one name in `count` run by `--ci` too."""
-    return [pytest.mark.exhaustive] if turn(name, count) else []
-
-
 def mark(item: pytest.Item) -> None:
     """Mark what a test's folder and its parameters tell of it."""
     folder, name = item.path.parent.name, item.path.stem
@@ -31,6 +27,9 @@ def mark(item: pytest.Item) -> None:
     named = [one for group in parameters for one in (group if isinstance(group, tuple) else (group,))]
     if {"compile", "flex"} & {one for one in named if isinstance(one, str)}:
         item.add_marker("compiled")
+        turns = item.get_closest_marker("turns")
+        if turns and turn(item.name, *turns.args):
+            item.add_marker("exhaustive")
     elif name == "test_ahead_of_time":
         item.add_marker("ahead_of_time")
     elif name == "test_sharding":
