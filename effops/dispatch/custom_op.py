@@ -7,19 +7,19 @@ layout of the results (fake tensors), how to batch them (vmap), and the derivati
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from effops.dispatch.native import Native
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import without_autocast
 from effops.prediction.inside import register_body
@@ -29,9 +29,6 @@ from effops.pytorch import (
     _get_dispatch_mode,
     _get_tracing_state,
     _len_torch_dispatch_stack,
-    _saved_tensors_hooks_disable,
-    _saved_tensors_hooks_enable,
-    _saved_tensors_hooks_get_disabled_error_message,
     _TorchDispatchModeKey,
     forward_ad,
     is_gradtrackingtensor,
@@ -46,11 +43,22 @@ _is_meta = attrgetter("is_meta")
 CUSTOM_OPS: dict[str, CustomOp] = {}  # by name, since tracers can pass on a name but no object
 
 
+def digest(folder: Path) -> str:
+    """A number that changes with any module in a folder."""
+    sources = sorted((str(path.relative_to(folder)), path.read_bytes()) for path in folder.rglob("*.py"))
+    return hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
+
+
+# PyTorch keeps compiled graphs on disk, by the operators and numbers in them. Traced calls have this one among their
+# arguments, so that a graph in which an older version's rules were traced is not that of this version.
+CODE_VERSION = digest(Path(__file__).parents[1])
+
+
 class CustomOp:
     """An operation on tensors, computed by a pair of functions of a call.
 
-    The operator takes the tensors of a call and then its settings: numbers, dtypes, whatever a schema takes. Only the
-    tensors are saved for backward, and the result if `saves_result`.
+    The operator takes the tensors of a call and then its settings: numbers, dtypes, whatever a schema takes; last, it
+    takes `CODE_VERSION`, which it ignores. Only the tensors are saved for backward, and the result if `saves_result`.
 
     Args:
         name: the operator is `torch.ops.effops.<name>`; the name of its backward ends in `_backward`
@@ -90,34 +98,35 @@ class CustomOp:
         self.name, self.native, self.saves_result = name, native, saves_result
         self.split, self.forward, self.backward, self.composite = split, forward, backward, composite
         self.core_dims, self.by_example = tuple(core_dims), by_example
-        self.count = len(self.core_dims)
-        self.saved = self.count + saves_result
-        schema = _schema(parameters)
-        inputs = schema[1 : schema.index(")")].split(", ")
-        inputs[self.count : self.count] = ["Tensor result"] * saves_result
+        self.count, self.taken = len(self.core_dims), len(parameters)
+        self.saved, self.kept = self.count + saves_result, self.taken + saves_result
+        inputs = _inputs(parameters)
+        kept = [*inputs[: self.count], *["Tensor result"] * saves_result, *inputs[self.count :]]
 
         def run(*arguments: Any) -> Tensor:
             with without_autocast(arguments[0].device):
-                return forward(split(arguments))
+                return forward(split(arguments[: self.taken]))
 
         def run_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
-            *saved, wanted = arguments
+            saved, wanted = arguments[: self.kept], arguments[self.kept]
             with without_autocast(dout.device):
                 return [one for one in self.compute_gradients(dout, saved, wanted) if one is not None]
 
         def fake_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
-            *saved, wanted = arguments
-            return [empty_gradient(tensor) for tensor, is_wanted in zip(saved, wanted) if is_wanted]
+            wanted = arguments[self.kept]
+            return [empty_gradient(tensor) for tensor, is_wanted in zip(arguments, wanted) if is_wanted]
 
-        self.operator = torch.library.custom_op(f"effops::{name}", run, mutates_args=(), schema=schema)
-        self.operator.register_fake(lambda *arguments: empty(split(arguments)))
+        self.operator = torch.library.custom_op(
+            f"effops::{name}", run, mutates_args=(), schema=f"({', '.join(inputs)}, str code='') -> Tensor"
+        )
+        self.operator.register_fake(lambda *arguments: empty(split(arguments[: self.taken])))
         self.operator.register_vmap(self._batched)
         self.operator.register_autograd(self.pull_back, setup_context=self.save)
         self.backward_operator = torch.library.custom_op(
             f"effops::{name}_backward",
             run_backward,
             mutates_args=(),
-            schema=f"(Tensor dout, {', '.join(inputs)}, bool[] needs) -> Tensor[]",
+            schema=f"(Tensor dout, {', '.join(kept)}, bool[] needs, str code='') -> Tensor[]",
         )
         self.backward_operator.register_fake(fake_backward)
         self.backward_operator.register_vmap(self._batched_backward)
@@ -131,10 +140,10 @@ class CustomOp:
         if self.runs_at_once(tensors):
             if not requires_grad(tensors):
                 return self.forward(call)
-            function = _Native if self.native else _Differentiable
+            function = Native if self.native else _Differentiable
             # This skips `Function.apply`, a third of whose time goes into the search for transforms. `is_plain` found
             # none.
-            result = super(torch.autograd.Function, function).apply(*call.arguments, self.name)  # type: ignore[misc]
+            result = super(torch.autograd.Function, function).apply(*call.arguments, self)  # type: ignore[misc]
         elif _needs_composite():
             result = self.composite(call)
         elif is_compiling() and self.native:
@@ -142,11 +151,15 @@ class CustomOp:
         elif _are_functorch_transforms_active():
             result = _Transformable.apply(*call.arguments, self.name)
         else:
-            result = self.operator(*call.arguments)
+            result = self.operator(*call.arguments, CODE_VERSION)
         return result
 
     def runs_at_once(self, tensors: Sequence[Tensor]) -> bool:
         return is_plain(tensors) or (self.native and _is_fake(tensors))
+
+    def computes_again(self, dout: Tensor, saved: Sequence[Tensor]) -> bool:
+        """Whether PyTorch's own backward cannot serve a pass that is differentiated or has many gradients."""
+        return requires_grad((dout, *saved)) or not self.runs_at_once((dout,)) or is_legacy_batchedtensor(dout)
 
     def call_of(self, saved: Sequence[Any]) -> Any:
         """The call, from what is saved for backward: the tensors, the result if `saves_result`, and the settings."""
@@ -168,7 +181,7 @@ class CustomOp:
         elif _are_functorch_transforms_active():
             found = iter(_TransformableGradients.apply(dout, *arguments, list(wanted), self.name))
         else:
-            found = iter(self.backward_operator(dout, *arguments, list(wanted)))
+            found = iter(self.backward_operator(dout, *arguments, list(wanted), CODE_VERSION))
         return tuple(next(found) if is_wanted else None for is_wanted in wanted)
 
     def composite_gradients(self, dout: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -179,18 +192,19 @@ class CustomOp:
             return tuple(gradient for gradient, is_wanted in zip(pull_back(dout), wanted) if is_wanted)
 
     def save(self, ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-        ctx.settings = tuple(inputs[self.count :])
+        ctx.settings, ctx.others = tuple(inputs[self.count : self.taken]), len(inputs) - self.count
         ctx.save_for_backward(*inputs[: self.count], *(output,) * self.saves_result)
 
     def pull_back(self, ctx: Any, dout: Tensor) -> Any:
         """The backward rule of the operation."""
         wanted = tuple(ctx.needs_input_grad[: self.count])
         gradients = self.gradients(dout, (*ctx.saved_tensors, *ctx.settings), wanted)
-        return *gradients, *(None,) * len(ctx.settings)
+        return *gradients, *(None,) * ctx.others
 
     def save_for_gradients(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        dout, *arguments, ctx.wanted = inputs
-        ctx.settings = tuple(arguments[self.saved :])
+        dout, *arguments = inputs
+        ctx.settings, ctx.wanted = tuple(arguments[self.saved : self.kept]), arguments[self.kept]
+        ctx.others = len(arguments) - self.count
         ctx.save_for_backward(dout, *arguments[: self.saved])
 
     def pull_back_gradients(self, ctx: Any, upstream: Sequence[Tensor | None]) -> Any:
@@ -204,7 +218,7 @@ class CustomOp:
         with without_autocast(dout.device):
             found, pull_back = _vjp(gradients, (dout, *saved[: self.count]))
             given = tuple(torch.zeros_like(one) if other is None else other for one, other in zip(found, upstream))
-            return *pull_back(given), *(None,) * (len(result) + len(ctx.settings)), None
+            return *pull_back(given), *(None,) * ctx.others
 
     def _batched(self, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
         if self.by_example(arguments):
@@ -217,7 +231,7 @@ class CustomOp:
     ) -> tuple[list[Tensor], list[int]]:
         # Each example of the batch has its own gradients, even of operands that all examples share.
         dims = in_dims[: 1 + self.saved]
-        if self.by_example(arguments[:-1]):
+        if self.by_example(arguments):
             examples = _examples(info, dims, (dout, *arguments[: self.saved]))
             each = [self.backward_operator(*one, *arguments[self.saved :]) for one in examples]
             return [torch.stack(gradients) for gradients in zip(*each)], [0] * len(each[0])
@@ -227,7 +241,7 @@ class CustomOp:
         )
         operands, result = operands[: self.count], operands[self.count :]
         tensors = self.batch_axes_first(operands, (0,) * self.count)
-        wanted = arguments[-1]
+        wanted = arguments[self.kept]
         found = self.backward_operator(dout, *tensors, *result, *arguments[self.saved :])
         wanted_operands = (operand for operand, is_wanted in zip(operands, wanted) if is_wanted)
         return [gradient.reshape(operand.shape) for gradient, operand in zip(found, wanted_operands)], [0] * len(found)
@@ -274,128 +288,15 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *inputs, ctx.name = arguments
-        custom = CUSTOM_OPS[ctx.name]
-        result = custom.forward(custom.split(inputs))
+        *inputs, custom = arguments
+        ctx.custom = custom
+        result: Tensor = custom.forward(custom.split(inputs))
         custom.save(ctx, inputs, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return *CUSTOM_OPS[ctx.name].pull_back(ctx, dout), None
-
-
-class _Native(torch.autograd.Function):
-    """A forward function on plain tensors, with the backward that PyTorch has for it.
-
-    PyTorch's graph of the forward function is kept without a tensor. What it would save is saved here instead, so that
-    checkpoints and hooks on saved tensors see all of it once. A pass that is to be differentiated computes the
-    gradients again, and so does a pass on a batch of gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *inputs, ctx.name = arguments
-        custom = CUSTOM_OPS[ctx.name]
-        tensors = inputs[: custom.count]
-        kept = list(tensors)
-        restored = _Restored()  # the hooks hold it and not `ctx`, which holds the graph that holds them
-        ctx.restored = restored
-
-        def index_of(saved: Tensor) -> int:
-            index = next((i for i, tensor in enumerate(kept) if _is_alias(saved, tensor)), len(kept))
-            kept.extend([saved] * (index == len(kept)))
-            return index
-
-        with torch.enable_grad(), _hooks_enabled(), saved_tensors_hooks(index_of, restored.__getitem__):
-            variables = _Variables.apply(
-                torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True), ctx.needs_input_grad, *tensors
-            )
-            result = custom.forward(custom.split((*variables, *inputs[custom.count :])))
-            sources = [variable for variable in variables if variable.requires_grad]
-            ctx.edges = get_gradient_edge(result), [get_gradient_edge(source) for source in sources]
-        ctx.settings = tuple(inputs[custom.count :])
-        ctx.save_for_backward(*kept)
-        kept.clear()  # the graph holds the hooks, and a hook holds this list
-        return result.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
-        custom, saved = CUSTOM_OPS[ctx.name], ctx.saved_tensors
-        tensors, wanted = saved[: custom.count], ctx.needs_input_grad[: custom.count]
-        others = [None] * (len(ctx.settings) + 1)
-        if requires_grad((dout, *saved)) or not custom.runs_at_once((dout,)) or is_legacy_batchedtensor(dout):
-            return *custom.gradients(dout, (*tensors, *ctx.settings), wanted), *others
-        result, sources = ctx.edges
-        with ctx.restored.holding(saved), without_autocast(dout.device):
-            found = iter(torch.autograd.grad(result, sources, dout, retain_graph=True, allow_unused=True))
-        gradients: list[Tensor | None] = []
-        for tensor, is_wanted in zip(tensors, wanted):
-            gradient = next(found) if is_wanted else None
-            gradients.append(torch.zeros_like(tensor) if is_wanted and gradient is None else gradient)
-        return *gradients, *others
-
-
-class _Restored:
-    """The saved tensors of a graph, while at least one backward pass through it needs them.
-
-    Several threads may run backward through one graph. The tensors of each pass are equal.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.passes = threading.Lock(), 0
-        self.tensors: Sequence[Tensor] = ()
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.tensors[index]
-
-    @contextmanager
-    def holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        with self.lock:
-            self.passes += 1
-            self.tensors = tensors
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.passes -= 1
-                if not self.passes:
-                    self.tensors = ()
-
-
-@contextmanager
-def _hooks_enabled() -> Iterator[None]:
-    """Hooks on saved tensors also where a caller has disabled its own."""
-    message = _saved_tensors_hooks_get_disabled_error_message()
-    if message is None:
-        yield
-        return
-    _saved_tensors_hooks_enable()
-    try:
-        yield
-    finally:
-        _saved_tensors_hooks_disable(message)
-
-
-class _Variables(torch.autograd.Function):
-    """Tensors from which a graph starts. Unlike leaves, the graph does not hold them."""
-
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, wanted: Sequence[bool], *tensors: Tensor) -> tuple[Tensor, ...]:
-        views = tuple(tensor.detach() for tensor in tensors)
-        ctx.mark_non_differentiable(*(view for view, is_wanted in zip(views, wanted) if not is_wanted))
-        return views
-
-
-def _is_alias(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same values in the same memory."""
-    return (
-        tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
-        and tensor.dtype == other.dtype
-        and tensor.shape == other.shape
-        and tensor.stride() == other.stride()
-        and tensor.storage_offset() == other.storage_offset()
-    )
+        return *ctx.custom.pull_back(ctx, dout), None
 
 
 class _Transformable(torch.autograd.Function):
@@ -487,12 +388,13 @@ def _needs_composite() -> bool:
     return is_compiling() and _are_functorch_transforms_active()
 
 
-def _schema(parameters: Mapping[str, Any]) -> str:
-    """The schema of an operator that takes these arguments, given by name and type, and returns a tensor."""
+def _inputs(parameters: Mapping[str, Any]) -> list[str]:
+    """How a schema writes arguments that are given by name and type."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
     def prototype(*arguments: Any) -> Any: ...
 
     listed = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in parameters.items()]
     prototype.__signature__ = inspect.Signature(listed, return_annotation=Tensor)  # type: ignore[attr-defined]
-    return torch.library.infer_schema(prototype, mutates_args=())
+    schema = torch.library.infer_schema(prototype, mutates_args=())
+    return schema[1 : schema.index(")")].split(", ")

@@ -1,0 +1,54 @@
+"""A compiled graph that PyTorch kept on disk is not used by another version of the code."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import effops
+
+# One gradient is compiled, and shown with how often a graph was taken from the disk and how often none was found.
+PROGRAM = """
+import torch, effops
+from torch._dynamo.utils import counters
+
+loc, x = (torch.nn.functional.normalize(torch.arange(1.0, 13).view(4, 3).sin(), dim=-1) for _ in range(2))
+scale = torch.ones(4, requires_grad=True)
+torch.compile(lambda *args: effops.power_spherical_log_prob(*args, variant="chunked"))(loc, scale, x).sum().backward()
+seen = counters["aot_autograd"]
+print(scale.grad.sum().item(), seen["autograd_cache_hit"], seen["autograd_cache_miss"])
+"""
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_does_not_outlive_the_rules_in_it(tmp_path: Path) -> None:
+    """In three processes with one cache: the code, the code again, and the code with a rule that doubles gradients."""
+    package = tmp_path / "effops"
+    shutil.copytree(Path(effops.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "kernels"))
+    environment = os.environ | {
+        "PYTHONPATH": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }
+
+    def run() -> tuple[float, str]:
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        gradient, hits = done.stdout.split(maxsplit=1)
+        return float(gradient), hits.strip()
+
+    gradient, hits = run()
+    assert hits == "0 1"
+    assert run() == (gradient, "1 0")
+    rule = package / "dispatch" / "custom_op.py"
+    source = rule.read_text()
+    right = "        return *gradients, *(None,) * ctx.others\n"
+    assert source.count(right) == 1
+    doubled = "        return *(None if one is None else 2 * one for one in gradients), *(None,) * ctx.others\n"
+    rule.write_text(source.replace(right, doubled))
+    assert run() == (2 * gradient, "0 1")
