@@ -146,7 +146,6 @@ class Copy:
                 shutil.copytree(ROOT / name, self.path / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, self.path / name)
-        (self.path / "effops" / "kernels").symlink_to(self.path / "kernels")
 
     def apply(self, mutation: Mutation) -> None:
         path = self.path / mutation.file

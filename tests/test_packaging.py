@@ -41,6 +41,7 @@ def test_without_triton():
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
+@pytest.mark.slow
 def test_the_benchmark_without_triton():
     code = """
         import sys

@@ -221,7 +221,7 @@ class CustomOp:
             return *pull_back(given), *(None,) * ctx.others
 
     def _batched(self, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-        if self.by_example(arguments):
+        if self.by_example(arguments[: self.taken]):
             return torch.stack([self.operator(*one) for one in _examples(info, in_dims, arguments)]), 0
         tensors = self.batch_axes_first(arguments[: self.count], in_dims)
         return self.operator(*tensors, *arguments[self.count :]), 0
@@ -231,7 +231,7 @@ class CustomOp:
     ) -> tuple[list[Tensor], list[int]]:
         # Each example of the batch has its own gradients, even of operands that all examples share.
         dims = in_dims[: 1 + self.saved]
-        if self.by_example(arguments):
+        if self.by_example(arguments[: self.kept]):
             examples = _examples(info, dims, (dout, *arguments[: self.saved]))
             each = [self.backward_operator(*one, *arguments[self.saved :]) for one in examples]
             return [torch.stack(gradients) for gradients in zip(*each)], [0] * len(each[0])

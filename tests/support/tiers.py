@@ -2,7 +2,7 @@
 
 Whether a test is in a tier follows from a hash of its own name, so that a new test moves no other. A test that is
 given by its path or its id is in every tier. Of a test marked `turns(count)`, one in `count` of its compiled cases is
-in `--ci`.
+in `--ci`, and a part of these in the default.
 """
 
 import zlib
@@ -44,7 +44,10 @@ def is_in_tier(item: pytest.Item) -> bool:
     if item.get_closest_marker("exhaustive"):
         return False
     counts = [count for marker, count in ONE_IN.items() if item.get_closest_marker(marker)]
-    return item.config.option.ci or not counts or turn(item.name, counts[0]) == 0
+    if item.config.option.ci or not counts:
+        return True
+    turns = item.get_closest_marker("turns") if item.get_closest_marker("compiled") else None
+    return turn(item.name, counts[0] * (turns.args[0] if turns else 1)) == 0
 
 
 def is_named(item: pytest.Item) -> bool:
