@@ -32,6 +32,7 @@ from effops.blocks.tiling import (
     whole,
     within,
 )
+from effops.numerics.layout import as_gradient
 from effops.numerics.precision import arithmetic_dtype
 
 SLAB = 65536  # how many values of a normaliser are kept for the blocks that share them
@@ -349,7 +350,7 @@ def _in_pieces(function: Function, scale: Tensor, factor: Tensor) -> Tensor:
 def at_once(dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor | None:
     """The scores of a call by an elementwise product and a sum, or None if the products do not fit one buffer."""
     arithmetic = arithmetic_dtype(dtype)
-    if not 0 < plan.numel(plan.order) * x.shape[-1] * arithmetic.itemsize <= BLOCK_BYTES:
+    if not _fits_at_once(plan, x.shape[-1], arithmetic):
         return None
     factor = scale.to(arithmetic, memory_format=torch.contiguous_format).contiguous()
     constants = _in_pieces(dot_map.normaliser, scale, factor)
@@ -359,6 +360,46 @@ def at_once(dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, 
     if dtype == arithmetic:
         return torch.addcmul(constants, factor, dot, out=out)
     return out.copy_(torch.addcmul(constants, factor, dot))
+
+
+def gradients_at_once(
+    dot_map: DotMap,
+    plan: Plan,
+    operands: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    arithmetic: torch.dtype,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...] | None:
+    """The gradients of loc, scale and x by elementwise products and sums, or None where `at_once` gives None."""
+    loc, scale, x = operands
+    if not _fits_at_once(plan, x.shape[-1], arithmetic):
+        return None
+    factor, weight, wide_loc, wide_x = (tensor.to(arithmetic) for tensor in (scale, dout, loc, x))
+    slope = (wide_loc * wide_x).sum(-1)
+    if slope.shape != plan.shape:
+        slope = slope.expand(plan.shape).clone(memory_format=torch.contiguous_format)
+    phi = torch.empty_like(slope) if wanted[1] else None
+    dot_map.derivative_(slope, factor, phi)
+    dscale = None
+    if phi is not None:
+        phi += _in_pieces(dot_map.normaliser_derivative, scale, factor.contiguous())
+        dscale = as_gradient(phi.mul_(weight), scale)
+    slope = slope.mul_(weight)
+    dloc = as_gradient(_product_sum(slope, wide_x, loc), loc) if wanted[0] else None
+    dx = as_gradient(_product_sum(slope, wide_loc, x), x) if wanted[2] else None
+    return dloc, dscale, dx
+
+
+def _product_sum(slope: Tensor, vectors: Tensor, operand: Tensor) -> Tensor:
+    """The products of slopes (...) and vectors (..., D), summed where all of them belong to one `operand` (D,)."""
+    if operand.ndim == 1 and vectors.shape[:-1] == slope.shape:
+        return slope.reshape(1, -1) @ vectors.reshape(-1, vectors.shape[-1])
+    return slope.unsqueeze(-1) * vectors
+
+
+def _fits_at_once(plan: Plan, dimension: int, arithmetic: torch.dtype) -> bool:
+    """Whether all elementwise products of a call, which are some, fit one buffer."""
+    return 0 < plan.numel(plan.order) * dimension * arithmetic.itemsize <= BLOCK_BYTES
 
 
 def contract(loc: Tensor, x: Tensor, arithmetic: torch.dtype) -> Tensor:

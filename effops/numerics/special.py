@@ -4,6 +4,7 @@ Each is a composition of elementary operations: differentiable any number of tim
 a look at the values.
 """
 
+import functools
 import math
 
 import torch
@@ -50,6 +51,45 @@ def digamma_ratio(s: Tensor, b: float) -> Tensor:
         steps = _steps(s, b, n)
         total = total + (b / steps / (steps + b)).sum(-1)
     return torch.where(s > -b, total, float("nan"))
+
+
+# Gauss-Legendre nodes and weights on (0, 1). They are on the CPU, and follow a tensor where it is.
+_HALF_NODES = (
+    0.010885670926971503598,
+    0.056468700115952350462,
+    0.13492399721297533795,
+    0.24045193539659409204,
+    0.36522842202382751383,
+)
+_HALF_WEIGHTS = (
+    0.027834283558086833241,
+    0.062790184732452312317,
+    0.093145105463867125713,
+    0.11659688229599523996,
+    0.13140227225512333109,
+)
+_constants = functools.partial(torch.tensor, dtype=torch.float64, device="cpu")
+NODES = _constants([*_HALF_NODES, 0.5, *(1 - node for node in reversed(_HALF_NODES))])
+WEIGHTS = _constants([*_HALF_WEIGHTS, 0.13646254338895031536, *reversed(_HALF_WEIGHTS)])
+
+
+def log_gamma_ratio_by_quadrature(s: Tensor, b: float) -> Tensor:
+    """`log_gamma_ratio` for s >= 0 in few operations: fast for few values.
+
+    The ratio is the integral of digamma from s + b to s + 2 b. Gauss and Legendre's 11 nodes give it within 5e-16 of
+    max(1, |ratio|) for b = 1/2 .. 2047.5 and s = 0 .. 1e18, as the poles are as far away as the interval is long.
+    """
+    return torch.digamma(_points(s, b)) @ WEIGHTS.to(s.device).mul(b)
+
+
+def digamma_ratio_by_quadrature(s: Tensor, b: float) -> Tensor:
+    """`digamma_ratio` for s >= 0 in few operations: the integral of trigamma, within 2e-15 of itself."""
+    return torch.special.zeta(2.0, _points(s, b)) @ WEIGHTS.to(s.device).mul(b)
+
+
+def _points(s: Tensor, b: float) -> Tensor:
+    """The points of the quadrature between s + b and s + 2 b, along a new last axis."""
+    return torch.add(s.unsqueeze(-1) + b, NODES.to(s.device), alpha=b)
 
 
 def _steps(s: Tensor, b: float, n: int) -> Tensor:

@@ -7,7 +7,15 @@ import mpmath
 import pytest
 import torch
 
-from effops.numerics.special import _debye_polynomials, bessel_ratio, digamma_ratio, log_gamma_ratio, log_vmf_normaliser
+from effops.numerics.special import (
+    _debye_polynomials,
+    bessel_ratio,
+    digamma_ratio,
+    digamma_ratio_by_quadrature,
+    log_gamma_ratio,
+    log_gamma_ratio_by_quadrature,
+    log_vmf_normaliser,
+)
 
 S = [-0.4, 1e-30, 1e-3, 0.5, 1.0, 3.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6, 1e7, 1e10, 1e30]
 
@@ -25,6 +33,20 @@ def test_ratios_against_mpmath(dimension):
             assert abs(value[i].item() - exact) <= 5e-15 * max(1, abs(exact))
             assert abs(slope[i].item() - exact_slope) <= 1e-14 * abs(exact_slope)
             assert abs(through_autograd[i].item() - exact_slope) <= 1e-13 * abs(exact_slope)
+
+
+@pytest.mark.parametrize("dimension", [2, 3, 8, 24, 25, 127, 768, 4096])
+def test_ratios_by_quadrature_against_mpmath(dimension):
+    b = (dimension - 1) / 2
+    values = [0.0, *(s for s in S if 0 < s <= 1e10)]
+    s = torch.tensor(values, dtype=torch.float64)
+    value, slope = log_gamma_ratio_by_quadrature(s, b), digamma_ratio_by_quadrature(s, b)
+    with mpmath.workdps(80):
+        for i, exact_s in enumerate(map(mpmath.mpf, values)):
+            exact = mpmath.loggamma(exact_s + 2 * b) - mpmath.loggamma(exact_s + b)
+            exact_slope = mpmath.digamma(exact_s + 2 * b) - mpmath.digamma(exact_s + b)
+            assert abs(value[i].item() - exact) <= 1e-15 * max(1, abs(exact))
+            assert abs(slope[i].item() - exact_slope) <= 4e-15 * abs(exact_slope)
 
 
 def test_no_density_no_number():

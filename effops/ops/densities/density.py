@@ -16,6 +16,7 @@ from torch import Tensor
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_dense, check_devices, check_operand, check_order
+from effops.dispatch.custom_op import Gradients
 from effops.dispatch.op import Call
 from effops.dispatch.validation import Condition
 from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
@@ -108,6 +109,9 @@ class Density(Protocol):
 
     def at_once(self, call: DensityCall) -> Tensor | None:
         """The result of a call that is too small to be cut into blocks, or None for a larger one."""
+
+    def gradients_at_once(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients | None:
+        """The gradients of such a call, or None."""
 
 
 def plan_of(density: Density, loc: Tensor, scale: Tensor, x: Tensor, *others: Tensor) -> Plan:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from effops.blocks import dots
 from effops.blocks.dots import DotMap, contract
+from effops.dispatch.custom_op import Gradients
 from effops.dispatch.validation import Condition
 from effops.numerics.directions import lengths
 from effops.numerics.precision import sphere_tolerance, unit_roundoff
@@ -98,3 +99,6 @@ class Directional:
 
     def at_once(self, call: DensityCall) -> Tensor | None:
         return dots.at_once(self.map_of(call), call.plan, call.loc, call.scale, call.x, call.dtype)
+
+    def gradients_at_once(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients | None:
+        return dots.gradients_at_once(self.map_of(call), call.plan, call.tensors, dout, call.arithmetic, wanted)

@@ -77,6 +77,9 @@ class LogProb:
         return pairs.forward(self.density.blocks(call), self.empty(call)) if at_once is None else at_once
 
     def backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
+        at_once = self.density.gradients_at_once(dout, call, wanted)
+        if at_once is not None:
+            return at_once
         return pairs.backward(self.density.blocks(call, scored=False, wanted=wanted), dout)
 
     def triton_forward(self, call: DensityCall) -> Tensor:

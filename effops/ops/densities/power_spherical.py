@@ -10,6 +10,7 @@ no gradient through the dot product, so that the exact antipode is finite.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,7 +18,12 @@ from torch import Tensor
 from effops.blocks.dots import DotMap
 from effops.dispatch.call import call
 from effops.numerics.directions import directions_at_angle
-from effops.numerics.special import digamma_ratio, log_gamma_ratio
+from effops.numerics.special import (
+    digamma_ratio,
+    digamma_ratio_by_quadrature,
+    log_gamma_ratio,
+    log_gamma_ratio_by_quadrature,
+)
 from effops.numerics.values import observed
 from effops.ops.densities.directional import Directional
 from effops.ops.densities.log_prob import LogProb
@@ -27,9 +33,9 @@ from effops.pytorch import _standard_gamma
 HALF = {dtype: torch.tensor(0.5, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
 
-def _normaliser(scale: Tensor, dimension: int) -> Tensor:
+def _normaliser(scale: Tensor, dimension: int, ratio: Callable[[Tensor, float], Tensor] = log_gamma_ratio) -> Tensor:
     b = 0.5 * (dimension - 1)
-    return log_gamma_ratio(scale, b) - b * math.log(4 * math.pi)
+    return ratio(scale, b) - b * math.log(4 * math.pi)
 
 
 def _phi(dot: Tensor, tolerance: float) -> Tensor:
@@ -78,10 +84,17 @@ class HalfLog(DotMap):
                 value.masked_fill_(outside, math.nan)
 
     def normaliser(self, scale: Tensor) -> Tensor:
-        return _normaliser(scale, self.dimension)
+        ratio = log_gamma_ratio_by_quadrature if _are_few(scale, 128) else log_gamma_ratio
+        return _normaliser(scale, self.dimension, ratio)
 
     def normaliser_derivative(self, scale: Tensor) -> Tensor:
-        return digamma_ratio(scale, 0.5 * (self.dimension - 1))
+        ratio = digamma_ratio_by_quadrature if _are_few(scale, 16) else digamma_ratio
+        return ratio(scale, 0.5 * (self.dimension - 1))
+
+
+def _are_few(scale: Tensor, count: int) -> bool:
+    """Whether the scales are so few that a quadrature costs less than the recurrence, and are in its domain."""
+    return 0 < scale.numel() <= count and observed(scale.amin(), ordinary=1) >= 0
 
 
 def draw(loc: Tensor, scale: Tensor, generator: torch.Generator | None = None) -> Tensor:
