@@ -461,27 +461,34 @@ def _mixture_op(components: Distribution) -> tuple[Callable[..., Tensor], tuple[
     return _MIXTURE_OPS[type(base)], parameters
 
 
-def _kl_divergence(p: Any, q: Any, cross_entropy: Tensor) -> Tensor:
+def _kl_divergence(p: Any, q: Any, cross_entropy: Callable[[], Tensor]) -> Tensor:
     if p.event_shape != q.event_shape:
         raise ValueError(
             f"kl_divergence: p and q must have one event shape; got {tuple(p.event_shape)} and {tuple(q.event_shape)}; "
             "a divergence needs directions of one dimension"
         )
-    result: Tensor = (cross_entropy - p._entropy()).to(torch.promote_types(p._dtype, q._dtype))
-    return result.expand(broadcast_shapes(p.batch_shape, q.batch_shape))
+    try:
+        batch_shape = broadcast_shapes(p.batch_shape, q.batch_shape)
+    except RuntimeError:
+        raise ValueError(
+            "kl_divergence: the batch shapes of p and q must broadcast; "
+            f"got {tuple(p.batch_shape)} and {tuple(q.batch_shape)}; unsqueeze the axes that should pair up"
+        ) from None
+    result = (cross_entropy() - p._entropy()).to(torch.promote_types(p._dtype, q._dtype))
+    return result.expand(batch_shape)
 
 
 def _kl_to_uniform(p: Any, q: HypersphericalUniform) -> Tensor:
-    return _kl_divergence(p, q, q._entropy())
+    return _kl_divergence(p, q, q._entropy)
 
 
 def _kl_to_von_mises_fisher(p: Any, q: VonMisesFisher) -> Tensor:
-    return _kl_divergence(p, q, q._cross_entropy(p._gap(q._parameters[0])))
+    return _kl_divergence(p, q, lambda: q._cross_entropy(p._gap(q._parameters[0])))
 
 
 def _kl_uniform_to_power_spherical(p: HypersphericalUniform, q: PowerSpherical) -> Tensor:
-    at_zero = digamma_ratio(torch.zeros((), dtype=torch.float64, device=q.loc.device), q._b)  # -E log((1 + t) / 2)
-    return _kl_divergence(p, q, q._cross_entropy(at_zero))
+    zero = torch.zeros((), dtype=torch.float64, device=q.loc.device)
+    return _kl_divergence(p, q, lambda: q._cross_entropy(digamma_ratio(zero, q._b)))  # -E log((1 + t) / 2)
 
 
 for _p in (PowerSpherical, VonMisesFisher, HypersphericalUniform):

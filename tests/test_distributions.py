@@ -270,6 +270,16 @@ def test_kl_divergence_that_is_not_closed_or_makes_no_sense(device):
         kl_divergence(p, HypersphericalUniform(4))
 
 
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda family: family.__name__)
+def test_kl_divergence_checks_shapes_first(first, second):
+    """The vectors of 3 and 4 coordinates once met in einsum, whose error came instead."""
+    p = make(first, directions(2, 3), torch.ones(2).double())
+    with pytest.raises(ValueError, match=r"kl_divergence: p and q must have one event shape; got \(3,\) and \(4,\)"):
+        kl_divergence(p, make(second, directions(4), 2.0))
+    with pytest.raises(ValueError, match=r"batch shapes of p and q must broadcast; got \(2,\) and \(5,\)"):
+        kl_divergence(p.expand([2]), make(second, directions(3), 2.0).expand([5]))
+
+
 @DIRECTIONAL
 def test_moments_have_gradients(family):
     k = torch.tensor([0.2, 40.0], dtype=torch.float64, requires_grad=True)
