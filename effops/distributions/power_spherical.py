@@ -1,0 +1,76 @@
+"""PowerSpherical: directions about a mean direction, drawn without rejection."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import ClassVar
+
+from torch import Tensor
+from torch.distributions.constraints import Constraint, positive
+
+from effops.distributions.constraints import unit_vector
+from effops.distributions.directional import Directional
+from effops.numerics.special import digamma_ratio
+from effops.ops.densities import power_spherical
+from effops.pytorch import _size
+
+
+class PowerSpherical(Directional):
+    """Directions about a mean direction. A draw needs no rejection and has gradients.
+
+        log p(x | loc, s) = W(s) + s log((1 + <loc, x>) / 2)
+        W(s) = lgamma(s + 2 b) - lgamma(s + b) - b log(4 pi),    b = (D - 1) / 2
+
+    Args:
+        loc: mean directions `(*L, D)`, unit vectors, D >= 2
+        scale: concentrations `(*S)` or a number, positive
+
+    The batch shape is that to which `L` and `S` broadcast. The event shape is `(D,)`. `log_prob` is
+    `effops.power_spherical_log_prob`: it needs no memory for the pairs of values and components. `rsample` is
+    differentiable in loc and scale, once. `variance` is that of each coordinate, `(*batch, D)`, as in torch's
+    MultivariateNormal. In the package power_spherical it is the covariance matrix instead. Vectors have the dtype of
+    loc, and `entropy` has that of scale. `kl_divergence` has a closed form to HypersphericalUniform and VonMisesFisher,
+    and from HypersphericalUniform.
+
+    Raises:
+        TypeError: loc is no tensor of a real floating-point dtype
+        ValueError: shapes do not fit; with validation, which is torch's, a parameter or value outside its domain
+
+    Example:
+        >>> loc = torch.nn.functional.normalize(torch.randn(4, 3), dim=-1).requires_grad_()
+        >>> p = effops.distributions.PowerSpherical(loc, 10.0)
+        >>> x = p.rsample((1000,))
+        >>> p.log_prob(x).shape, x.requires_grad
+        (torch.Size([1000, 4]), True)
+
+    Source: De Cao & Aziz 2020, The Power Spherical distribution, arXiv:2006.04437.
+    """
+
+    arg_constraints: ClassVar[dict[str, Constraint]] = {"loc": unit_vector, "scale": positive}
+    has_rsample = True
+    scale: Tensor
+    _concentration_name = "scale"
+    _family: ClassVar[ModuleType] = power_spherical
+    _log_prob = staticmethod(power_spherical.power_spherical_log_prob)
+
+    def __init__(self, loc: Tensor, scale: Tensor | float, validate_args: bool | None = None) -> None:
+        super().__init__(loc, scale, validate_args)
+
+    def rsample(self, sample_shape: _size = ()) -> Tensor:
+        return self._sample(sample_shape)
+
+    @property
+    def _b(self) -> float:
+        return 0.5 * (self._dimension - 1)
+
+    def _mean_cosine(self) -> tuple[Tensor, Tensor]:
+        s, b = self._wide, self._b
+        return s / (s + 2 * b), 2 * b / (s + 2 * b)
+
+    def _variances(self) -> tuple[Tensor, Tensor]:
+        s, b = self._wide, self._b
+        across = 2 * (s + b) / (s + 2 * b) / (s + 2 * b + 1)
+        return across * (2 * b / (s + 2 * b)), across
+
+    def _entropy(self) -> Tensor:
+        return self._cross_entropy(digamma_ratio(self._wide, self._b))
