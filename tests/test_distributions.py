@@ -426,6 +426,11 @@ def test_hyperspherical_uniform(device):
         assert torch.equal(p.log_prob(x), -p.entropy().expand(4000))
         assert_mean(x, p.mean)
         assert_mean(x**2, p.variance)
+    named = HypersphericalUniform(dim=3, device=device, dtype=torch.float64, validate_args=False)
+    in_order = HypersphericalUniform(3, device, torch.float64, False)  # of the package power_spherical
+    assert repr(named) == repr(in_order) == "HypersphericalUniform(dim: 3, batch_shape: torch.Size([]))"
+    assert named.dim == 3
+    assert in_order.sample().dtype == torch.float64
     wide = HypersphericalUniform(3).expand([2, 1]).expand([2, 4])
     assert wide.batch_shape == (2, 4)
     assert wide.rsample((5,)).shape == (5, 2, 4, 3)

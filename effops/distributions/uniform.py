@@ -23,14 +23,15 @@ class HypersphericalUniform(Distribution):
         log p(x) = lgamma(D / 2) - log 2 - D / 2 log pi
 
     Args:
-        dimension: D, the number of coordinates of a direction, at least 2 (`dim` in the package power_spherical)
+        dim: D, the number of coordinates of a direction, at least 2
         device, dtype: the device and dtype of draws; torch's defaults if None
 
     The batch shape is empty (see `expand`), and the event shape is `(D,)`. `rsample` is the same as `sample`, since
-    there are no parameters.
+    there are no parameters. Arguments are named and ordered as in the package power_spherical.
 
     Raises:
-        ValueError: the dimension is below 2; with validation, which is torch's, a value outside the sphere
+        TypeError: `dim` is a tensor
+        ValueError: `dim` is below 2; with validation, which is torch's, a value outside the sphere
 
     Example:
         >>> p = effops.distributions.HypersphericalUniform(3)
@@ -44,23 +45,22 @@ class HypersphericalUniform(Distribution):
 
     def __init__(
         self,
-        dimension: int,
-        *,
+        dim: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        if isinstance(dimension, Tensor):
-            raise TypeError("HypersphericalUniform: `dimension` must be an integer; got a tensor; give loc.shape[-1]")
-        if dimension < 2:
+        if isinstance(dim, Tensor):
+            raise TypeError("HypersphericalUniform: `dim` must be an integer; got a tensor; give loc.shape[-1]")
+        if dim < 2:
             raise ValueError(
-                f"HypersphericalUniform: `dimension` must be at least 2, a circle; got {dimension}; "
+                f"HypersphericalUniform: `dim` must be at least 2, a circle; got {dim}; "
                 "give the number of coordinates of a direction"
             )
-        self.dimension = dimension
+        self.dim = dim
         self._dtype = dtype or torch.get_default_dtype()
         self._device = torch.get_default_device() if device is None else torch.device(device)
-        super().__init__(torch.Size(), torch.Size((dimension,)), validate_args)
+        super().__init__(torch.Size(), torch.Size((dim,)), validate_args)
 
     def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
         new = self.__new__(type(self)) if _instance is None else _instance
@@ -69,7 +69,7 @@ class HypersphericalUniform(Distribution):
         return new
 
     def __repr__(self) -> str:
-        return f"HypersphericalUniform(dimension: {self.dimension}, batch_shape: {self._batch_shape})"
+        return f"HypersphericalUniform(dim: {self.dim}, batch_shape: {self._batch_shape})"
 
     def rsample(self, sample_shape: _size = ()) -> Tensor:
         shape, arithmetic = self._extended_shape(sample_shape), arithmetic_dtype(self._dtype)
@@ -83,7 +83,7 @@ class HypersphericalUniform(Distribution):
 
     @property
     def _log_area(self) -> float:
-        return math.log(2) + 0.5 * self.dimension * math.log(math.pi) - math.lgamma(0.5 * self.dimension)
+        return math.log(2) + 0.5 * self.dim * math.log(math.pi) - math.lgamma(0.5 * self.dim)
 
     def _entropy(self) -> Tensor:
         return torch.full((), self._log_area, dtype=torch.float64, device=self._device)
@@ -98,7 +98,7 @@ class HypersphericalUniform(Distribution):
 
     @property
     def variance(self) -> Tensor:
-        return torch.full_like(self.mean, 1 / self.dimension)
+        return torch.full_like(self.mean, 1 / self.dim)
 
     def entropy(self) -> Tensor:
         return self._entropy().to(self._dtype).expand(self._batch_shape)
