@@ -293,6 +293,28 @@ def test_moments_have_gradients(family):
         assert torch.autograd.gradcheck(value, (loc, k))
 
 
+@DIRECTIONAL
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_at_zero_all_is_uniform(family, dimension, device):
+    """The package's scale 0 was refused."""
+    zero = torch.zeros(3, dtype=torch.float64, device=device, requires_grad=True)
+    p, uniform = (
+        family(directions(3, dimension, device=device), zero),
+        make(HypersphericalUniform, directions(dimension), 0),
+    )
+    x = p.sample((4000,))
+    torch.testing.assert_close(p.log_prob(x).cpu(), uniform.log_prob(x.cpu()))
+    torch.testing.assert_close(p.entropy().cpu(), uniform.entropy().expand(3))
+    torch.testing.assert_close(p.variance, torch.full_like(p.variance, 1 / dimension))
+    assert torch.equal(p.mean, torch.zeros_like(p.mean))
+    torch.testing.assert_close(kl_divergence(p, uniform).cpu(), torch.zeros(3).double())
+    assert_mean(x, 0.0)
+    assert_mean(x**2, 1 / dimension)
+    for value in (p.log_prob(-p.loc), p.entropy(), p.mean, p.variance):  # at the antipode too
+        (slope,) = torch.autograd.grad(value.sum(), zero)
+        assert slope.isfinite().all()
+
+
 def test_von_mises_fisher_at_zero_is_uniform(device):
     k = torch.tensor([0.0, 1e-30, 1e-12], dtype=torch.float64, device=device, requires_grad=True)
     p, uniform = VonMisesFisher(directions(5, device=device), k), HypersphericalUniform(5, dtype=torch.float64)
@@ -383,7 +405,7 @@ def test_arguments_are_validated(family):
         p.log_prob(loc[:, :2])
     assert p.expand([2, 4])._validate_args
     assert not family(loc, 1.0, validate_args=False).expand([4])._validate_args
-    family(loc, 0.0 if family is VonMisesFisher else 1e-30)
+    family(loc, 0.0)
     with pytest.raises(ValueError, match=f"{family.__name__}: batch shapes must broadcast; got loc .4,. .*{name} .3,."):
         family(loc, torch.ones(3))
     with pytest.raises(ValueError, match="at least 2"):

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from torch import Tensor
-from torch.distributions.constraints import Constraint, positive
+from torch.distributions.constraints import Constraint, nonnegative
 
 from effops.distributions.constraints import unit_vector
 from effops.distributions.directional import Directional
@@ -23,7 +23,7 @@ class PowerSpherical(Directional):
 
     Args:
         loc: mean directions `(*L, D)`, unit vectors, D >= 2
-        scale: concentrations `(*S)` or a number, positive
+        scale: concentrations `(*S)` or a number, not negative; at 0 the distribution is uniform
 
     The batch shape is that to which `L` and `S` broadcast. The event shape is `(D,)`. `log_prob` is
     `effops.power_spherical_log_prob`: it needs no memory for the pairs of values and components. `rsample` is
@@ -46,7 +46,7 @@ class PowerSpherical(Directional):
     Source: De Cao & Aziz 2020, The Power Spherical distribution, arXiv:2006.04437.
     """
 
-    arg_constraints: ClassVar[dict[str, Constraint]] = {"loc": unit_vector, "scale": positive}
+    arg_constraints: ClassVar[dict[str, Constraint]] = {"loc": unit_vector, "scale": nonnegative}
     has_rsample = True
     scale: Tensor
     _concentration_name = "scale"
