@@ -294,6 +294,29 @@ def test_moments_have_gradients(family):
 
 
 @DIRECTIONAL
+@pytest.mark.parametrize("dimension", [2, 3, 128, 512])
+def test_loc_that_float32_normalised_and_float64_checks(family, dimension, device):
+    narrow = directions(50, dimension, dtype=torch.float32, device=device)
+    loc = narrow.double().requires_grad_()
+    p = family(loc, torch.full((50,), 1e5, dtype=torch.float64, device=device))
+    assert unit_vector.check(p.loc).all()
+    torch.testing.assert_close(p.loc, loc, rtol=0, atol=1e-6)
+    x = p.sample()
+    for value in (p.log_prob(x), p.log_prob(-p.loc.detach())):  # the antipode, beyond float64's rounding, was NaN
+        assert value.isfinite().all()
+    exact = torch.nn.functional.normalize(loc, dim=-1)
+    assert torch.equal(p.log_prob(x), OPS[family](p.loc, p._parameters[1], x))
+    torch.testing.assert_close(p.log_prob(x), OPS[family](exact, p._parameters[1], x), rtol=1e-10, atol=1e-10 * 1e5)
+    (dloc,) = torch.autograd.grad(p.log_prob(x).sum(), loc)
+    assert ((dloc * loc).sum(-1).abs() <= 1e-6 * dloc.norm(dim=-1)).all()
+    with pytest.raises(ValueError, match="loc"):
+        family(1.0001 * loc.detach(), 1.0)
+    unit = directions(dimension, device=device)
+    assert family(unit, 1.0).loc is unit
+    assert torch.equal(family(loc, 1.0, validate_args=False).loc, loc)
+
+
+@DIRECTIONAL
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 def test_at_zero_all_is_uniform(family, dimension, device):
     """The package's scale 0 was refused."""

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from effops.distributions.constraints import unit_vector
-from effops.numerics.precision import FLOATS, arithmetic_dtype
+from effops.numerics.directions import lengths
+from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
 from effops.numerics.shapes import broadcast_shapes
 from effops.pytorch import _size
 
@@ -47,6 +48,8 @@ class Directional(Distribution):
                 f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), "
                 f"{self._concentration_name} {tuple(concentration.shape)}; unsqueeze the axes that should pair up"
             ) from None
+        if self._validate_args if validate_args is None else validate_args:
+            loc = _lengthened(loc)
         self._parameters = loc, concentration  # not expanded, so that an op makes no expanded gradients
         self._expand_parameters(loc, concentration, batch_shape)
         super().__init__(batch_shape, loc.shape[-1:], validate_args)
@@ -125,6 +128,20 @@ class Directional(Distribution):
 
     def entropy(self) -> Tensor:
         return self._entropy().to(self._dtype).expand(self._batch_shape)
+
+
+def _lengthened(loc: Tensor) -> Tensor:
+    """The directions, normalised in float64 where they are in float64, but of length 1 up to float32's rounding only.
+
+    Directions that a model has normalised in float32 are so. Any others are left for validation to judge.
+    """
+    if loc.dtype != torch.float64:
+        return loc
+    found, are_one = lengths(loc)
+    if are_one.all():
+        return loc  # itself, a leaf that autograd can copy
+    rounded = (found**2 - 1).abs() <= sphere_tolerance(loc.shape[-1], torch.float32, (torch.float32,))
+    return torch.where(rounded.unsqueeze(-1), loc / found.unsqueeze(-1), loc)
 
 
 def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:

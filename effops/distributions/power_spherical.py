@@ -32,6 +32,8 @@ class PowerSpherical(Directional):
     loc, and `entropy` has that of scale. `kl_divergence` has a closed form to HypersphericalUniform and VonMisesFisher,
     and from HypersphericalUniform.
 
+    With validation, which is torch's, a loc in float64 that was normalised in float32 is normalised again.
+
     Raises:
         TypeError: loc is no tensor of a real floating-point dtype
         ValueError: shapes do not fit; with validation, which is torch's, a parameter or value outside its domain
