@@ -5,6 +5,7 @@ import doctest
 import io
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -291,6 +292,31 @@ def test_moments_have_gradients(family):
             return result() if callable(result) else result
 
         assert torch.autograd.gradcheck(value, (loc, k))
+
+
+@DIRECTIONAL
+def test_a_column_of_concentrations_warns_once(family):
+    """A head that ends in one unit gives (B, 1). The batch was then (B, B), silently."""
+    distributions.directional._warn_of_pairs.cache_clear()
+    loc, name = directions(4, 3, dtype=torch.float32), family._concentration_name
+    with pytest.warns(
+        UserWarning, match=rf"{family.__name__}: `{name}` .*batch \(B, B\).*{name}\.squeeze\(-1\)"
+    ) as caught:
+        assert family(loc, torch.ones(4, 1)).batch_shape == (4, 4)
+    assert [warning.filename for warning in caught] == [__file__]
+    distributions.directional._warn_of_pairs.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for scale in (torch.ones(4), torch.ones(5, 1), torch.ones(()), torch.ones(1)):
+            family(loc, scale)
+        assert family(loc.unsqueeze(-3), torch.ones(4, 1)).batch_shape == (4, 4)
+        family(loc[:1], torch.ones(1, 1))
+        OPS[family](loc, torch.ones(4, 1), loc)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            family(loc, torch.ones(4, 1))
+    assert len(caught) == 1
 
 
 @DIRECTIONAL

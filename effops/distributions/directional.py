@@ -7,6 +7,8 @@ and rounded once, so that they are right at any concentration.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -48,6 +50,8 @@ class Directional(Distribution):
                 f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), "
                 f"{self._concentration_name} {tuple(concentration.shape)}; unsqueeze the axes that should pair up"
             ) from None
+        if loc.ndim > 1 and loc.shape[-2] > 1 and concentration.shape == (*loc.shape[:-1], 1):
+            _warn_of_pairs(name, self._concentration_name)
         if self._validate_args if validate_args is None else validate_args:
             loc = _lengthened(loc)
         self._parameters = loc, concentration  # not expanded, so that an op makes no expanded gradients
@@ -128,6 +132,16 @@ class Directional(Distribution):
 
     def entropy(self) -> Tensor:
         return self._entropy().to(self._dtype).expand(self._batch_shape)
+
+
+@functools.cache  # so that it warns once, whatever the filters are
+def _warn_of_pairs(name: str, concentration_name: str) -> None:
+    warnings.warn(
+        f"{name}: `{concentration_name}` (B, 1) beside `loc` (B, D) gives a batch (B, B), every pair of the two; "
+        f"for one {concentration_name} a direction give (B,), as {concentration_name}.squeeze(-1); for every pair "
+        "give loc.unsqueeze(-3) and (B, 1). This warning comes once",
+        stacklevel=4,
+    )
 
 
 def _lengthened(loc: Tensor) -> Tensor:

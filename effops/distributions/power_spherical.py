@@ -32,6 +32,7 @@ class PowerSpherical(Directional):
     loc, and `entropy` has that of scale. `kl_divergence` has a closed form to HypersphericalUniform and VonMisesFisher,
     and from HypersphericalUniform.
 
+    A scale `(B, 1)` beside a loc `(B, D)` gives a batch `(B, B)`: a UserWarning says so, once.
     With validation, which is torch's, a loc in float64 that was normalised in float32 is normalised again.
 
     Raises:

@@ -32,6 +32,7 @@ class VonMisesFisher(Directional):
     have the dtype of loc, and `entropy` has that of concentration. `kl_divergence` has a closed form to VonMisesFisher
     and HypersphericalUniform, and from PowerSpherical and HypersphericalUniform.
 
+    A concentration `(B, 1)` beside a loc `(B, D)` gives a batch `(B, B)`: a UserWarning says so, once.
     With validation, which is torch's, a loc in float64 that was normalised in float32 is normalised again.
 
     Raises:
