@@ -95,6 +95,52 @@ def test_variance_along_a_coordinate_keeps_its_digits(family, device):
     torch.testing.assert_close(first, expected, rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("dimension", [2, 3, 8])
+def test_marginal_t_is_the_law_of_the_cosine(dimension, device):
+    scale = torch.tensor([0.0, 0.7, 40.0], dtype=torch.float64, device=device, requires_grad=True)
+    p = PowerSpherical(directions(dimension, device=device), scale)
+    marginal = p.marginal_t
+    assert (marginal.batch_shape, marginal.event_shape) == ((3,), ())
+    assert marginal.expand([2, 3]).sample((5,)).shape == (5, 2, 3)
+    t = marginal.rsample((20000,))
+    assert t.requires_grad
+    assert_mean(t.detach(), p._mean_cosine()[0].detach())
+    assert_mean((p.sample((20000,)) * p.loc).sum(-1), marginal.mean.detach())
+    torch.testing.assert_close(marginal.variance, p._variances()[0])
+    assert torch.equal(marginal.stddev, marginal.variance.sqrt())
+    assert_mean(-marginal.log_prob(t.detach()).detach(), marginal.entropy().detach())
+    if dimension == 2:
+        with pytest.raises(NotImplementedError, match="use marginal_t"):
+            _ = p.base_dist
+        return
+    base = p.base_dist
+    assert base.marginal_t.base_dist.concentration1.tolist() == (scale + (dimension - 1) / 2).tolist()
+    assert (base.marginal_s.batch_shape, base.marginal_s.event_shape) == ((3,), (dimension - 1,))
+    area_ratio = (dimension - 3) / 2 * torch.log1p(-(t.detach() ** 2))  # of a circle of latitude
+    x = base.marginal_s.sample()
+    polar = p.marginal_t.log_prob(t.detach()) + base.marginal_s.log_prob(x) - area_ratio
+    x = directions(20000, 1, dimension, device=device)
+    x = x - (x * p.loc).sum(-1, keepdim=True) * p.loc
+    x = x / x.norm(dim=-1, keepdim=True) * (1 - t.detach() ** 2).sqrt().unsqueeze(-1) + t.detach().unsqueeze(-1) * p.loc
+    x = torch.nn.functional.normalize(x, dim=-1)  # its rounding, which a small sine enlarged
+    torch.testing.assert_close(polar, p.log_prob(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", [PowerSpherical, VonMisesFisher, HypersphericalUniform])
+@pytest.mark.parametrize("dimension", [2, 3, 8])
+def test_covariance(family, dimension, device):
+    """Against draws; and its diagonal keeps the digits of the variance along loc."""
+    loc = directions(2, dimension, device=device)
+    p = make(family, loc, torch.tensor([[0.0], [0.7], [40.0]], dtype=torch.float64, device=device))
+    x = p.sample((20000,))
+    away = x - p.mean
+    assert p.covariance.shape == (*p.batch_shape, dimension, dimension)
+    assert_mean(away.unsqueeze(-1) * away.unsqueeze(-2), p.covariance)
+    narrow = make(family, torch.eye(dimension, device=device)[0], 1e5)
+    assert torch.equal(narrow.covariance.diagonal(dim1=-2, dim2=-1), narrow.variance)
+    assert torch.equal(p.covariance, p.covariance.mT)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @DIRECTIONAL
 @pytest.mark.parametrize("dimension", DIMENSIONS)
@@ -285,7 +331,7 @@ def test_kl_divergence_checks_shapes_first(first, second):
 def test_moments_have_gradients(family):
     k = torch.tensor([0.2, 40.0], dtype=torch.float64, requires_grad=True)
     loc = directions(2, 3).requires_grad_()
-    for statistic in ("mean", "variance", "entropy"):
+    for statistic in ("mean", "variance", "covariance", "entropy"):
 
         def value(loc, k, statistic=statistic):
             result = getattr(family(loc, k, validate_args=False), statistic)

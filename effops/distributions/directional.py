@@ -130,6 +130,15 @@ class Directional(Distribution):
         along, across = (variance.to(self.loc.dtype).unsqueeze(-1) for variance in self._variances())
         return torch.lerp(across, along, self.loc**2)
 
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance matrix `(*batch, D, D)`. Its diagonal is `variance`, whose digits at large concentrations the
+        sum of the two parts would lose."""
+        along, across = self._variances()
+        outer = self.loc.unsqueeze(-1) * self.loc.unsqueeze(-2)
+        apart = (along - across).to(self.loc.dtype)[..., None, None] * outer
+        return torch.diagonal_scatter(apart, self.variance, dim1=-2, dim2=-1)
+
     def entropy(self) -> Tensor:
         return self._entropy().to(self._dtype).expand(self._batch_shape)
 

@@ -100,5 +100,10 @@ class HypersphericalUniform(Distribution):
     def variance(self) -> Tensor:
         return torch.full_like(self.mean, 1 / self.dim)
 
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance matrix `(*batch, D, D)`."""
+        return torch.diag_embed(self.variance)
+
     def entropy(self) -> Tensor:
         return self._entropy().to(self._dtype).expand(self._batch_shape)

@@ -28,7 +28,8 @@ class VonMisesFisher(Directional):
 
     The batch shape is that to which `L` and `S` broadcast. The event shape is `(D,)`. `log_prob` is
     `effops.von_mises_fisher_log_prob`: it needs no memory for the pairs of values and components. `sample` works by
-    rejection and has no gradients. There is no `rsample`. `variance` is that of each coordinate, `(*batch, D)`. Vectors
+    rejection and has no gradients. There is no `rsample`. `variance` is that of each coordinate, `(*batch, D)`, and
+    `covariance` the matrix `(*batch, D, D)`. Vectors
     have the dtype of loc, and `entropy` has that of concentration. `kl_divergence` has a closed form to VonMisesFisher
     and HypersphericalUniform, and from PowerSpherical and HypersphericalUniform.
 
