@@ -197,16 +197,17 @@ def test_zero_noise_gives_a_direction(monkeypatch):
     ("dtype", "scale"), [(torch.float64, 0.3), (torch.float64, 40.0), (torch.float32, 1e6)], ids=str
 )
 @pytest.mark.parametrize("dimension", [2, 3, 8])
-def test_rsample_gradients_are_those_of_the_expectations(dimension, dtype, scale, device):
+@DIRECTIONAL
+def test_rsample_gradients_are_those_of_the_expectations(family, dimension, dtype, scale, device):
     """E x_i and E x_i^2, by scale and, within the tangent space, by loc: at e_1, -e_1, where loc_1 = 0, elsewhere."""
     eye, count = torch.eye(dimension, dtype=dtype, device=device), 8000
     loc = torch.stack([eye[0], -eye[0], eye[1], directions(dimension, dtype=dtype, device=device)])
     exact_loc = torch.nn.functional.normalize(loc.double(), dim=-1).requires_grad_()
     exact_scale = torch.full((4,), scale, dtype=torch.float64, device=device, requires_grad=True)
-    exact = PowerSpherical(exact_loc, exact_scale)
+    exact = family(exact_loc, exact_scale)
     many_loc = loc.expand(count, -1, -1).clone().requires_grad_()
     many_scale = torch.full((count, 4), scale, dtype=dtype, device=device, requires_grad=True)
-    x = PowerSpherical(many_loc, many_scale).rsample()
+    x = family(many_loc, many_scale).rsample()
     assert x.requires_grad
     roundoff = torch.finfo(dtype).eps
     for value, expected in ((x, exact.mean), (x**2, exact.variance + exact.mean**2)):
@@ -219,23 +220,25 @@ def test_rsample_gradients_are_those_of_the_expectations(dimension, dtype, scale
             assert_mean(dscale.double(), exact_dscale, 8 * roundoff * dscale.double().abs().mean(0))
 
 
+@DIRECTIONAL
 @pytest.mark.parametrize("first", [1.0, 1e-3, -1e-3, -1.0])
-def test_rsample_has_the_gradient_of_its_path(first):
+def test_rsample_has_the_gradient_of_its_path(family, first):
     """The same noise at a loc nearby, on one side of loc_1 = 0: beyond, the reflection is another."""
     raw = torch.tensor([first, 0, math.sqrt(1 - first**2)], dtype=torch.float64, requires_grad=True)
 
     def draw(raw):
         torch.manual_seed(1)
-        return PowerSpherical(torch.nn.functional.normalize(raw, dim=-1), 3.0).rsample((4,))
+        return family(torch.nn.functional.normalize(raw, dim=-1), 3.0).rsample((4,))
 
     assert torch.autograd.gradcheck(draw, raw)
 
 
-def test_rsample_gradient_of_loc_is_finite_and_tangential(device):
+@DIRECTIONAL
+def test_rsample_gradient_of_loc_is_finite_and_tangential(family, device):
     for dtype in (torch.bfloat16, torch.float32):
         loc = directions(64, 3, dtype=dtype, device=device).requires_grad_()
         scale = torch.logspace(-3, 4, 64, device=device).to(dtype).requires_grad_()
-        x = PowerSpherical(loc, scale).rsample((100,))
+        x = family(loc, scale).rsample((100,))
         assert x.dtype == dtype
         x.square().mean(0)[..., 0].sum().backward()
         assert loc.grad.isfinite().all()
@@ -244,12 +247,16 @@ def test_rsample_gradient_of_loc_is_finite_and_tangential(device):
         assert (radial <= 4 * torch.finfo(dtype).eps * loc.grad.norm(dim=-1) + torch.finfo(dtype).eps).all()
 
 
-def test_von_mises_fisher_draws_have_no_gradient():
-    p = VonMisesFisher(directions(3).requires_grad_(), 2.0)
-    assert not p.has_rsample
+@DIRECTIONAL
+def test_rsample_is_differentiable_once(family):
+    """A second derivative is refused: it would lack what the draw itself contributes."""
+    k = torch.tensor(2.0, requires_grad=True)
+    p = family(directions(3, dtype=torch.float32), k)
+    assert p.has_rsample
     assert not p.sample().requires_grad
-    with pytest.raises(NotImplementedError):
-        p.rsample()
+    (slope,) = torch.autograd.grad(p.rsample()[0], k, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(slope, k)
 
 
 PAIRS = [

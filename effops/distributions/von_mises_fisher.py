@@ -27,11 +27,12 @@ class VonMisesFisher(Directional):
         concentration: k, of shape `(*S)` or a number, not negative; at 0 the distribution is uniform
 
     The batch shape is that to which `L` and `S` broadcast. The event shape is `(D,)`. `log_prob` is
-    `effops.von_mises_fisher_log_prob`: it needs no memory for the pairs of values and components. `sample` works by
-    rejection and has no gradients. There is no `rsample`. `variance` is that of each coordinate, `(*batch, D)`, and
-    `covariance` the matrix `(*batch, D, D)`. Vectors
-    have the dtype of loc, and `entropy` has that of concentration. `kl_divergence` has a closed form to VonMisesFisher
-    and HypersphericalUniform, and from PowerSpherical and HypersphericalUniform.
+    `effops.von_mises_fisher_log_prob`: it needs no memory for the pairs of values and components. `rsample` is
+    differentiable in loc and concentration, once: draws are by rejection, and their gradient is implicit, by quadrature
+    of the distribution function of the angle. For backward it saves the concentration and one number per draw beside
+    what directions need. `variance` is that of each coordinate, `(*batch, D)`, and `covariance` the matrix
+    `(*batch, D, D)`. Vectors have the dtype of loc, and `entropy` has that of concentration. `kl_divergence` has a
+    closed form to VonMisesFisher and HypersphericalUniform, and from PowerSpherical and HypersphericalUniform.
 
     A concentration `(B, 1)` beside a loc `(B, D)` gives a batch `(B, B)`: a UserWarning says so, once.
     With validation, which is torch's, a loc in float64 that was normalised in float32 is normalised again.
@@ -43,16 +44,17 @@ class VonMisesFisher(Directional):
     Example:
         >>> loc = torch.nn.functional.normalize(torch.randn(4, 3), dim=-1)
         >>> p = effops.distributions.VonMisesFisher(loc, 10.0)
-        >>> p.log_prob(p.sample((1000,))).shape
+        >>> p.log_prob(p.rsample((1000,))).shape
         torch.Size([1000, 4])
         >>> torch.distributions.kl_divergence(p, effops.distributions.HypersphericalUniform(3))
         tensor([1.9957, 1.9957, 1.9957, 1.9957])
 
     Source: Mardia & Jupp 2000, Directional Statistics, section 9.3.2; Wood 1994, Simulation of the von Mises Fisher
-    distribution.
+    distribution; Figurnov, Mohamed & Mnih 2018, Implicit Reparameterization Gradients, arXiv:1805.08498.
     """
 
     arg_constraints: ClassVar[dict[str, Constraint]] = {"loc": unit_vector, "concentration": nonnegative}
+    has_rsample = True
     concentration: Tensor
     _concentration_name = "concentration"
     _family: ClassVar[ModuleType] = von_mises_fisher
@@ -61,8 +63,7 @@ class VonMisesFisher(Directional):
     def __init__(self, loc: Tensor, concentration: Tensor | float, validate_args: bool | None = None) -> None:
         super().__init__(loc, concentration, validate_args)
 
-    @torch.no_grad()
-    def sample(self, sample_shape: _size = ()) -> Tensor:
+    def rsample(self, sample_shape: _size = ()) -> Tensor:
         return self._sample(sample_shape)
 
     def _mean_cosine(self) -> tuple[Tensor, Tensor]:
