@@ -5,6 +5,7 @@ import doctest
 import io
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -94,6 +95,52 @@ def test_variance_along_a_coordinate_keeps_its_digits(family, device):
     torch.testing.assert_close(first, expected, rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("dimension", [2, 3, 8])
+def test_marginal_t_is_the_law_of_the_cosine(dimension, device):
+    scale = torch.tensor([0.0, 0.7, 40.0], dtype=torch.float64, device=device, requires_grad=True)
+    p = PowerSpherical(directions(dimension, device=device), scale)
+    marginal = p.marginal_t
+    assert (marginal.batch_shape, marginal.event_shape) == ((3,), ())
+    assert marginal.expand([2, 3]).sample((5,)).shape == (5, 2, 3)
+    t = marginal.rsample((20000,))
+    assert t.requires_grad
+    assert_mean(t.detach(), p._mean_cosine()[0].detach())
+    assert_mean((p.sample((20000,)) * p.loc).sum(-1), marginal.mean.detach())
+    torch.testing.assert_close(marginal.variance, p._variances()[0])
+    assert torch.equal(marginal.stddev, marginal.variance.sqrt())
+    assert_mean(-marginal.log_prob(t.detach()).detach(), marginal.entropy().detach())
+    if dimension == 2:
+        with pytest.raises(NotImplementedError, match="use marginal_t"):
+            _ = p.base_dist
+        return
+    base = p.base_dist
+    assert base.marginal_t.base_dist.concentration1.tolist() == (scale + (dimension - 1) / 2).tolist()
+    assert (base.marginal_s.batch_shape, base.marginal_s.event_shape) == ((3,), (dimension - 1,))
+    area_ratio = (dimension - 3) / 2 * torch.log1p(-(t.detach() ** 2))  # of a circle of latitude
+    x = base.marginal_s.sample()
+    polar = p.marginal_t.log_prob(t.detach()) + base.marginal_s.log_prob(x) - area_ratio
+    x = directions(20000, 1, dimension, device=device)
+    x = x - (x * p.loc).sum(-1, keepdim=True) * p.loc
+    x = x / x.norm(dim=-1, keepdim=True) * (1 - t.detach() ** 2).sqrt().unsqueeze(-1) + t.detach().unsqueeze(-1) * p.loc
+    x = torch.nn.functional.normalize(x, dim=-1)  # its rounding, which a small sine enlarged
+    torch.testing.assert_close(polar, p.log_prob(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", [PowerSpherical, VonMisesFisher, HypersphericalUniform])
+@pytest.mark.parametrize("dimension", [2, 3, 8])
+def test_covariance(family, dimension, device):
+    """Against draws; and its diagonal keeps the digits of the variance along loc."""
+    loc = directions(2, dimension, device=device)
+    p = make(family, loc, torch.tensor([[0.0], [0.7], [40.0]], dtype=torch.float64, device=device))
+    x = p.sample((20000,))
+    away = x - p.mean
+    assert p.covariance.shape == (*p.batch_shape, dimension, dimension)
+    assert_mean(away.unsqueeze(-1) * away.unsqueeze(-2), p.covariance)
+    narrow = make(family, torch.eye(dimension, device=device)[0], 1e5)
+    assert torch.equal(narrow.covariance.diagonal(dim1=-2, dim2=-1), narrow.variance)
+    assert torch.equal(p.covariance, p.covariance.mT)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @DIRECTIONAL
 @pytest.mark.parametrize("dimension", DIMENSIONS)
@@ -150,16 +197,17 @@ def test_zero_noise_gives_a_direction(monkeypatch):
     ("dtype", "scale"), [(torch.float64, 0.3), (torch.float64, 40.0), (torch.float32, 1e6)], ids=str
 )
 @pytest.mark.parametrize("dimension", [2, 3, 8])
-def test_rsample_gradients_are_those_of_the_expectations(dimension, dtype, scale, device):
+@DIRECTIONAL
+def test_rsample_gradients_are_those_of_the_expectations(family, dimension, dtype, scale, device):
     """E x_i and E x_i^2, by scale and, within the tangent space, by loc: at e_1, -e_1, where loc_1 = 0, elsewhere."""
     eye, count = torch.eye(dimension, dtype=dtype, device=device), 8000
     loc = torch.stack([eye[0], -eye[0], eye[1], directions(dimension, dtype=dtype, device=device)])
     exact_loc = torch.nn.functional.normalize(loc.double(), dim=-1).requires_grad_()
     exact_scale = torch.full((4,), scale, dtype=torch.float64, device=device, requires_grad=True)
-    exact = PowerSpherical(exact_loc, exact_scale)
+    exact = family(exact_loc, exact_scale)
     many_loc = loc.expand(count, -1, -1).clone().requires_grad_()
     many_scale = torch.full((count, 4), scale, dtype=dtype, device=device, requires_grad=True)
-    x = PowerSpherical(many_loc, many_scale).rsample()
+    x = family(many_loc, many_scale).rsample()
     assert x.requires_grad
     roundoff = torch.finfo(dtype).eps
     for value, expected in ((x, exact.mean), (x**2, exact.variance + exact.mean**2)):
@@ -172,23 +220,25 @@ def test_rsample_gradients_are_those_of_the_expectations(dimension, dtype, scale
             assert_mean(dscale.double(), exact_dscale, 8 * roundoff * dscale.double().abs().mean(0))
 
 
+@DIRECTIONAL
 @pytest.mark.parametrize("first", [1.0, 1e-3, -1e-3, -1.0])
-def test_rsample_has_the_gradient_of_its_path(first):
+def test_rsample_has_the_gradient_of_its_path(family, first):
     """The same noise at a loc nearby, on one side of loc_1 = 0: beyond, the reflection is another."""
     raw = torch.tensor([first, 0, math.sqrt(1 - first**2)], dtype=torch.float64, requires_grad=True)
 
     def draw(raw):
         torch.manual_seed(1)
-        return PowerSpherical(torch.nn.functional.normalize(raw, dim=-1), 3.0).rsample((4,))
+        return family(torch.nn.functional.normalize(raw, dim=-1), 3.0).rsample((4,))
 
     assert torch.autograd.gradcheck(draw, raw)
 
 
-def test_rsample_gradient_of_loc_is_finite_and_tangential(device):
+@DIRECTIONAL
+def test_rsample_gradient_of_loc_is_finite_and_tangential(family, device):
     for dtype in (torch.bfloat16, torch.float32):
         loc = directions(64, 3, dtype=dtype, device=device).requires_grad_()
         scale = torch.logspace(-3, 4, 64, device=device).to(dtype).requires_grad_()
-        x = PowerSpherical(loc, scale).rsample((100,))
+        x = family(loc, scale).rsample((100,))
         assert x.dtype == dtype
         x.square().mean(0)[..., 0].sum().backward()
         assert loc.grad.isfinite().all()
@@ -197,12 +247,16 @@ def test_rsample_gradient_of_loc_is_finite_and_tangential(device):
         assert (radial <= 4 * torch.finfo(dtype).eps * loc.grad.norm(dim=-1) + torch.finfo(dtype).eps).all()
 
 
-def test_von_mises_fisher_draws_have_no_gradient():
-    p = VonMisesFisher(directions(3).requires_grad_(), 2.0)
-    assert not p.has_rsample
+@DIRECTIONAL
+def test_rsample_is_differentiable_once(family):
+    """A second derivative is refused: it would lack what the draw itself contributes."""
+    k = torch.tensor(2.0, requires_grad=True)
+    p = family(directions(3, dtype=torch.float32), k)
+    assert p.has_rsample
     assert not p.sample().requires_grad
-    with pytest.raises(NotImplementedError):
-        p.rsample()
+    (slope,) = torch.autograd.grad(p.rsample()[0], k, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(slope, k)
 
 
 PAIRS = [
@@ -270,17 +324,97 @@ def test_kl_divergence_that_is_not_closed_or_makes_no_sense(device):
         kl_divergence(p, HypersphericalUniform(4))
 
 
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda family: family.__name__)
+def test_kl_divergence_checks_shapes_first(first, second):
+    """The vectors of 3 and 4 coordinates once met in einsum, whose error came instead."""
+    p = make(first, directions(2, 3), torch.ones(2).double())
+    with pytest.raises(ValueError, match=r"kl_divergence: p and q must have one event shape; got \(3,\) and \(4,\)"):
+        kl_divergence(p, make(second, directions(4), 2.0))
+    with pytest.raises(ValueError, match=r"batch shapes of p and q must broadcast; got \(2,\) and \(5,\)"):
+        kl_divergence(p.expand([2]), make(second, directions(3), 2.0).expand([5]))
+
+
 @DIRECTIONAL
 def test_moments_have_gradients(family):
     k = torch.tensor([0.2, 40.0], dtype=torch.float64, requires_grad=True)
     loc = directions(2, 3).requires_grad_()
-    for statistic in ("mean", "variance", "entropy"):
+    for statistic in ("mean", "variance", "covariance", "entropy"):
 
         def value(loc, k, statistic=statistic):
             result = getattr(family(loc, k, validate_args=False), statistic)
             return result() if callable(result) else result
 
         assert torch.autograd.gradcheck(value, (loc, k))
+
+
+@DIRECTIONAL
+def test_a_column_of_concentrations_warns_once(family):
+    """A head that ends in one unit gives (B, 1). The batch was then (B, B), silently."""
+    distributions.directional._warn_of_pairs.cache_clear()
+    loc, name = directions(4, 3, dtype=torch.float32), family._concentration_name
+    with pytest.warns(
+        UserWarning, match=rf"{family.__name__}: `{name}` .*batch \(B, B\).*{name}\.squeeze\(-1\)"
+    ) as caught:
+        assert family(loc, torch.ones(4, 1)).batch_shape == (4, 4)
+    assert [warning.filename for warning in caught] == [__file__]
+    distributions.directional._warn_of_pairs.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for scale in (torch.ones(4), torch.ones(5, 1), torch.ones(()), torch.ones(1)):
+            family(loc, scale)
+        assert family(loc.unsqueeze(-3), torch.ones(4, 1)).batch_shape == (4, 4)
+        family(loc[:1], torch.ones(1, 1))
+        OPS[family](loc, torch.ones(4, 1), loc)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            family(loc, torch.ones(4, 1))
+    assert len(caught) == 1
+
+
+@DIRECTIONAL
+@pytest.mark.parametrize("dimension", [2, 3, 128, 512])
+def test_loc_that_float32_normalised_and_float64_checks(family, dimension, device):
+    narrow = directions(50, dimension, dtype=torch.float32, device=device)
+    loc = narrow.double().requires_grad_()
+    p = family(loc, torch.full((50,), 1e5, dtype=torch.float64, device=device))
+    assert unit_vector.check(p.loc).all()
+    torch.testing.assert_close(p.loc, loc, rtol=0, atol=1e-6)
+    x = p.sample()
+    for value in (p.log_prob(x), p.log_prob(-p.loc.detach())):  # the antipode, beyond float64's rounding, was NaN
+        assert value.isfinite().all()
+    exact = torch.nn.functional.normalize(loc, dim=-1)
+    assert torch.equal(p.log_prob(x), OPS[family](p.loc, p._parameters[1], x))
+    torch.testing.assert_close(p.log_prob(x), OPS[family](exact, p._parameters[1], x), rtol=1e-10, atol=1e-10 * 1e5)
+    (dloc,) = torch.autograd.grad(p.log_prob(x).sum(), loc)
+    assert ((dloc * loc).sum(-1).abs() <= 1e-6 * dloc.norm(dim=-1)).all()
+    with pytest.raises(ValueError, match="loc"):
+        family(1.0001 * loc.detach(), 1.0)
+    unit = directions(dimension, device=device)
+    assert family(unit, 1.0).loc is unit
+    assert torch.equal(family(loc, 1.0, validate_args=False).loc, loc)
+
+
+@DIRECTIONAL
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_at_zero_all_is_uniform(family, dimension, device):
+    """The package's scale 0 was refused."""
+    zero = torch.zeros(3, dtype=torch.float64, device=device, requires_grad=True)
+    p, uniform = (
+        family(directions(3, dimension, device=device), zero),
+        make(HypersphericalUniform, directions(dimension), 0),
+    )
+    x = p.sample((4000,))
+    torch.testing.assert_close(p.log_prob(x).cpu(), uniform.log_prob(x.cpu()))
+    torch.testing.assert_close(p.entropy().cpu(), uniform.entropy().expand(3))
+    torch.testing.assert_close(p.variance, torch.full_like(p.variance, 1 / dimension))
+    assert torch.equal(p.mean, torch.zeros_like(p.mean))
+    torch.testing.assert_close(kl_divergence(p, uniform).cpu(), torch.zeros(3).double())
+    assert_mean(x, 0.0)
+    assert_mean(x**2, 1 / dimension)
+    for value in (p.log_prob(-p.loc), p.entropy(), p.mean, p.variance):  # at the antipode too
+        (slope,) = torch.autograd.grad(value.sum(), zero)
+        assert slope.isfinite().all()
 
 
 def test_von_mises_fisher_at_zero_is_uniform(device):
@@ -373,7 +507,7 @@ def test_arguments_are_validated(family):
         p.log_prob(loc[:, :2])
     assert p.expand([2, 4])._validate_args
     assert not family(loc, 1.0, validate_args=False).expand([4])._validate_args
-    family(loc, 0.0 if family is VonMisesFisher else 1e-30)
+    family(loc, 0.0)
     with pytest.raises(ValueError, match=f"{family.__name__}: batch shapes must broadcast; got loc .4,. .*{name} .3,."):
         family(loc, torch.ones(3))
     with pytest.raises(ValueError, match="at least 2"):
@@ -416,6 +550,11 @@ def test_hyperspherical_uniform(device):
         assert torch.equal(p.log_prob(x), -p.entropy().expand(4000))
         assert_mean(x, p.mean)
         assert_mean(x**2, p.variance)
+    named = HypersphericalUniform(dim=3, device=device, dtype=torch.float64, validate_args=False)
+    in_order = HypersphericalUniform(3, device, torch.float64, False)  # of the package power_spherical
+    assert repr(named) == repr(in_order) == "HypersphericalUniform(dim: 3, batch_shape: torch.Size([]))"
+    assert named.dim == 3
+    assert in_order.sample().dtype == torch.float64
     wide = HypersphericalUniform(3).expand([2, 1]).expand([2, 4])
     assert wide.batch_shape == (2, 4)
     assert wide.rsample((5,)).shape == (5, 2, 4, 3)
@@ -502,7 +641,7 @@ def test_a_mixture_takes_the_parameters_as_they_were_given(monkeypatch):
         seen.update(weights=log_weights.shape, loc=loc.shape, scale=scale.shape, x=x.shape, dim=dim)
         return torch.zeros(x.shape[:-2])
 
-    monkeypatch.setitem(distributions._MIXTURE_OPS, PowerSpherical, op)
+    monkeypatch.setitem(distributions.mixture._MIXTURE_OPS, PowerSpherical, op)
     loc = directions(3, dtype=torch.float32)
     mixture = Mixture(Categorical(torch.ones(4)), PowerSpherical(loc, torch.ones(4)))
     mixture.log_prob(mixture.sample((7,)))
@@ -537,9 +676,10 @@ def test_mixture_says_what_it_takes():
 
 
 def test_examples_of_the_docstrings():
-    found = doctest.testmod(distributions, extraglobs={"torch": torch, "effops": effops})
-    assert found.attempted >= 10
-    assert found.failed == 0
+    modules = [getattr(distributions, name) for name in ("mixture", "power_spherical", "uniform", "von_mises_fisher")]
+    found = [doctest.testmod(module, extraglobs={"torch": torch, "effops": effops}) for module in modules]
+    assert sum(one.attempted for one in found) >= 10
+    assert not any(one.failed for one in found)
 
 
 def test_leaves_can_be_copied():

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from effops.blocks.dots import DotMap
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp
 from effops.numerics.directions import directions_at_angle
+from effops.numerics.quantiles import angle_slope
 from effops.numerics.special import bessel_ratio, log_vmf_normaliser
 from effops.ops.densities.directional import Directional
 from effops.ops.densities.log_prob import LogProb
@@ -94,15 +96,28 @@ class CosineMinusOne(DotMap):
 
 
 def draw(loc: Tensor, concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """A draw for each loc (..., D) and concentration (...), by rejection.
+    """A draw for each loc (..., D) and concentration (...), differentiable in both, once.
 
-    The proposal is tan(angle / 2)^2 = c up / down with two gamma variables. Wood's log acceptance ratio is
+    The draws are by rejection, which has no gradient. That by the concentration is implicit: it is the motion of the
+    angle that keeps the probability of a smaller one.
+
+    Sources: Wood 1994, Simulation of the von Mises Fisher distribution; Figurnov, Mohamed & Mnih 2018, Implicit
+    Reparameterization Gradients, arXiv:1805.08498.
+    """
+    ratio = _draw_ratio(concentration.detach(), loc.shape[-1], generator)
+    if concentration.requires_grad and torch.is_grad_enabled():
+        ratio = _Moving.apply(ratio, concentration, loc.shape[-1])
+    return directions_at_angle(loc, ratio, generator)
+
+
+def _draw_ratio(concentration: Tensor, dimension: int, generator: torch.Generator | None) -> Tensor:
+    """tan(angle / 2)^2 of a draw for each concentration.
+
+    The proposal is c up / down with two gamma variables. Wood's log acceptance ratio is
     k (w - w0) + d log((1 - w0 w) / (1 - w0^2)) with d = D - 1. It equals d (v + log(1 - v)), where nothing cancels at
     large k.
-
-    Source: Wood 1994, Simulation of the von Mises Fisher distribution.
     """
-    d = loc.shape[-1] - 1
+    d = dimension - 1
     c = d / (2 * concentration + torch.hypot(2 * concentration, concentration.new_full((), d)))
     ratio, missing = torch.empty_like(c), torch.ones_like(c, dtype=torch.bool)
     while missing.any():
@@ -112,7 +127,27 @@ def draw(loc: Tensor, concentration: Tensor, generator: torch.Generator | None =
         rejected = d * (v + torch.log1p(-v)) < torch.empty_like(v).uniform_(generator=generator).log()
         ratio[missing] = c_missing * up / down
         missing = missing.masked_scatter(missing, rejected)
-    return directions_at_angle(loc, ratio, generator)
+    return ratio
+
+
+class _Moving(torch.autograd.Function):
+    """The ratios tan(angle / 2)^2 as they are, with the gradient by the concentrations that `angle_slope` tells."""
+
+    @staticmethod
+    def forward(ratio: Tensor, concentration: Tensor, dimension: int) -> Tensor:
+        return ratio.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+        *tensors, ctx.dimension = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dratio: Tensor) -> tuple[None, Tensor, None]:
+        ratio, concentration = (saved.double() for saved in ctx.saved_tensors)
+        slope = angle_slope(ratio, concentration, ctx.dimension) * ratio.sqrt() * (1 + ratio)
+        return None, dratio * slope.to(dratio.dtype), None
 
 
 density = Directional(

@@ -1,0 +1,172 @@
+"""What distributions of directions about a mean direction share.
+
+A draw is x = t loc + sqrt(1 - t^2) w with w uniform and orthogonal to loc. Its mean is E[t] loc. Its covariance is
+var(t) loc loc^T + q (I - loc loc^T) with q = E[1 - t^2] / (D - 1). Normalisers and moments of t are computed in float64
+and rounded once, so that they are right at any concentration.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from effops.distributions.constraints import unit_vector
+from effops.numerics.directions import lengths
+from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
+from effops.numerics.shapes import broadcast_shapes
+from effops.pytorch import _size
+
+
+class Directional(Distribution):
+    """The part of a distribution with log density W(s) + s phi(<loc, x>) that does not depend on phi."""
+
+    support = unit_vector
+    _concentration_name: ClassVar[str]
+    _family: ClassVar[ModuleType]  # of `effops.ops.densities`
+    _log_prob: ClassVar[staticmethod[..., Tensor]]
+
+    def __init__(self, loc: Tensor, concentration: Tensor | float, validate_args: bool | None) -> None:
+        name = type(self).__name__
+        if not isinstance(loc, Tensor) or loc.dtype not in FLOATS:
+            got = loc.dtype if isinstance(loc, Tensor) else type(loc).__name__
+            raise TypeError(f"{name}: `loc` must be a real floating-point tensor; got {got}; convert it first")
+        if loc.ndim == 0 or loc.shape[-1] < 2:
+            raise ValueError(
+                f"{name}: the last dimension of `loc` must be at least 2, a circle; got {tuple(loc.shape)}; "
+                "put the coordinates of a direction into the last dimension"
+            )
+        if not isinstance(concentration, Tensor) or not concentration.is_floating_point():
+            concentration = torch.as_tensor(concentration, dtype=loc.dtype, device=loc.device)
+        try:
+            batch_shape = broadcast_shapes(loc.shape[:-1], concentration.shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), "
+                f"{self._concentration_name} {tuple(concentration.shape)}; unsqueeze the axes that should pair up"
+            ) from None
+        if loc.ndim > 1 and loc.shape[-2] > 1 and concentration.shape == (*loc.shape[:-1], 1):
+            _warn_of_pairs(name, self._concentration_name)
+        if self._validate_args if validate_args is None else validate_args:
+            loc = _lengthened(loc)
+        self._parameters = loc, concentration  # not expanded, so that an op makes no expanded gradients
+        self._expand_parameters(loc, concentration, batch_shape)
+        super().__init__(batch_shape, loc.shape[-1:], validate_args)
+
+    def _expand_parameters(self, loc: Tensor, concentration: Tensor, batch_shape: torch.Size) -> None:
+        self._batch_shape = batch_shape
+        self.loc = _expanded(loc, batch_shape + loc.shape[-1:])
+        setattr(self, self._concentration_name, _expanded(concentration, batch_shape))
+
+    def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
+        new = self.__new__(type(self)) if _instance is None else _instance
+        new.__dict__.update(self.__dict__)
+        new._expand_parameters(self.loc, getattr(self, self._concentration_name), torch.Size(batch_shape))
+        return new
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        log_prob = self._log_prob(*self._parameters, value)
+        return log_prob.expand(broadcast_shapes(value.shape[:-1], self._batch_shape))
+
+    def _sample(self, sample_shape: _size) -> Tensor:
+        shape = self._extended_shape(sample_shape)
+        loc, concentration = (parameter.to(arithmetic_dtype(self.loc.dtype)) for parameter in self._parameters)
+        loc = torch.nn.functional.normalize(loc, dim=-1)  # removes the error of its length in a narrow dtype
+        x: Tensor = self._family.draw(loc.expand(shape), concentration.expand(shape[:-1]))
+        return x.to(self.loc.dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._parameters[1].dtype
+
+    @property
+    def _dimension(self) -> int:
+        return self._event_shape[0]
+
+    @property
+    def _wide(self) -> Tensor:
+        """The concentration in float64."""
+        return self._parameters[1].double()
+
+    def _cross_entropy(self, gap: Tensor) -> Tensor:
+        """The expectation -E log p(x) for x of any distribution, which `gap` = -E phi(<loc, x>) tells."""
+        normaliser: Tensor = self._family.density.normaliser(self._wide, self._dimension)
+        return self._wide * gap - normaliser
+
+    def _mean_cosine(self) -> tuple[Tensor, Tensor]:
+        """The mean cosine E t, and 1 - E t."""
+        raise NotImplementedError
+
+    def _variances(self) -> tuple[Tensor, Tensor]:
+        """The variances of x along loc, var t, and across loc, E[1 - t^2] / (D - 1)."""
+        raise NotImplementedError
+
+    def _entropy(self) -> Tensor:
+        raise NotImplementedError
+
+    def _gap(self, direction: Tensor) -> Tensor:
+        """The expectation E[1 - <direction, x>] = 1 - E t + E t (1 - <direction, loc>)."""
+        length, rest = self._mean_cosine()
+        vectors = (torch.nn.functional.normalize(v.double(), dim=-1) for v in (direction, self._parameters[0]))
+        return rest + length * (1 - torch.einsum("...d,...d->...", *vectors))
+
+    @property
+    def mean(self) -> Tensor:
+        return self._mean_cosine()[0].to(self.loc.dtype).unsqueeze(-1) * self.loc
+
+    @property
+    def mode(self) -> Tensor:
+        return self.loc
+
+    @property
+    def variance(self) -> Tensor:
+        along, across = (variance.to(self.loc.dtype).unsqueeze(-1) for variance in self._variances())
+        return torch.lerp(across, along, self.loc**2)
+
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance matrix `(*batch, D, D)`. Its diagonal is `variance`, whose digits at large concentrations the
+        sum of the two parts would lose."""
+        along, across = self._variances()
+        outer = self.loc.unsqueeze(-1) * self.loc.unsqueeze(-2)
+        apart = (along - across).to(self.loc.dtype)[..., None, None] * outer
+        return torch.diagonal_scatter(apart, self.variance, dim1=-2, dim2=-1)
+
+    def entropy(self) -> Tensor:
+        return self._entropy().to(self._dtype).expand(self._batch_shape)
+
+
+@functools.cache  # so that it warns once, whatever the filters are
+def _warn_of_pairs(name: str, concentration_name: str) -> None:
+    warnings.warn(
+        f"{name}: `{concentration_name}` (B, 1) beside `loc` (B, D) gives a batch (B, B), every pair of the two; "
+        f"for one {concentration_name} a direction give (B,), as {concentration_name}.squeeze(-1); for every pair "
+        "give loc.unsqueeze(-3) and (B, 1). This warning comes once",
+        stacklevel=4,
+    )
+
+
+def _lengthened(loc: Tensor) -> Tensor:
+    """The directions, normalised in float64 where they are in float64, but of length 1 up to float32's rounding only.
+
+    Directions that a model has normalised in float32 are so. Any others are left for validation to judge.
+    """
+    if loc.dtype != torch.float64:
+        return loc
+    found, are_one = lengths(loc)
+    if are_one.all():
+        return loc  # itself, a leaf that autograd can copy
+    rounded = (found**2 - 1).abs() <= sphere_tolerance(loc.shape[-1], torch.float32, (torch.float32,))
+    return torch.where(rounded.unsqueeze(-1), loc / found.unsqueeze(-1), loc)
+
+
+def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """The tensor expanded to a shape. One of that shape is returned itself, so that autograd can copy a leaf."""
+    return tensor if tensor.shape == shape else tensor.expand(shape)

@@ -1,0 +1,52 @@
+"""The Kullback-Leibler divergences between distributions of directions, for `torch.distributions.kl_divergence`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions.kl import register_kl
+
+from effops.distributions.power_spherical import PowerSpherical
+from effops.distributions.uniform import HypersphericalUniform
+from effops.distributions.von_mises_fisher import VonMisesFisher
+from effops.numerics.shapes import broadcast_shapes
+from effops.numerics.special import digamma_ratio
+
+
+def _kl_divergence(p: Any, q: Any, cross_entropy: Callable[[], Tensor]) -> Tensor:
+    if p.event_shape != q.event_shape:
+        raise ValueError(
+            f"kl_divergence: p and q must have one event shape; got {tuple(p.event_shape)} and {tuple(q.event_shape)}; "
+            "a divergence needs directions of one dimension"
+        )
+    try:
+        batch_shape = broadcast_shapes(p.batch_shape, q.batch_shape)
+    except RuntimeError:
+        raise ValueError(
+            "kl_divergence: the batch shapes of p and q must broadcast; "
+            f"got {tuple(p.batch_shape)} and {tuple(q.batch_shape)}; unsqueeze the axes that should pair up"
+        ) from None
+    result = (cross_entropy() - p._entropy()).to(torch.promote_types(p._dtype, q._dtype))
+    return result.expand(batch_shape)
+
+
+def _kl_to_uniform(p: Any, q: HypersphericalUniform) -> Tensor:
+    return _kl_divergence(p, q, q._entropy)
+
+
+def _kl_to_von_mises_fisher(p: Any, q: VonMisesFisher) -> Tensor:
+    return _kl_divergence(p, q, lambda: q._cross_entropy(p._gap(q._parameters[0])))
+
+
+def _kl_uniform_to_power_spherical(p: HypersphericalUniform, q: PowerSpherical) -> Tensor:
+    zero = torch.zeros((), dtype=torch.float64, device=q.loc.device)
+    return _kl_divergence(p, q, lambda: q._cross_entropy(digamma_ratio(zero, q._b)))  # -E log((1 + t) / 2)
+
+
+for _p in (PowerSpherical, VonMisesFisher, HypersphericalUniform):
+    register_kl(_p, HypersphericalUniform)(_kl_to_uniform)
+    register_kl(_p, VonMisesFisher)(_kl_to_von_mises_fisher)
+register_kl(HypersphericalUniform, PowerSpherical)(_kl_uniform_to_power_spherical)

@@ -1,0 +1,122 @@
+"""Mixture: the fused ops of its components with the interface of `MixtureSameFamily`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Normal
+
+from effops.distributions.directional import Directional
+from effops.distributions.power_spherical import PowerSpherical
+from effops.distributions.von_mises_fisher import VonMisesFisher
+from effops.numerics.shapes import broadcast_shapes
+from effops.ops.densities import normal, power_spherical, von_mises_fisher
+from effops.pytorch import _size
+
+
+class Mixture(MixtureSameFamily):
+    """A `torch.distributions.MixtureSameFamily` that never holds the log densities of the components.
+
+        log p(x) = logsumexp_k(log weight_k + log p_k(x))
+
+    Args:
+        mixture_distribution: Categorical over the components, `(*B)`
+        component_distribution: PowerSpherical, VonMisesFisher or Independent(Normal, 1) of batch shape `(*B, K)`; the
+            two `B` broadcast
+
+    `log_prob` is the fused op of the components, for example `effops.power_spherical_mixture_log_prob`. `sample` draws
+    from the chosen components only. Both need memory for the values, not for each pair of value and component. Mean and
+    variance are torch's. There is no `rsample`.
+
+    Raises:
+        TypeError: another mixture distribution or component
+        ValueError: the numbers of components differ; with validation, which is torch's, a value outside the support
+
+    Example:
+        >>> loc = torch.nn.functional.normalize(torch.randn(4, 3), dim=-1)
+        >>> components = effops.distributions.PowerSpherical(loc, 10.0)
+        >>> p = effops.distributions.Mixture(torch.distributions.Categorical(torch.ones(4)), components)
+        >>> p.sample((1000,)).shape
+        torch.Size([1000, 3])
+    """
+
+    def __init__(
+        self,
+        mixture_distribution: Categorical,
+        component_distribution: Distribution,
+        validate_args: bool | None = None,
+    ) -> None:
+        if not isinstance(mixture_distribution, Categorical):
+            raise TypeError(
+                "Mixture: `mixture_distribution` must be a torch.distributions.Categorical; "
+                f"got {type(mixture_distribution).__name__}; build one from the weights"
+            )
+        _mixture_op(component_distribution)
+        shape, weights_shape = component_distribution.batch_shape, mixture_distribution.batch_shape
+        try:
+            *component_batch, count = shape
+            batch_shape = broadcast_shapes(weights_shape, component_batch)
+        except (RuntimeError, ValueError):
+            raise ValueError(
+                f"Mixture: `component_distribution` must have a batch shape (*B, K) that broadcasts with (*B) of "
+                f"`mixture_distribution`; got {tuple(shape)} and {tuple(weights_shape)}; put the components last"
+            ) from None
+        components = component_distribution.expand((*batch_shape, count))
+        super().__init__(mixture_distribution.expand(batch_shape), components, validate_args)
+
+    def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
+        return super().expand(batch_shape, self.__new__(type(self)) if _instance is None else _instance)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(x)
+        log_prob, parameters = _mixture_op(self.component_distribution)
+        log_weights = torch.log_softmax(self.mixture_distribution.logits, dim=-1)
+        return log_prob(log_weights, *parameters, self._pad(x), dim=-1)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: _size = ()) -> Tensor:
+        index = self.mixture_distribution.sample(sample_shape).unsqueeze(-1)
+        base = _base(self.component_distribution)
+        if isinstance(base, Normal):
+            return torch.normal(_chosen(base.loc, index), _chosen(base.scale, index))
+        concentration = getattr(base, base._concentration_name)
+        concentration = concentration.expand((*index.shape[:-1], -1)).gather(-1, index).squeeze(-1)
+        chosen: Directional = type(base)(_chosen(base.loc, index), concentration, validate_args=False)
+        return chosen._sample(())
+
+    def __repr__(self) -> str:
+        return f"Mixture(\n  {self.mixture_distribution},\n  {self.component_distribution})"
+
+
+def _chosen(vectors: Tensor, index: Tensor) -> Tensor:
+    """The vectors (*S, *B, D) that an index (*S, *B, 1) chooses from vectors (*B, K, D)."""
+    vectors = vectors.expand(index.shape[:-1] + vectors.shape[-2:])
+    index = index.unsqueeze(-1).expand(index.shape + vectors.shape[-1:])
+    return vectors.gather(-2, index).squeeze(-2)
+
+
+_MIXTURE_OPS = {
+    PowerSpherical: power_spherical.power_spherical_mixture_log_prob,
+    VonMisesFisher: von_mises_fisher.von_mises_fisher_mixture_log_prob,
+    Normal: normal.normal_mixture_log_prob,
+}
+
+
+def _base(components: Any) -> Any:
+    return components.base_dist if isinstance(components, Independent) else components
+
+
+def _mixture_op(components: Distribution) -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor]]:
+    """The fused op for mixtures of these components, and the parameters that it takes."""
+    base = _base(components)
+    if type(base) not in _MIXTURE_OPS or len(components.event_shape) != 1:
+        raise TypeError(
+            "Mixture: `component_distribution` must be PowerSpherical, VonMisesFisher or Independent(Normal, 1); "
+            f"got {components!r}; use torch.distributions.MixtureSameFamily"
+        )
+    parameters = base._parameters if isinstance(base, Directional) else (base.loc, base.scale)
+    return _MIXTURE_OPS[type(base)], parameters

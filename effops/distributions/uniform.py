@@ -1,0 +1,109 @@
+"""HypersphericalUniform: every direction alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.distributions.constraints import Constraint
+
+from effops.distributions.constraints import unit_vector
+from effops.numerics.directions import random_directions
+from effops.numerics.precision import arithmetic_dtype
+from effops.numerics.shapes import broadcast_shapes
+from effops.pytorch import _size
+
+
+class HypersphericalUniform(Distribution):
+    """The uniform distribution of directions.
+
+        log p(x) = lgamma(D / 2) - log 2 - D / 2 log pi
+
+    Args:
+        dim: D, the number of coordinates of a direction, at least 2
+        device, dtype: the device and dtype of draws; torch's defaults if None
+
+    The batch shape is empty (see `expand`), and the event shape is `(D,)`. `rsample` is the same as `sample`, since
+    there are no parameters. Arguments are named and ordered as in the package power_spherical.
+
+    Raises:
+        TypeError: `dim` is a tensor
+        ValueError: `dim` is below 2; with validation, which is torch's, a value outside the sphere
+
+    Example:
+        >>> p = effops.distributions.HypersphericalUniform(3)
+        >>> p.log_prob(p.sample((2,)))
+        tensor([-2.5310, -2.5310])
+    """
+
+    arg_constraints: ClassVar[dict[str, Constraint]] = {}
+    support = unit_vector
+    has_rsample = True
+
+    def __init__(
+        self,
+        dim: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        if isinstance(dim, Tensor):
+            raise TypeError("HypersphericalUniform: `dim` must be an integer; got a tensor; give loc.shape[-1]")
+        if dim < 2:
+            raise ValueError(
+                f"HypersphericalUniform: `dim` must be at least 2, a circle; got {dim}; "
+                "give the number of coordinates of a direction"
+            )
+        self.dim = dim
+        self._dtype = dtype or torch.get_default_dtype()
+        self._device = torch.get_default_device() if device is None else torch.device(device)
+        super().__init__(torch.Size(), torch.Size((dim,)), validate_args)
+
+    def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
+        new = self.__new__(type(self)) if _instance is None else _instance
+        new.__dict__.update(self.__dict__)
+        new._batch_shape = torch.empty(self._batch_shape, device="meta").expand(batch_shape).shape
+        return new
+
+    def __repr__(self) -> str:
+        return f"HypersphericalUniform(dim: {self.dim}, batch_shape: {self._batch_shape})"
+
+    def rsample(self, sample_shape: _size = ()) -> Tensor:
+        shape, arithmetic = self._extended_shape(sample_shape), arithmetic_dtype(self._dtype)
+        return random_directions(shape, dtype=arithmetic, device=self._device).to(self._dtype)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self._validate_args:
+            self._validate_sample(value)
+        shape = broadcast_shapes(value.shape[:-1], self._batch_shape)
+        return value.new_full(shape, -self._log_area, dtype=torch.promote_types(value.dtype, self._dtype))
+
+    @property
+    def _log_area(self) -> float:
+        return math.log(2) + 0.5 * self.dim * math.log(math.pi) - math.lgamma(0.5 * self.dim)
+
+    def _entropy(self) -> Tensor:
+        return torch.full((), self._log_area, dtype=torch.float64, device=self._device)
+
+    def _gap(self, direction: Tensor) -> Tensor:
+        """The expectation E[1 - <direction, x>]."""
+        return torch.ones((), dtype=torch.float64, device=self._device)
+
+    @property
+    def mean(self) -> Tensor:
+        return torch.zeros(self._batch_shape + self._event_shape, dtype=self._dtype, device=self._device)
+
+    @property
+    def variance(self) -> Tensor:
+        return torch.full_like(self.mean, 1 / self.dim)
+
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance matrix `(*batch, D, D)`."""
+        return torch.diag_embed(self.variance)
+
+    def entropy(self) -> Tensor:
+        return self._entropy().to(self._dtype).expand(self._batch_shape)
