@@ -365,7 +365,7 @@ def at_once(dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, 
 def gradients_at_once(
     dot_map: DotMap,
     plan: Plan,
-    operands: tuple[Tensor, Tensor, Tensor],
+    operands: Sequence[Tensor],
     dout: Tensor,
     arithmetic: torch.dtype,
     wanted: Sequence[bool],

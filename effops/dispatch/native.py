@@ -45,7 +45,7 @@ class Native(torch.autograd.Function):
             variables = _Variables.apply(
                 torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True), ctx.needs_input_grad, *tensors
             )
-            result = custom.forward(custom.split((*variables, *inputs[custom.count :])))
+            result: Tensor = custom.forward(custom.split((*variables, *inputs[custom.count :])))
             sources = [variable for variable in variables if variable.requires_grad]
             ctx.edges = get_gradient_edge(result), [get_gradient_edge(source) for source in sources]
         ctx.settings = tuple(inputs[custom.count :])

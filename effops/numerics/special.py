@@ -84,7 +84,8 @@ def log_gamma_ratio_by_quadrature(s: Tensor, b: float) -> Tensor:
 
 def digamma_ratio_by_quadrature(s: Tensor, b: float) -> Tensor:
     """`digamma_ratio` for s >= 0 in few operations: the integral of trigamma, within 2e-15 of itself."""
-    return torch.special.zeta(2.0, _points(s, b)) @ WEIGHTS.to(s.device).mul(b)
+    trigamma: Tensor = torch.special.zeta(2.0, _points(s, b))
+    return trigamma @ WEIGHTS.to(s.device).mul(b)
 
 
 def _points(s: Tensor, b: float) -> Tensor:
