@@ -73,7 +73,8 @@ class PowerSpherical(Directional):
     MultivariateNormal. In the package power_spherical it is the covariance matrix instead, here `covariance`. Vectors
     have the dtype of loc, and `entropy` has that of scale. `marginal_t` is the distribution of the cosine `<loc, x>`,
     and `base_dist` has it and that of the rest, as in the package. `kl_divergence` has a closed form to
-    HypersphericalUniform and VonMisesFisher, and from HypersphericalUniform.
+    HypersphericalUniform and VonMisesFisher, and from HypersphericalUniform; to PowerSpherical it has none,
+    and says so.
 
     A scale `(B, 1)` beside a loc `(B, D)` gives a batch `(B, B)`: a UserWarning says so, once.
     With validation, which is torch's, a loc in float64 that was normalised in float32 is normalised again.
