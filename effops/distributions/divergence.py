@@ -29,7 +29,7 @@ def _kl_divergence(p: Any, q: Any, cross_entropy: Callable[[], Tensor]) -> Tenso
             "kl_divergence: the batch shapes of p and q must broadcast; "
             f"got {tuple(p.batch_shape)} and {tuple(q.batch_shape)}; unsqueeze the axes that should pair up"
         ) from None
-    result = (cross_entropy() - p._entropy()).to(torch.promote_types(p._dtype, q._dtype))
+    result: Tensor = (cross_entropy() - p._entropy()).to(torch.promote_types(p._dtype, q._dtype))
     return result.expand(batch_shape)
 
 

@@ -27,7 +27,7 @@ class MarginalT(TransformedDistribution):
         scale: s, of shape `(*S)`, which is the batch shape; the event shape is empty
     """
 
-    arg_constraints: ClassVar[dict[str, Constraint]] = {"scale": nonnegative}
+    arg_constraints: ClassVar[dict[str, Constraint]] = {"scale": nonnegative}  # type: ignore[misc]
     base_dist: Beta
 
     def __init__(self, dim: int, scale: Tensor, validate_args: bool | None = None) -> None:
@@ -44,10 +44,12 @@ class MarginalT(TransformedDistribution):
 
     @property
     def variance(self) -> Tensor:
-        return 4 * self.base_dist.variance
+        variance: Tensor = 4 * self.base_dist.variance
+        return variance
 
     def entropy(self) -> Tensor:
-        return self.base_dist.entropy() + math.log(2)
+        entropy: Tensor = self.base_dist.entropy() + math.log(2)
+        return entropy
 
 
 class BaseDistributions(NamedTuple):
