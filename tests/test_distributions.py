@@ -324,6 +324,18 @@ def test_kl_divergence_that_is_not_closed_or_makes_no_sense(device):
         kl_divergence(p, HypersphericalUniform(4))
 
 
+@DIRECTIONAL
+def test_kl_divergence_to_power_spherical_says_what_to_do(family):
+    """The estimate that the error names has the gradients of p's parameters."""
+    k = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    p, q = family(directions(3), k), PowerSpherical(directions(3), 3.0)
+    with pytest.raises(NotImplementedError, match=rf"kl_divergence\({family.__name__}, PowerSpherical\).*rsample"):
+        kl_divergence(p, q)
+    x = p.rsample((1000,))
+    (p.log_prob(x) - q.log_prob(x)).mean(0).backward()
+    assert k.grad.isfinite()
+
+
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda family: family.__name__)
 def test_kl_divergence_checks_shapes_first(first, second):
     """The vectors of 3 and 4 coordinates once met in einsum, whose error came instead."""

@@ -29,7 +29,7 @@ def _kl_divergence(p: Any, q: Any, cross_entropy: Callable[[], Tensor]) -> Tenso
             "kl_divergence: the batch shapes of p and q must broadcast; "
             f"got {tuple(p.batch_shape)} and {tuple(q.batch_shape)}; unsqueeze the axes that should pair up"
         ) from None
-    result = (cross_entropy() - p._entropy()).to(torch.promote_types(p._dtype, q._dtype))
+    result: Tensor = (cross_entropy() - p._entropy()).to(torch.promote_types(p._dtype, q._dtype))
     return result.expand(batch_shape)
 
 
@@ -46,7 +46,17 @@ def _kl_uniform_to_power_spherical(p: HypersphericalUniform, q: PowerSpherical) 
     return _kl_divergence(p, q, lambda: q._cross_entropy(digamma_ratio(zero, q._b)))  # -E log((1 + t) / 2)
 
 
+def _no_kl_to_power_spherical(p: Any, q: PowerSpherical) -> Tensor:
+    name = type(p).__name__
+    raise NotImplementedError(
+        f"kl_divergence({name}, PowerSpherical) has no closed form for two mean directions, and is not computed by "
+        "quadrature; estimate it: x = p.rsample((1000,)); (p.log_prob(x) - q.log_prob(x)).mean(0)"
+    )
+
+
 for _p in (PowerSpherical, VonMisesFisher, HypersphericalUniform):
     register_kl(_p, HypersphericalUniform)(_kl_to_uniform)
     register_kl(_p, VonMisesFisher)(_kl_to_von_mises_fisher)
 register_kl(HypersphericalUniform, PowerSpherical)(_kl_uniform_to_power_spherical)
+for _p in (PowerSpherical, VonMisesFisher):
+    register_kl(_p, PowerSpherical)(_no_kl_to_power_spherical)

@@ -27,7 +27,7 @@ class MarginalT(TransformedDistribution):
         scale: s, of shape `(*S)`, which is the batch shape; the event shape is empty
     """
 
-    arg_constraints: ClassVar[dict[str, Constraint]] = {"scale": nonnegative}
+    arg_constraints: ClassVar[dict[str, Constraint]] = {"scale": nonnegative}  # type: ignore[misc]
     base_dist: Beta
 
     def __init__(self, dim: int, scale: Tensor, validate_args: bool | None = None) -> None:
@@ -44,10 +44,12 @@ class MarginalT(TransformedDistribution):
 
     @property
     def variance(self) -> Tensor:
-        return 4 * self.base_dist.variance
+        variance: Tensor = 4 * self.base_dist.variance
+        return variance
 
     def entropy(self) -> Tensor:
-        return self.base_dist.entropy() + math.log(2)
+        entropy: Tensor = self.base_dist.entropy() + math.log(2)
+        return entropy
 
 
 class BaseDistributions(NamedTuple):
@@ -73,7 +75,8 @@ class PowerSpherical(Directional):
     MultivariateNormal. In the package power_spherical it is the covariance matrix instead, here `covariance`. Vectors
     have the dtype of loc, and `entropy` has that of scale. `marginal_t` is the distribution of the cosine `<loc, x>`,
     and `base_dist` has it and that of the rest, as in the package. `kl_divergence` has a closed form to
-    HypersphericalUniform and VonMisesFisher, and from HypersphericalUniform.
+    HypersphericalUniform and VonMisesFisher, and from HypersphericalUniform; to PowerSpherical it has none,
+    and says so.
 
     A scale `(B, 1)` beside a loc `(B, D)` gives a batch `(B, B)`: a UserWarning says so, once.
     With validation, which is torch's, a loc in float64 that was normalised in float32 is normalised again.

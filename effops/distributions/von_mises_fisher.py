@@ -32,7 +32,8 @@ class VonMisesFisher(Directional):
     of the distribution function of the angle. For backward it saves the concentration and one number per draw beside
     what directions need. `variance` is that of each coordinate, `(*batch, D)`, and `covariance` the matrix
     `(*batch, D, D)`. Vectors have the dtype of loc, and `entropy` has that of concentration. `kl_divergence` has a
-    closed form to VonMisesFisher and HypersphericalUniform, and from PowerSpherical and HypersphericalUniform.
+    closed form to VonMisesFisher and HypersphericalUniform, and from PowerSpherical and HypersphericalUniform. To
+    PowerSpherical it has none, and says so.
 
     A concentration `(B, 1)` beside a loc `(B, D)` gives a batch `(B, B)`: a UserWarning says so, once.
     With validation, which is torch's, a loc in float64 that was normalised in float32 is normalised again.
