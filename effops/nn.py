@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from effops.dispatch.arguments import check_mask
 from effops.ops.attention.additive import additive_attention
@@ -23,7 +23,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     Args:
         embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: as PyTorch's
-        add_bias_kv, add_zero_attn: must be False
+        add_bias_kv, add_zero_attn: as PyTorch's: a learned key and value, and ones of 0, that all queries see; False
+            for log_sparse attention
         attention: the attention that each head computes
 
             fused       `effops.attention`, which never holds queries times keys by default
@@ -36,6 +37,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     `is_causal` it needs no attn_mask. Where an attn_mask is given too, `is_causal` is a hint, as in PyTorch.
     `need_weights` holds queries times keys. It is for fused and naive attention, where it is True unless it is given,
     and gives the weights before dropout. Other attention returns None for them, and raises ValueError if it is True.
+
+    Raises:
+        TypeError: a mask is no tensor, or of a dtype that is neither boolean nor floating-point
+        ValueError: arguments that do not go together; shapes that PyTorch's layer does not take either
+        NotImplementedError: the layer is compiled by `torch.jit.script`
 
     Example:
         >>> layer = effops.nn.MultiheadAttention(64, 8, batch_first=True)
@@ -64,9 +70,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> None:
         if attention not in KINDS:
             raise ValueError(f"MultiheadAttention: `attention` must be one of {', '.join(KINDS)}; got {attention!r}")
-        if add_bias_kv or add_zero_attn:
+        if (add_bias_kv or add_zero_attn) and attention == "log_sparse":
             raise ValueError(
-                "MultiheadAttention: `add_bias_kv` and `add_zero_attn` must be False; append the key and value outside"
+                "MultiheadAttention: `add_bias_kv` and `add_zero_attn` must be False if attention='log_sparse', whose "
+                "queries see keys by their distance; got True; choose another attention"
             )
         if dropout and attention in ("additive", "log_sparse"):
             raise ValueError(
@@ -78,6 +85,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             num_heads,
             dropout,
             bias,
+            add_bias_kv=add_bias_kv,
+            add_zero_attn=add_zero_attn,
             kdim=kdim,
             vdim=vdim,
             batch_first=batch_first,
@@ -96,6 +105,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, attention={self.attention!r}"
 
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        raise NotImplementedError(
+            "MultiheadAttention: torch.jit.script cannot compile the choice of an attention; got a layer with "
+            f"attention={self.attention!r}; use torch.compile or torch.export, or torch.nn.MultiheadAttention with its "
+            "state"
+        )
+
     def forward(
         self,
         query: Tensor,
@@ -110,6 +126,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Returns the result, and the weights of all pairs if they are needed."""
         holds_weights = self.attention in ("fused", "naive")
         need_weights = holds_weights if need_weights is None else need_weights
+        self._check_dims(query, key, value, key_padding_mask, attn_mask)
         batched = query.ndim == 3
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -117,13 +134,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         self._check(query, key, value, key_padding_mask, attn_mask)
+        keys = key.shape[-2]
         query, key, value = (self._heads(tensor) for tensor in self._projected(query, key, value))
         # With a mask, `is_causal` only hints that the mask is causal.
         causal = is_causal if attn_mask is None else False
-        if causal and (key_padding_mask is not None or self.attention == "additive"):
-            pairs = query.shape[-2], key.shape[-2]
+        if causal and (key_padding_mask is not None or self.attention == "additive" or key.shape[-2] > keys):
+            pairs = query.shape[-2], keys
             attn_mask, causal = torch.ones(pairs, dtype=torch.bool, device=query.device).triu(1), False
         mask = self._mask(key_padding_mask, attn_mask, query)
+        if mask is not None:  # the keys that the layer adds take part
+            mask = pad(mask, (0, key.shape[-2] - keys), value=mask.dtype == torch.bool)
         if need_weights and not holds_weights:
             raise ValueError(
                 f"MultiheadAttention: `need_weights` must be False if attention={self.attention!r}, which never holds "
@@ -139,6 +159,28 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return result.squeeze(0), None if weights is None else weights.squeeze(0)
         return result if self.batch_first else result.transpose(0, 1), weights
 
+    def _check_dims(
+        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Tensor | None
+    ) -> None:
+        """Raise unless all tensors have a batch axis, or none has."""
+        if query.ndim not in (2, 3):
+            raise ValueError(
+                "MultiheadAttention: `query` must have 3 dimensions, or 2 without a batch; got "
+                f"{tuple(query.shape)}; flatten its batch axes into one"
+            )
+        dims = {"key": (key, query.ndim), "value": (value, query.ndim), "key_padding_mask": (padding, query.ndim - 1)}
+        for name, (tensor, ndim) in dims.items():
+            if tensor is not None and tensor.ndim != ndim:
+                raise ValueError(
+                    f"MultiheadAttention: `{name}` must have {ndim} dimensions, as `query` {tuple(query.shape)} has "
+                    f"{query.ndim}; got {tuple(tensor.shape)}; give all tensors a batch axis, or none"
+                )
+        if mask is not None and mask.ndim not in (2, 3):
+            raise ValueError(
+                "MultiheadAttention: `attn_mask` must have the shape (queries, keys) or (batch * heads, queries, "
+                f"keys); got {tuple(mask.shape)}; give a mask of keys by name, as key_padding_mask"
+            )
+
     def _check(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Tensor | None) -> None:
         """Raise unless tensors (batch, length, features) and masks have the shapes and dtypes that the layer takes."""
         layer, batch, keys = "MultiheadAttention", query.shape[0], key.shape[-2]
@@ -152,6 +194,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                     f"{layer}: last dimension of `{name}` must be {size}, as the layer was made for; got "
                     f"{tensor.shape[-1]}; project it, or make a layer of its size"
                 )
+        if key.shape[0] != batch or value.shape[:2] != key.shape[:2]:
+            raise ValueError(
+                f"{layer}: `query`, `key` and `value` must have one batch size, `key` and `value` one length; got "
+                f"(batch, length) {tuple(query.shape[:2])}, {tuple(key.shape[:2])} and {tuple(value.shape[:2])}; "
+                "expand what all share; batch_first tells which axis is the batch"
+            )
         for name, given in (("key_padding_mask", padding), ("attn_mask", mask)):
             if given is not None:
                 check_mask(layer, name, given, "for what is left out")
@@ -160,11 +208,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 f"{layer}: `key_padding_mask` must have the shape (batch, keys) = {(batch, keys)}; got "
                 f"{tuple(padding.shape)}; give a mask of pairs by name, as attn_mask"
             )
-        heads = batch * self.num_heads
-        if mask is not None and mask.ndim != 2 and not (mask.ndim == 3 and mask.shape[0] == heads):
+        pairs = query.shape[-2], keys
+        per_head = (batch * self.num_heads, *pairs)
+        if mask is not None and mask.shape not in (pairs, per_head):
             raise ValueError(
-                f"{layer}: `attn_mask` must have the shape (queries, keys) or (batch * heads, queries, keys), with "
-                f"batch * heads = {heads}; got {tuple(mask.shape)}; repeat one mask a batch entry by "
+                f"{layer}: `attn_mask` must have the shape (queries, keys) = {pairs} or (batch * heads, queries, keys) "
+                f"= {per_head}; got {tuple(mask.shape)}; expand it to all pairs, and repeat one mask a batch entry by "
                 f"attn_mask.repeat_interleave({self.num_heads}, 0)"
             )
 
@@ -186,11 +235,20 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if self.has_one_projection and query is key and key is value:
-            return linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            query, key, value = linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            return query, self._extended(key, self.bias_k), self._extended(value, self.bias_v)
         separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         weights = self.in_proj_weight.chunk(3) if self.has_one_projection else separate
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return tuple(linear(*operands) for operands in zip((query, key, value), weights, biases))
+        query, key, value = (linear(*operands) for operands in zip((query, key, value), weights, biases))
+        return query, self._extended(key, self.bias_k), self._extended(value, self.bias_v)
+
+    def _extended(self, projected: Tensor, learned: Tensor | None) -> Tensor:
+        """Projected keys or values (batch, length, features) and those that the layer adds."""
+        one = (projected.shape[0], 1, projected.shape[2])
+        added = [] if learned is None else [learned.expand(one)]
+        added += [projected.new_zeros(one)] * self.add_zero_attn
+        return torch.cat((projected, *added), 1) if added else projected
 
     def _heads(self, projected: Tensor) -> Tensor:
         """The projected tensor as (batch, heads, length, head_dim)."""

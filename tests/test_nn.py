@@ -1,6 +1,7 @@
 """`effops.nn.MultiheadAttention` against PyTorch's layer, and inside PyTorch's models."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -32,8 +33,16 @@ def random(*shape, device, generator):
 @pytest.mark.parametrize("attention", ["fused", "naive"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"batch_first": True}, {"bias": False}, {"kdim": 7, "vdim": 9, "batch_first": True}],
-    ids=["time first", "batch first", "without bias", "other dimensions"],
+    [
+        {},
+        {"batch_first": True},
+        {"bias": False},
+        {"kdim": 7, "vdim": 9, "batch_first": True},
+        {"add_bias_kv": True},
+        {"add_zero_attn": True, "batch_first": True},
+        {"add_bias_kv": True, "add_zero_attn": True, "kdim": 7},
+    ],
+    ids=["time first", "batch first", "no bias", "other dimensions", "learned key", "zero key", "both keys"],
 )
 def test_is_a_drop_in(options, attention, device, generator):
     theirs, ours = layers(device, generator, attention=attention, **options)
@@ -62,7 +71,7 @@ def test_is_a_drop_in(options, attention, device, generator):
             torch.testing.assert_close(found, expected)
     torch.testing.assert_close(
         ours(*tensors, is_causal=True, need_weights=False)[0],
-        theirs(*tensors, attn_mask=excluded, is_causal=True, need_weights=False)[0],
+        theirs(*tensors, attn_mask=excluded, need_weights=False)[0],
     )
     torch.testing.assert_close(
         ours(*tensors, key_padding_mask=padding, is_causal=True, need_weights=False)[0],
@@ -145,7 +154,7 @@ def test_dropout_is_for_training(device, generator):
 def test_bad_arguments(device):
     for options, message in (
         ({"attention": "linear"}, "`attention` must be one of fused, naive, additive, log_sparse"),
-        ({"add_zero_attn": True}, "`add_bias_kv` and `add_zero_attn` must be False"),
+        ({"add_zero_attn": True, "attention": "log_sparse"}, "`add_bias_kv` and `add_zero_attn` must be False"),
         ({"dropout": 0.1, "attention": "additive"}, "`dropout` must be 0 if attention='additive'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -167,3 +176,41 @@ def test_layers_without_weights_of_all_pairs_return_none_for_them(attention, dev
     assert torch.equal(result, layer(x, x, x, need_weights=False)[0])
     with pytest.raises(ValueError, match=f"`need_weights` must be False if attention='{attention}'.*; got True"):
         layer(x, x, x, need_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "masks", "message"),
+    [
+        (((5, 3, EMBED), (7, EMBED), (7, EMBED)), {}, "`key` must have 3 dimensions, as `query`"),
+        (((5, EMBED), (7, 3, EMBED), (7, 3, EMBED)), {}, "`key` must have 2 dimensions, as `query`"),
+        (((5, EMBED), (7, EMBED), (7, 3, EMBED)), {}, "`value` must have 2 dimensions, as `query`"),
+        (((EMBED,), (EMBED,), (EMBED,)), {}, "`query` must have 3 dimensions, or 2 without a batch"),
+        (((2, 5, 3, EMBED),) * 3, {}, "`query` must have 3 dimensions, or 2 without a batch"),
+        (((5, 3, EMBED), (7, 2, EMBED), (7, 2, EMBED)), {}, "must have one batch size"),
+        (((5, 1, EMBED), (7, 3, EMBED), (7, 3, EMBED)), {}, "must have one batch size"),
+        (((5, 3, EMBED), (7, 3, EMBED), (6, 3, EMBED)), {}, "`key` and `value` one length"),
+        (((5, 3, EMBED), (7, 3, EMBED), (7, 3, EMBED)), {"attn_mask": (7,)}, "`attn_mask` must have the shape"),
+        (((5, 3, EMBED), (7, 3, EMBED), (7, 3, EMBED)), {"attn_mask": (1, 7)}, "`attn_mask` must have the shape"),
+        (((5, 3, EMBED), (7, 3, EMBED), (7, 3, EMBED)), {"attn_mask": (3, 5, 7)}, "`attn_mask` must have the shape"),
+        (((5, EMBED), (7, EMBED), (7, EMBED)), {"attn_mask": (1, 5, 7)}, "`attn_mask` must have the shape"),
+        (((5, 3, EMBED), (7, 3, EMBED), (7, 3, EMBED)), {"key_padding_mask": (7,)}, "must have 2 dimensions"),
+        (((5, 3, EMBED), (7, 3, EMBED), (7, 3, EMBED)), {"key_padding_mask": (1, 7)}, "shape (batch, keys) = (3, 7)"),
+        (((5, EMBED), (7, EMBED), (7, EMBED)), {"key_padding_mask": (1, 7)}, "must have 1 dimensions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_shapes_that_pytorch_refuses(shapes, masks, message, device, generator):
+    """Some of them broadcast, and would attend over other axes than meant."""
+    theirs, ours = layers(device, generator)
+    tensors = [random(*shape, device=device, generator=generator) for shape in shapes]
+    masks = {name: torch.zeros(shape, dtype=torch.bool, device=device) for name, shape in masks.items()}
+    with pytest.raises((AssertionError, RuntimeError)):
+        theirs(*tensors, **masks)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ours(*tensors, **masks)
+
+
+def test_a_scripted_model_is_refused(device, generator):
+    model = torch.nn.Sequential(layers(device, generator)[1])
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script cannot compile .* use torch\.compile"):
+        torch.jit.script(model)
