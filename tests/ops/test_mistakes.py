@@ -172,7 +172,7 @@ MISTAKES = {
     "a direction for its dimension": (
         lambda: effops.distributions.HypersphericalUniform(LOC[0]),
         TypeError,
-        "HypersphericalUniform: `dimension` must be an integer; got a tensor; give loc.shape[-1]",
+        "HypersphericalUniform: `dim` must be an integer; got a tensor; give loc.shape[-1]",
     ),
     "explain without arguments": (
         lambda: effops.explain(effops.power_spherical_log_prob),
