@@ -68,6 +68,11 @@ def check_dense(function: str, argument: str, tensor: Tensor) -> None:
         _check_subclass(function, argument, type(tensor))
 
 
+def is_causal_bias(cls: type) -> bool:
+    """Whether a class is that of PyTorch's masks that name a triangle and hold no values."""
+    return cls.__module__ == "torch.nn.attention.bias" and cls.__qualname__ == "CausalBias"
+
+
 def _check_subclass(function: str, argument: str, cls: type[Tensor]) -> None:
     """Raise if a class overrides PyTorch's functions: no variant asks it, and its values alone may mean nothing."""
     name = f"{cls.__module__}.{cls.__qualname__}"
@@ -80,11 +85,8 @@ def _check_subclass(function: str, argument: str, cls: type[Tensor]) -> None:
     ]
     if not overridden:
         return
-    if name == "torch.nn.attention.bias.CausalBias":
-        remedy = (
-            "use is_causal=True for causal_upper_left, if the function has it, or a boolean mask: "
-            "torch.ones(queries, keys, dtype=torch.bool).tril(), and .tril(keys - queries) for causal_lower_right"
-        )
+    if is_causal_bias(cls):
+        remedy = "give it as attn_mask of an attention of effops, or give is_causal=True or a boolean mask"
     elif "__torch_dispatch__" in overridden:
         remedy = "use the plain tensor that it stands for"
     else:

@@ -417,13 +417,51 @@ def test_fake_tensors_are_taken(op, generator):
     assert result.shape == expected.shape
 
 
+def attended(op, generator, queries, keys):
+    """The tensor arguments of an attention over so many queries and keys, by name."""
+    shapes = {"query": (2, queries, 4), "key": (2, keys, 4), "value": (2, keys, 3), "weight": (4,)}
+    names = [name for name in op.core_dims if name in shapes]
+    return {name: torch.randn(shapes[name], generator=generator).requires_grad_() for name in names}
+
+
 @pytest.mark.parametrize("op", MASKED, ids=lambda op: op.name)
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
-def test_a_causal_bias_is_refused(op, bias, generator):
-    named = tensors(op, generator, "attn_mask")
-    with_bias = named | {"attn_mask": bias(*named["attn_mask"].shape)}
-    refused(op, with_bias, "attn_mask", "__torch_function__", "use is_causal=True for causal_upper_left")
-    refused(op, with_bias, "attn_mask", "__torch_function__", "torch.ones(queries, keys, dtype=torch.bool).tril()")
+def test_a_causal_bias_is_is_causal(op, bias, generator):
+    """Of every variant, since the call has no mask then; with gradients, and on shared heads."""
+    for queries, keys in [(5, 5), (4, 7), (7, 4)] if bias is causal_upper_left else [(5, 5)]:
+        named = attended(op, generator, queries, keys)
+        call = op.prepare(**named, attn_mask=bias(queries, keys))
+        assert (call.is_causal, call.masked, call.mask.numel()) == (True, False, 0)
+        found, expected = (
+            op.function(**named, attn_mask=mask)
+            for mask in (bias(queries, keys), torch.ones(queries, keys, dtype=torch.bool).tril())
+        )
+        torch.testing.assert_close(found, expected)
+        dout = torch.where(expected.isfinite(), torch.ones_like(expected), 0)
+        for one, other in zip(*(torch.autograd.grad(out, named.values(), dout) for out in (found, expected))):
+            torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match=r"must be a CausalBias of \(queries, keys\)"):
+        op.function(**named, attn_mask=bias(queries + 1, keys))
+
+
+@pytest.mark.parametrize("op", MASKED, ids=lambda op: op.name)
+def test_a_causal_bias_of_another_corner_is_refused(op, generator):
+    named = attended(op, generator, 4, 7)
+    with pytest.raises(
+        NotImplementedError, match=r"causal_lower_right .*got 4 queries, 7 keys; .*tril\(keys - queries\)"
+    ):
+        op.function(**named, attn_mask=causal_lower_right(4, 7))
+
+
+def test_a_causal_bias_and_other_arguments(generator):
+    query, key = (torch.randn(2, heads, 5, 4, generator=generator) for heads in (4, 2))
+    found = effops.attention(query, key, key, causal_lower_right(5, 5), enable_gqa=True)
+    assert torch.equal(found, effops.attention(query, key, key, is_causal=True, enable_gqa=True))
+    with pytest.raises(ValueError, match="`is_causal` and `attn_mask` exclude each other"):
+        effops.attention(query, query, query, causal_upper_left(5, 5), is_causal=True)
+    layer = effops.nn.MultiheadAttention(4, 2)
+    with pytest.raises(TypeError, match="give it as attn_mask of an attention of effops"):
+        layer(*[torch.randn(5, 4)] * 3, attn_mask=causal_upper_left(5, 5))
 
 
 def test_a_refused_subclass_is_named_when_compiled():

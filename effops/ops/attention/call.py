@@ -16,7 +16,7 @@ from torch import Tensor
 
 from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
-from effops.dispatch.arguments import check_devices, check_mask, check_operand
+from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias
 from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, wider
 from effops.numerics.shapes import broadcast_shapes
@@ -190,6 +190,8 @@ def prepare(
         check_operand(function, name, tensor, dims=2 if name in ("query", "key", "value") else 1)
     query, key, *others = scored.values()
     pairs = query.shape[-2], key.shape[-2]
+    if is_causal_bias(type(attn_mask)) and not is_causal:
+        attn_mask, is_causal = None, _is_diagonal_causal(function, attn_mask, pairs)
     if attn_mask is not None:
         _check_mask(function, attn_mask, is_causal, pairs)
     check_devices(function, **tensors, **({} if attn_mask is None else {"attn_mask": attn_mask}))
@@ -271,6 +273,8 @@ def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
             f"`value`; got {heads}, {shared} and {value.shape[-3]}; repeat heads, or transpose"
         )
     group = heads // shared
+    if is_causal_bias(type(mask)):
+        return query.unflatten(-3, (shared, group)), key.unsqueeze(-3), value.unsqueeze(-3), mask
     if mask is not None:
         check_mask("attention", "attn_mask", mask, "for pairs that take part")
     if mask is not None and mask.ndim >= 3:
@@ -285,6 +289,22 @@ def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+
+
+def _is_diagonal_causal(function: str, bias: Any, pairs: tuple[int, int]) -> bool:
+    """True, for a bias of PyTorch's that says what `is_causal` says; raises for another one."""
+    if (bias.seq_len_q, bias.seq_len_kv) != pairs:
+        raise ValueError(
+            f"{function}: `attn_mask` must be a CausalBias of (queries, keys) = {pairs}; got one of "
+            f"{(bias.seq_len_q, bias.seq_len_kv)}; make it for these lengths"
+        )
+    if bias.variant.name == "LOWER_RIGHT" and pairs[0] != pairs[1]:
+        raise NotImplementedError(
+            f"{function}: causal_lower_right needs as many queries as keys, where it is is_causal=True; got "
+            f"{pairs[0]} queries, {pairs[1]} keys; give a boolean mask: "
+            "torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)"
+        )
+    return True
 
 
 def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, int]) -> None:

@@ -54,7 +54,7 @@ def attention_scores(
         key: `(*batch, S, D)`; batch axes, heads among them, broadcast
         attn_mask: broadcasts to the result `(*batch, L, S)`; booleans are True for pairs that take part, and other
             pairs score -inf; numbers are added, so that zeros and ones exclude nothing (`effops.validate()` raises for
-            them)
+            them); `torch.nn.attention.bias.causal_upper_left` is `is_causal`
         is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
         scale: `1 / sqrt(D)` if None
         variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
@@ -128,7 +128,8 @@ def attention(
         key: `(*batch, S, D)`
         value: `(*batch, S, V)`; batch axes, heads among them, broadcast
         attn_mask: broadcasts to `(*batch, L, S)`; booleans are True for pairs that take part; numbers are added to the
-            scores, so that zeros and ones exclude nothing (`effops.validate()` raises for them)
+            scores, so that zeros and ones exclude nothing (`effops.validate()` raises for them);
+            `torch.nn.attention.bias.causal_upper_left` is `is_causal`
         dropout_p: the probability to drop a weight; the others are scaled by 1 / (1 - dropout_p). PyTorch's seed and
             the variant determine which weights are dropped
         is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
