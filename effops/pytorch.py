@@ -24,7 +24,12 @@ from torch._C._autograd import (
     _saved_tensors_hooks_enable,
     _saved_tensors_hooks_get_disabled_error_message,
 )
-from torch._C._functorch import is_gradtrackingtensor, is_legacy_batchedtensor
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    is_gradtrackingtensor,
+    is_legacy_batchedtensor,
+)
 from torch._C._profiler import _ExperimentalConfig
 from torch._guards import TracingContext
 from torch._prims_common import compute_elementwise_output_strides
@@ -58,6 +63,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "TracingContext",
+    "TransformType",
     "UnsupportedOperatorException",
     "_BatchNorm",
     "_ConvBackend",
@@ -83,6 +89,7 @@ __all__ = [
     "_storage_Use_Count",
     "compute_elementwise_output_strides",
     "forward_ad",
+    "get_interpreter_stack",
     "in_kernel_invocation_manager",
     "is_gradtrackingtensor",
     "is_legacy_batchedtensor",

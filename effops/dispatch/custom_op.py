@@ -25,12 +25,14 @@ from effops.numerics.precision import without_autocast
 from effops.prediction.inside import register_body
 from effops.pytorch import (
     FakeTensor,
+    TransformType,
     _are_functorch_transforms_active,
     _get_dispatch_mode,
     _get_tracing_state,
     _len_torch_dispatch_stack,
     _TorchDispatchModeKey,
     forward_ad,
+    get_interpreter_stack,
     is_gradtrackingtensor,
     is_legacy_batchedtensor,
 )
@@ -148,7 +150,7 @@ class CustomOp:
             result = self.composite(call)
         elif is_compiling() and self.native:
             result = self.forward(call)
-        elif _are_functorch_transforms_active():
+        elif _are_functorch_transforms_active() and not self.is_functionalized():
             result = _Transformable.apply(*call.arguments, self.name)
         else:
             result = self.operator(*call.arguments, CODE_VERSION)
@@ -156,6 +158,16 @@ class CustomOp:
 
     def runs_at_once(self, tensors: Sequence[Tensor]) -> bool:
         return is_plain(tensors) or (self.native and _is_fake(tensors))
+
+    def is_functionalized(self) -> bool:
+        """Whether `functionalize` is the only active transform of `torch.func`; raises where it is one of several."""
+        active = {interpreter.key() for interpreter in get_interpreter_stack() or ()}
+        if len(active) > 1 and TransformType.Functionalize in active:
+            raise NotImplementedError(
+                f"{self.name}: torch.func.functionalize must be the only transform; got it with another; leave it out, "
+                "since no operator of effops changes a tensor in place, or apply it to a graph that make_fx has made"
+            )
+        return TransformType.Functionalize in active
 
     def computes_again(self, dout: Tensor, saved: Sequence[Tensor]) -> bool:
         """Whether PyTorch's own backward cannot serve a pass that is differentiated or has many gradients."""
@@ -178,7 +190,7 @@ class CustomOp:
         elif self.runs_at_once(tensors) and not requires_grad(tensors):
             with without_autocast(dout.device):
                 return self.compute_gradients(dout, arguments, wanted)
-        elif _are_functorch_transforms_active():
+        elif _are_functorch_transforms_active() and not self.is_functionalized():
             found = iter(_TransformableGradients.apply(dout, *arguments, list(wanted), self.name))
         else:
             found = iter(self.backward_operator(dout, *arguments, list(wanted), CODE_VERSION))

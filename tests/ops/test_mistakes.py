@@ -162,7 +162,7 @@ MISTAKES = {
     "a mask for each batch entry": (
         lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, attn_mask=PAIRS.expand(2, 10, 10)),
         ValueError,
-        "`attn_mask` must have the shape (queries, keys) or .*attn_mask.repeat_interleave(4, 0)",
+        "`attn_mask` must have the shape (queries, keys) = (10, 10) or .*attn_mask.repeat_interleave(4, 0)",
     ),
     "features of another size": (
         lambda: layer(SEQUENCE[..., :8], SEQUENCE, SEQUENCE),

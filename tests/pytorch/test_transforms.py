@@ -175,3 +175,23 @@ def test_compiled_transforms(op, name, device, generator):
     transform, inputs = transforms(op, arguments(op, device, generator))[name]
     compiled = torch.compile(transform(lambda *args: op(*args)), backend="aot_eager", fullgraph=True)
     same(compiled(*inputs), transform(lambda *args: op(*args, variant="naive"))(*inputs))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_functionalize(op, device, generator):
+    """Alone it changes nothing, with gradients too; with another transform it is refused."""
+    args = arguments(op, device, generator, smallest(op))
+
+    def with_gradients(function):
+        own = leaves(args)
+        out = function(*own)
+        return out, *torch.autograd.grad(out, own, torch.ones_like(out))
+
+    for found, expected in zip(with_gradients(torch.func.functionalize(op)), with_gradients(op), strict=True):
+        assert torch.equal(found, expected)
+    for transformed in (
+        torch.func.functionalize(torch.func.grad(lambda *args: op(*args).sum())),
+        torch.func.grad(lambda *args: torch.func.functionalize(op)(*args).sum()),
+    ):
+        with pytest.raises(NotImplementedError, match=r"functionalize must be the only transform.*leave it out"):
+            transformed(*args)
