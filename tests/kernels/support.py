@@ -56,9 +56,19 @@ def arithmetic(*tensors):
     return 2.0**-53 if any(t.dtype == f64 for t in tensors) else 2.0**-24
 
 
+def rounds_operands(precision):
+    """Whether products take their operands in TF32, whose unit is 2**13 that of float32."""
+    return precision == "medium" and DEVICE == "cuda" and not torch.version.hip
+
+
+def operand_units(precision):
+    """What rounding, or truncating, the two operands adds to the error of a product, in rounding units of float32."""
+    return 2.0**15 if rounds_operands(precision) else 0.0
+
+
 def contraction_units(D, precision="highest"):
     """c_p of NUMERICS.md: the error of a dot product near 1 in rounding units, on the least exact hardware."""
-    if precision == "medium" and DEVICE == "cuda" and not torch.version.hip:
+    if rounds_operands(precision):
         return 2**14 * min(2, 1 + 6 / math.sqrt(D))
     return 6 + D / 7 + math.sqrt(D)
 
