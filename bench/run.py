@@ -188,6 +188,10 @@ def selected_ops(
     if options.plot and (options.sweep is None or len(chosen) > 1 or options.passes == "both"):
         parser.error("argument --plot: expected one --op, one --pass and a --sweep; got none or several; name them")
     expect_known(parser, "--variants", options.variants or (), {name for op in chosen for name in op.variants})
+    for key in {**options.size, **swept}:
+        without = [op.name for op in chosen if key not in reference_of(op).sizes]
+        if without:
+            print(f"{key}: no size of {', '.join(without)}, which keep their own sizes", file=sys.stderr)
     return [
         (
             op,

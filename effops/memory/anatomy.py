@@ -121,7 +121,10 @@ class Anatomy:
         }
         rows["all tensors"] = [*(sum(instant.values()) for instant in instants.values()), self.peak_bytes]
         head = ["predicted" if self.operations else "measured", *instants, "most"]
-        return aligned([head, *([name, *map(format_bytes, row)] for name, row in rows.items())])
+        table = aligned([head, *([name, *map(format_bytes, row)] for name, row in rows.items())])
+        if "other" in rows:
+            table += "\nother: outlives the pass that made it, as a result that the model or the loop keeps"
+        return table
 
     def _peaks_table(self) -> str:
         lines = [f"peak of the tensors at batch size {self.batch_size}: {self.peak_bytes:,} bytes"]

@@ -195,6 +195,15 @@ def test_bad_options_are_told(run: ModuleType, toy: Op, capsys: pytest.CaptureFi
         assert complaint in capsys.readouterr().err
 
 
+def test_ops_without_a_size_are_named(run: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are measured at their own sizes, which a reader of the table would not expect."""
+    parser = run.argument_parser()
+    run.selected_ops(parser, parser.parse_args(["--size", "L=64"]))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("L: no size of power_spherical_log_prob, ")
+    assert "log_sparse_attention" not in line
+
+
 def test_a_wrong_variant_fails_the_run(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     code, rows = bench("--variants", "wrong,naive")
     assert code == 1

@@ -67,7 +67,7 @@ def operand_units(precision):
 
 
 def contraction_units(D, precision="highest"):
-    """c_p of NUMERICS.md: the error of a dot product near 1 in rounding units, on the least exact hardware."""
+    """The error of a dot product near 1 in rounding units, on the least exact hardware."""
     if rounds_operands(precision):
         return 2**14 * min(2, 1 + 6 / math.sqrt(D))
     return 6 + D / 7 + math.sqrt(D)

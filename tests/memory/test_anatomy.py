@@ -186,6 +186,27 @@ def test_states_of_other_optimizers():
         assert anatomy(linear(optimizer=optimizer), 3).categories["optimizer states"] == states
 
 
+def test_a_result_that_the_model_keeps():
+    """It is other as soon as backward has ended, and the table says what that means."""
+
+    class Keeping(nn.Linear):
+        def forward(self, x):
+            self.result = super().forward(x)
+            return self.result
+
+    found = anatomy(
+        Workload(
+            lambda: Keeping(8, 16),
+            lambda size: torch.randn(size, 8),
+            lambda model, x: model(x).sum(),
+            torch.optim.SGD,
+        ),
+        5,
+    )
+    assert found.instants["end of step"]["other"] == 4 * 5 * 16
+    assert "\nother: outlives the pass" in str(found)
+
+
 def test_cuda_keeps_booleans_of_dropout_also_where_it_computes_again():
     def model():
         return nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1))])
