@@ -145,9 +145,9 @@ class CustomOp:
             # This skips `Function.apply`, a third of whose time goes into the search for transforms. `is_plain` found
             # none.
             if self.native:
-                result = super(torch.autograd.Function, Native).apply(*call.arguments, self)  # type: ignore[misc]
+                result = super(torch.autograd.Function, Native).apply(*call.arguments, self)
             else:
-                result = super(torch.autograd.Function, _Differentiable).apply(*tensors, call, self)  # type: ignore[misc]
+                result = super(torch.autograd.Function, _Differentiable).apply(*tensors, call, self)
         elif _needs_composite():
             result = self.composite(call)
         elif is_compiling() and self.native:

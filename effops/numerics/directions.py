@@ -46,7 +46,8 @@ def have_length_one(vectors: Tensor) -> bool:
         return False
     shortest, longest = torch.linalg.vector_norm(vectors, dim=-1).aminmax()
     tolerance = 0.5 * sphere_tolerance(vectors.shape[-1], vectors.dtype, (vectors.dtype,))
-    return 1 - tolerance <= shortest.item() ** 2 and longest.item() ** 2 <= 1 + tolerance  # NaN is neither
+    least, most = float(shortest) ** 2, float(longest) ** 2
+    return 1 - tolerance <= least and most <= 1 + tolerance  # NaN is neither
 
 
 def lengths(vectors: Tensor) -> tuple[Tensor, Tensor]:
