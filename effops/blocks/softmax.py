@@ -88,7 +88,7 @@ def _write_weights(scores: Masked, buffer: Buffer, block: Block, out: Tensor) ->
     """Write the weights of whole rows, in one pass over their scores."""
     value = buffer.room(sizes(block.pairs))
     scores.evaluate(block, value)
-    no_key = None if scores.mask is None else value.amax(-1, keepdim=True) == -math.inf
+    no_key = value.amax(-1, keepdim=True) == -math.inf if scores.may_lack_keys else None
     if no_key is not None and out.device.type == "cpu" and not observed(no_key.any(), ordinary=False):
         no_key = None
     if out.dtype == value.dtype:

@@ -1,10 +1,12 @@
 """Chunked variants in blocks of 1 KiB, so that small operands have many, for operands that broadcast in many ways."""
 
+import inspect
 import random
 import sys
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from effops.dispatch.op import ops
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
@@ -12,6 +14,7 @@ from effops.reference import error_ratio, gradient_error_ratio, reference_of
 SIZES = ("BLOCK_BYTES", "PAIR_BYTES", "PIECE_BYTES", "PRODUCT_BYTES", "WIDE_BYTES")
 CASES = [pytest.param(op, case, id=f"{op.name}-{case}") for op in ops().values() for case in reference_of(op).cases]
 TRIALS = 6
+MASKED = [op for op in ops().values() if "attn_mask" in inspect.signature(op.function).parameters]
 
 
 @pytest.fixture
@@ -43,3 +46,22 @@ def test_results_and_some_gradients(op, case, small_blocks, generator):
             found = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], dout))
             gradients = [next(found) if wants else None for wants in wanted]
             assert gradient_error_ratio(op, args, dout, gradients) <= 1, ([arg.shape for arg in args], wanted)
+
+
+@pytest.mark.parametrize("op", MASKED, ids=lambda op: op.name)
+@pytest.mark.parametrize(("queries", "keys"), [(70, 150), (150, 70)])
+def test_a_triangle_of_another_corner(op, queries, keys, small_blocks, generator):
+    """Blocks beyond the diagonal are left out, those on it masked, and queries before the first key have none."""
+    shapes = {"query": (queries, 4), "key": (keys, 4), "value": (keys, 3), "weight": (4,)}
+    args = {
+        name: torch.randn(shapes[name], generator=generator).requires_grad_() for name in op.core_dims if name in shapes
+    }
+    triangle = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    out, expected = (
+        op.function(**args, attn_mask=mask, variant=variant)
+        for mask, variant in ((causal_lower_right(queries, keys), "chunked"), (triangle, "naive"))
+    )
+    torch.testing.assert_close(out, expected)
+    dout = torch.where(expected.isfinite(), torch.randn(expected.shape, generator=generator), 0)
+    for one, other in zip(*(torch.autograd.grad(result, args.values(), dout) for result in (out, expected))):
+        torch.testing.assert_close(one, other)

@@ -161,6 +161,10 @@ def requires_ordinary_scale(call: AttentionCall) -> str:
     return f"needs a positive scale if is_causal, for PyTorch's kernels give NaN with {call.scale}"
 
 
+def requires_upper_left(call: AttentionCall) -> str:
+    return "needs the upper left corner, for PyTorch's is_causal means that" if call.is_lower_right else ""
+
+
 def is_fused(call: AttentionCall) -> bool:
     """Whether `F.scaled_dot_product_attention` holds nothing of the size of queries times keys for this call."""
     if call.device.type == "cuda" and is_plain(call.tensors):
