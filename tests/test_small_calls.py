@@ -102,7 +102,7 @@ def test_the_quick_look_accepts_what_validation_accepts(dimension, dtype):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_wrong_values_are_told_by_torch(family):
     loc = directions(4, 3)
-    p = family(loc, torch.ones(4))
+    p = family(loc, torch.ones(4), validate_args=True)  # Dynamo switches the default off
     for value, message in (
         (2 * loc, "to be within the support"),
         (loc[:, :2], "right-most size of value must match event_shape"),
@@ -113,5 +113,5 @@ def test_wrong_values_are_told_by_torch(family):
             p.log_prob(value)
     for parameters in ((2 * loc, torch.ones(4)), (loc, -torch.ones(4)), (loc, torch.full((4,), float("nan")))):
         with pytest.raises(ValueError, match="to satisfy the constraint"):
-            family(*parameters)
+            family(*parameters, validate_args=True)
         assert family(*parameters, validate_args=False)._validate_args is False

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
-from effops.blocks.tiling import Block, row_blocks
+from effops.blocks.tiling import Block, is_prediction, row_blocks
 
 
 class Masked(Scores):
@@ -69,7 +69,9 @@ class Masked(Scores):
             yield self.mask.part(block.pairs).logical_not()
         if self.diagonal is not None:
             queries, keys = block.pairs[self._query_axis()], block.pairs[-1]
-            if keys.stop - 1 > queries.start + self.diagonal:
+            # A prediction sees the first blocks of a row alone, of which a later one may hold a mask.
+            last = self.plan.shape[-1] if is_prediction() else keys.stop
+            if last - 1 > queries.start + self.diagonal:
                 query = torch.arange(queries.start + self.diagonal, queries.stop + self.diagonal, device=device)
                 key = torch.arange(keys.start, keys.stop, device=device)
                 yield key > query.view(-1, *(1,) * (len(block.pairs) - 1 - self._query_axis()))

@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from effops.dispatch.op import ops
+from effops.measure import Pass, memory
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
 SIZES = ("BLOCK_BYTES", "PAIR_BYTES", "PIECE_BYTES", "PRODUCT_BYTES", "WIDE_BYTES")
@@ -57,9 +58,13 @@ def test_a_triangle_of_another_corner(op, queries, keys, small_blocks, generator
         name: torch.randn(shapes[name], generator=generator).requires_grad_() for name in op.core_dims if name in shapes
     }
     triangle = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    bias = causal_lower_right(queries, keys)
+    cost = op.variants["chunked"].cost(op.prepare(**args, attn_mask=bias))
+    used = memory(Pass(lambda *tensors: op.function(*tensors, attn_mask=bias, variant="chunked"), args.values()))
+    assert cost.temporary_bytes == used.temporary_bytes
     out, expected = (
         op.function(**args, attn_mask=mask, variant=variant)
-        for mask, variant in ((causal_lower_right(queries, keys), "chunked"), (triangle, "naive"))
+        for mask, variant in ((bias, "chunked"), (triangle, "naive"))
     )
     torch.testing.assert_close(out, expected)
     dout = torch.where(expected.isfinite(), torch.randn(expected.shape, generator=generator), 0)
