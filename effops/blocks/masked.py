@@ -27,7 +27,7 @@ class Masked(Scores):
     ) -> None:
         super().__init__(scores.plan, scores.arithmetic, scores.extents)
         self.scores, self.diagonal = scores, diagonal
-        self.may_lack_keys = mask is not None or (diagonal is not None and diagonal < 0)
+        self.lacks_keys = diagonal is not None and diagonal < 0  # the first query does, whatever the mask is
         self.mask = None if mask is None else PairOperand(self.plan, mask, self.arithmetic if wants_mask else None)
         self.excludes = mask is not None and mask.dtype == torch.bool
 
@@ -36,11 +36,14 @@ class Masked(Scores):
 
     def rows(self) -> Iterator[list[Block]]:
         """For some rows at a time, the blocks with keys that these rows may attend to."""
-        for blocks in row_blocks(self.plan, self.extents):
+        for i, blocks in enumerate(row_blocks(self.plan, self.extents)):
             if self.diagonal is None or not blocks:
                 yield blocks
             else:
-                last = blocks[0].pairs[self._query_axis()].stop + self.diagonal
+                reached = blocks[0].pairs[self._query_axis()].stop
+                if is_prediction() and i > 0:  # it sees no further rows, of which the last attend to the most keys
+                    reached = self.plan.shape[-2]
+                last = reached + self.diagonal
                 yield [block for block in blocks if block.pairs[-1].start < last] or blocks[:1]
 
     def evaluate(self, block: Block, out: Tensor | None) -> Any:
