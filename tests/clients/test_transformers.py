@@ -340,15 +340,17 @@ def test_a_model_that_cuts_queries_off_its_mask(device, generator):
     torch.testing.assert_close(found[0], found[2])
 
 
-def test_memory_is_that_of_no_weights(generator):
-    """Eager attention saves the weights of all pairs for backward."""
+@pytest.mark.parametrize("trained", [False, True], ids=["evaluated", "trained"])
+def test_memory_is_that_of_no_weights(trained, generator):
+    """Eager attention saves the weights of all pairs for backward; with dropout on a CPU, PyTorch's own does too."""
     length, pairs = 600, HEADS * 600 * 600 * 8
     tokens = torch.randint(3, VOCABULARY, (1, length), generator=generator)
     found = {}
-    for attention in (NAME, "eager"):
-        one = model("bert", attention, "cpu", max_position_embeddings=length)
+    for attention in (NAME, "sdpa", "eager"):
+        one = model("bert", attention, "cpu", max_position_embeddings=length).train(trained)
         found[attention] = memory(Pass(lambda tokens, one=one: one(tokens).last_hidden_state, (tokens,)))
     assert found["eager"].saved_bytes >= LAYERS * pairs
+    assert (found["sdpa"].saved_bytes >= LAYERS * pairs) == trained
     assert found[NAME].saved_bytes + found[NAME].temporary_bytes < pairs
 
 
