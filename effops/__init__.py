@@ -17,6 +17,7 @@ from effops.ops.densities.normal import normal_log_prob, normal_mixture_log_prob
 from effops.ops.densities.power_spherical import power_spherical_log_prob, power_spherical_mixture_log_prob
 from effops.ops.densities.von_mises_fisher import von_mises_fisher_log_prob, von_mises_fisher_mixture_log_prob
 from effops.patch import patch_power_spherical
+from effops.transformers import register_transformers
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ __all__ = [
     "power_spherical_log_prob",
     "power_spherical_mixture_log_prob",
     "record",
+    "register_transformers",
     "use_variant",
     "validate",
     "variants",

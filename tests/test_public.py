@@ -17,6 +17,7 @@ def test_modules_are_imported_when_they_are_asked_for():
     code = """
 import sys, effops
 assert "effops.memory" not in sys.modules
+assert "transformers" not in sys.modules
 exec("from effops import *")
 assert "effops.memory" not in sys.modules
 print(effops.memory.anatomy.__name__, effops.measure.memory.__name__)

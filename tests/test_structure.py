@@ -12,7 +12,7 @@ measure: prediction text pytorch
 dispatch: prediction numerics text pytorch
 ops: dispatch prediction blocks numerics text pytorch
 reference: ops dispatch blocks numerics text pytorch
-distributions nn patch: ops dispatch numerics text pytorch
+distributions nn patch transformers: ops dispatch numerics text pytorch
 memory: ops prediction nn measure text pytorch
 programs: ops prediction dispatch blocks numerics measure text pytorch"""  # all import their own folder, commands all
 ROWS = {name: line for line in TABLE.splitlines() for name in line.partition(":")[0].split()}

@@ -1,0 +1,370 @@
+"""Models of Hugging Face's transformers, small and random, with attention of effops against "sdpa" and "eager"."""
+
+import copy
+import doctest
+import sys
+
+import pytest
+import torch
+
+import effops
+from effops.measure import Pass, memory
+
+hf = pytest.importorskip("transformers")
+LENGTH, LAYERS, HEADS, VOCABULARY = 9, 2, 4, 50
+NAME = "effops"
+# Some models compute eager attention in float32, which in float64 gives NaN to queries that are padding.
+OTHERS = [("sdpa", torch.float64), ("eager", torch.float32)]
+LARGE = 0.2  # weights so large that attention prefers some keys
+TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 20,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "initializer_range": LARGE,
+    **TOKENS,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": HEADS, "initializer_range": LARGE, **TOKENS}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 20, "num_layers": LAYERS, "num_heads": HEADS, "decoder_start_token_id": 1}
+BART = {
+    f"{side}_{name}": size
+    for side in ("encoder", "decoder")
+    for name, size in {"layers": LAYERS, "attention_heads": HEADS, "ffn_dim": 20}.items()
+}
+BART |= {"d_model": 32, "init_std": LARGE, "tie_word_embeddings": False, **TOKENS}
+MODELS = {
+    "bert": (hf.BertModel, hf.BertConfig, SIZES),
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, GPT2),
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, GROUPED),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, {**GROUPED, "sliding_window": 4}),
+    "t5": (hf.T5ForConditionalGeneration, hf.T5Config, {**T5, **TOKENS}),
+    "bart": (hf.BartForConditionalGeneration, hf.BartConfig, BART),
+}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    effops.register_transformers()
+
+
+def model(name, attention, device, dtype=torch.float64, **options):
+    """The same weights for every attention."""
+    made, config, sizes = MODELS[name]
+    torch.manual_seed(0)
+    return made._from_config(config(**sizes, **options), attn_implementation=attention).to(device, dtype).eval()
+
+
+def inputs(name, device, generator, padded=False):
+    """Arguments of a model, and where its result means something. Decoders are padded on the left, encoders on both."""
+    tokens, others = torch.randint(3, VOCABULARY, (2, 2, LENGTH), generator=generator).to(device)
+    present = torch.ones(2, LENGTH, dtype=torch.bool, device=device)
+    if padded:
+        present[0, :3] = False
+        if name in ("bert", "t5", "bart"):
+            present[1, -2:] = False
+    masks = {"attention_mask": present.long()} if padded else {}
+    if name not in ("t5", "bart"):
+        return {"input_ids": tokens, **masks}, present
+    return {"input_ids": tokens, **masks, "decoder_input_ids": others}, torch.ones_like(present)
+
+
+def calls_of(name):
+    return LAYERS * (3 if name in ("t5", "bart") else 1)  # of an encoder, a decoder, and between them
+
+
+def assert_close(found, expected):
+    """Compare gradients by name, in units of the largest."""
+    scale = max(gradient.abs().max() for gradient in expected.values())
+    torch.testing.assert_close(*({name: one / scale for name, one in side.items()} for side in (found, expected)))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("other", "dtype"), OTHERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_results_and_gradients(name, other, dtype, padded, device, generator):
+    arguments, meaningful = inputs(name, device, generator, padded)
+    results, gradients = [], []
+    for attention in (NAME, other):
+        one = model(name, attention, device, dtype)
+        with effops.record() as calls:
+            result = one(**arguments)[0][meaningful]
+        assert [call.op for call in calls] == ["attention"] * (calls_of(name) if attention == NAME else 0)
+        result.square().sum().backward()
+        results.append(result)
+        gradients.append({weight: p.grad for weight, p in one.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(*results)
+    assert_close(*gradients)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize(("other", "dtype"), OTHERS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
+def test_generated_tokens(name, other, dtype, cache, device, generator):
+    """A step has one query and all keys seen so far; with a static cache, also keys that are still to come."""
+    options = {"use_cache": False} if cache == "none" else {"cache_implementation": cache}
+    arguments, _ = inputs(name, device, generator, padded=True)
+    arguments.pop("decoder_input_ids", None)
+    options |= {"max_new_tokens": 7, "do_sample": False, "disable_compile": True}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = model(name, other, device, dtype).generate(**arguments, **options)
+    with effops.record() as calls:
+        found = model(name, NAME, device, dtype).generate(**arguments, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits)
+    shapes = [(call.shapes["query"][-2], call.shapes["key"][-2]) for call in calls]
+    assert len(shapes) >= 7 * LAYERS
+    assert any(queries != keys for queries, keys in shapes) == (cache != "none" or name in ("t5", "bart"))
+
+
+def test_a_static_cache_without_padding(device, generator):
+    """The first step has keys that are still to come; there, transformers makes no mask for "sdpa"."""
+    arguments, _ = inputs("llama", device, generator)
+    options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    found, expected = (model("llama", name, device).generate(**arguments, **options) for name in (NAME, "sdpa"))
+    assert torch.equal(found, expected)
+
+
+def test_generated_beams(device, generator):
+    arguments, _ = inputs("llama", device, generator, padded=True)
+    options = {"max_new_tokens": 7, "do_sample": False, "num_beams": 3}
+    found, expected = (model("llama", name, device).generate(**arguments, **options) for name in (NAME, "sdpa"))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["packed", "four axes", "numbers"])
+def test_masks_of_other_kinds(kind, device, generator):
+    """Sequences one after another, which their positions tell apart; a mask of all pairs; one that is added."""
+    arguments, _ = inputs("llama", device, generator)
+    if kind == "packed":
+        positions = torch.cat((torch.arange(4), torch.arange(LENGTH - 4))).to(device)
+        arguments.update(position_ids=positions.expand(2, LENGTH), use_cache=False)
+    else:
+        pairs = (torch.rand(2, 1, LENGTH, LENGTH, generator=generator) < 0.5) | torch.eye(LENGTH, dtype=torch.bool)
+        added = torch.zeros(pairs.shape, dtype=torch.float64).masked_fill(~pairs, torch.finfo(torch.float64).min)
+        arguments["attention_mask"] = (pairs if kind == "four axes" else added).to(device)
+    whole = model("llama", NAME, device)(input_ids=arguments["input_ids"])[0]
+    found = model("llama", NAME, device)(**arguments)[0]
+    assert not torch.allclose(found, whole)
+    torch.testing.assert_close(found, model("llama", "sdpa", device)(**arguments)[0])
+
+
+def test_a_model_that_exists_switches(device, generator):
+    arguments, _ = inputs("llama", device, generator)
+    switched = model("llama", "sdpa", device)
+    expected = switched(**arguments)[0]
+    switched.set_attn_implementation(NAME)
+    with effops.record() as calls:
+        torch.testing.assert_close(switched(**arguments)[0], expected)
+    assert len(calls) == calls_of("llama")
+
+
+def test_checkpoints(device, generator):
+    arguments, _ = inputs("llama", device, generator, padded=True)
+    gradients = []
+    for checkpoints in (False, True):
+        one = model("llama", NAME, device).train()
+        if checkpoints:
+            one.activation_checkpointing_enable()
+        with effops.record() as calls:
+            one(**arguments, use_cache=False)[0].square().mean().backward()
+        assert len(calls) == LAYERS * (1 + checkpoints)
+        gradients.append([p.grad for p in one.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_compiled_in_one_graph(padded, device, generator):
+    arguments, _ = inputs("llama", device, generator, padded)
+    one = model("llama", NAME, device)
+    compiled = torch.compile(one, fullgraph=True, backend="eager")
+    for length in (LENGTH, LENGTH - 1):  # at the second one sizes are left open
+        cut = {name: tensor[:, :length] for name, tensor in arguments.items()}
+        torch.testing.assert_close(compiled(**cut)[0], one(**cut)[0])
+
+
+class Layer(torch.nn.Module):
+    """What transformers hands over as the module: it has a mode, and may say whether it is causal."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        vars(self).update(attributes)
+
+
+def attend(layer, query, key, value, mask=None, **options):
+    """What the registered function gives, as (batch, heads, queries, D)."""
+    result, weights = hf.AttentionInterface()[NAME](layer, query, key, value, mask, **options)
+    assert weights is None
+    assert result.is_contiguous()
+    return result.transpose(1, 2)
+
+
+def operands(generator, device, queries=5, keys=5, dtype=torch.float64):
+    shapes = (2, HEADS, queries, 8), (2, 2, keys, 8), (2, 2, keys, 6)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def expected(query, key, value, added=0.0, scale=None):
+    scores = query @ key.repeat_interleave(2, 1).mT * (8**-0.5 if scale is None else scale) + added
+    return scores.softmax(-1) @ value.repeat_interleave(2, 1)
+
+
+def test_who_says_what_is_causal(device, generator):
+    """The argument, else the module, else it is; but a mask says all, and one query sees all keys."""
+    given, later = operands(generator, device), torch.full((5, 5), -torch.inf, device=device).triu(1)
+    causal, whole = expected(*given, later), expected(*given)
+    torch.testing.assert_close(attend(Layer(), *given), causal)
+    torch.testing.assert_close(attend(Layer(is_causal=True), *given), causal)
+    torch.testing.assert_close(attend(Layer(is_causal=False), *given), whole)
+    torch.testing.assert_close(attend(Layer(is_causal=True), *given, is_causal=False), whole)
+    torch.testing.assert_close(attend(Layer(is_causal=False), *given, is_causal=True), causal)
+    every = torch.ones(2, 1, 5, 5, dtype=torch.bool, device=device)
+    torch.testing.assert_close(attend(Layer(is_causal=True), *given, every), whole)
+    one = operands(generator, device, queries=1)
+    torch.testing.assert_close(attend(Layer(is_causal=True), *one), expected(*one))
+
+
+def test_arguments_of_the_interface(device, generator):
+    given, layer = operands(generator, device, keys=7), Layer(is_causal=False)
+    torch.testing.assert_close(attend(layer, *given, scaling=0.3), expected(*given, scale=0.3))
+    torch.testing.assert_close(attend(layer, *given, sliding_window=7), expected(*given))
+    bias = torch.randn(1, HEADS, 5, 7, generator=generator, dtype=torch.float64).to(device)
+    torch.testing.assert_close(attend(layer, *given, position_bias=bias), expected(*given, bias))
+    added = torch.randn(2, 1, 5, 7, generator=generator, dtype=torch.float64).to(device)
+    torch.testing.assert_close(attend(layer, *given, added, position_bias=bias), expected(*given, bias + added))
+    taken = torch.ones(2, 1, 5, 7, dtype=torch.bool, device=device).tril()
+    lowest = torch.zeros_like(added).masked_fill(~taken, -torch.inf)
+    torch.testing.assert_close(attend(layer, *given, taken, position_bias=bias), expected(*given, bias + lowest))
+    square = operands(generator, device)
+    later = torch.full((5, 5), -torch.inf, device=device).triu(1)
+    found = attend(layer, *square, position_bias=bias[..., :5], is_causal=True)
+    torch.testing.assert_close(found, expected(*square, bias[..., :5] + later))
+
+
+def test_a_mask_of_a_wider_dtype_widens_nothing(device, generator):
+    given = operands(generator, device, dtype=torch.bfloat16)
+    mask = torch.randn(2, 1, 5, 5, generator=generator).to(device)
+    found = attend(Layer(), *given, mask)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected(*(one.double() for one in given), mask).to(torch.bfloat16))
+
+
+def test_dropout_is_for_training(device, generator):
+    """A layer may give its probability in either mode, as eager attention expects it."""
+    layer, given = Layer(), operands(generator, device)
+    assert attend(layer.train(), *given, dropout=1.0).count_nonzero() == 0
+    torch.testing.assert_close(attend(layer.eval(), *given, dropout=1.0), attend(layer, *given))
+    trained = model("llama", NAME, device, attention_dropout=0.5).train()
+    arguments, _ = inputs("llama", device, generator)
+    assert not torch.equal(*(trained(**arguments)[0] for _ in range(2)))
+    assert torch.equal(*(trained.eval()(**arguments)[0] for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("softcap", 50.0),
+        ("s_aux", torch.zeros(HEADS)),
+        ("sinks", torch.zeros(2, HEADS, 5, 1)),
+        ("indices", torch.zeros(2, 5, 3, dtype=torch.long)),
+        ("head_mask", torch.ones(LAYERS, HEADS)),
+        ("cu_seq_lens_q", torch.tensor([0, 3, 5])),
+        ("cache", object()),
+        ("output_attentions", True),
+        ("unheard_of", 1),
+    ],
+)
+def test_keywords_that_are_not_honoured(keyword, value, device, generator):
+    given = operands(generator, device)
+    with pytest.raises(NotImplementedError, match=rf'"effops": `{keyword}` must be None; got .* from Layer; leave it'):
+        attend(Layer(), *given, **{keyword: value})
+    torch.testing.assert_close(attend(Layer(), *given, **{keyword: None}), attend(Layer(), *given))
+
+
+def test_keywords_that_change_nothing(device, generator):
+    given, tokens = operands(generator, device), torch.arange(5, device=device)
+    options = {"position_ids": tokens, "num_items_in_batch": tokens.sum(), "use_cache": True}
+    options |= {"output_hidden_states": True, "output_router_logits": True, "output_attentions": False}
+    torch.testing.assert_close(attend(Layer(), *given, **options), attend(Layer(), *given))
+
+
+def test_missing_masks(device, generator):
+    """Without a mask, nothing says where fewer queries than keys are, nor that a window is already in it."""
+    longer = operands(generator, device, keys=7)
+    with pytest.raises(NotImplementedError, match=r"must have an `attention_mask`.*got none for 5 queries and 7 keys"):
+        attend(Layer(is_causal=True), *longer)
+    with pytest.raises(NotImplementedError, match="sliding window must be in `attention_mask`; got none for 7 keys"):
+        attend(Layer(is_causal=False), *longer, sliding_window=6)
+
+
+def test_weights_are_not_returned(device, generator):
+    for name in ("bert", "llama"):
+        arguments, _ = inputs(name, device, generator)
+        with pytest.raises(NotImplementedError, match="`output_attentions` must be None; got True"):
+            model(name, NAME, device)(**arguments, output_attentions=True)
+
+
+@pytest.mark.parametrize("name", ["Bloom", "BigBirdPegasus"])
+def test_models_that_do_not_support_sdpa(name, device, generator):
+    """One adds the mask to scores of its own, where a boolean mask means 1; the other differs from its eager form."""
+    made, config = getattr(hf, f"{name}Model"), getattr(hf, f"{name}Config")
+    sizes = {"n_layer": 1, "hidden_size": 32, "n_head": HEADS} if name == "Bloom" else BART
+    one = made._from_config(config(**TOKENS | sizes), attn_implementation=NAME).to(device)
+    tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator).to(device)
+    message = rf'models must support "sdpa".*; got one of {name}Config; use "eager"'
+    with pytest.raises(NotImplementedError, match=message):
+        one(tokens)
+    with pytest.raises(NotImplementedError, match=message):  # whoever makes the mask
+        attend(Layer(config=one.config), *operands(generator, device))
+
+
+def test_a_model_that_cuts_queries_off_its_mask(device, generator):
+    """Layers that share keys see the last queries alone. There, no mask once meant the first queries, silently."""
+    layers = ["sliding_attention", "full_attention", "full_attention"]
+    sizes = {**GROUPED, "num_hidden_layers": 3, "layer_types": layers, "num_kv_shared_layers": 1, "head_dim": 8}
+    config = hf.Gemma4TextConfig(
+        **sizes, global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY
+    )
+    tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator).to(device)
+    found = []
+    for attention in (NAME, "sdpa", "eager"):
+        torch.manual_seed(0)
+        one = hf.Gemma4ForCausalLM._from_config(copy.deepcopy(config), attn_implementation=attention).to(device).eval()
+        found.append(one(tokens, logits_to_keep=1).logits)
+        if attention == NAME:
+            with pytest.raises(NotImplementedError, match="got none for 3 queries and 9 keys"):
+                one(tokens, logits_to_keep=3)
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2])
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["evaluated", "trained"])
+def test_memory_is_that_of_no_weights(trained, generator):
+    """Eager attention saves the weights of all pairs for backward; with dropout on a CPU, PyTorch's own does too."""
+    length, pairs = 600, HEADS * 600 * 600 * 8
+    tokens = torch.randint(3, VOCABULARY, (1, length), generator=generator)
+    found = {}
+    for attention in (NAME, "sdpa", "eager"):
+        one = model("bert", attention, "cpu", max_position_embeddings=length).train(trained)
+        found[attention] = memory(Pass(lambda tokens, one=one: one(tokens).last_hidden_state, (tokens,)))
+    assert found["eager"].saved_bytes >= LAYERS * pairs
+    assert (found["sdpa"].saved_bytes >= LAYERS * pairs) == trained
+    assert found[NAME].saved_bytes + found[NAME].temporary_bytes < pairs
+
+
+def test_without_the_package(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "transformers", None)
+        with pytest.raises(ImportError, match=r"cannot be imported; pip install 'effops\[transformers\]'"):
+            effops.register_transformers()
+    monkeypatch.setattr(hf.masking_utils, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
+    with pytest.raises(ImportError, match=r"must be 5.4 or later.*; pip install -U 'effops\[transformers\]'"):
+        effops.register_transformers()
+
+
+def test_example_of_the_docstring():
+    found = doctest.testmod(effops.transformers, extraglobs={"torch": torch, "effops": effops})
+    assert found.attempted >= 6
+    assert found.failed == 0
