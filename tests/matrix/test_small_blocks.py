@@ -2,7 +2,6 @@
 
 import inspect
 import random
-import sys
 
 import pytest
 import torch
@@ -12,23 +11,17 @@ from effops.dispatch.op import ops
 from effops.measure import Pass, memory
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
-SIZES = ("BLOCK_BYTES", "PAIR_BYTES", "PIECE_BYTES", "PRODUCT_BYTES", "WIDE_BYTES")
+from ..support.blocks import small_blocks
+
 CASES = [pytest.param(op, case, id=f"{op.name}-{case}") for op in ops().values() for case in reference_of(op).cases]
 TRIALS = 6
 MASKED = [op for op in ops().values() if "attn_mask" in inspect.signature(op.function).parameters]
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    for module in [module for name, module in sys.modules.items() if name.startswith("effops.")]:
-        for name in SIZES:
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, 1024)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "case"), CASES)
-def test_results_and_some_gradients(op, case, small_blocks, generator):
+@small_blocks()
+def test_results_and_some_gradients(op, case, generator):
     choices = random.Random(case)
     for _ in range(TRIALS):
         sampled = reference_of(op).sample_case(case, dtype=torch.float32, generator=generator)
