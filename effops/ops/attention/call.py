@@ -376,18 +376,6 @@ class LogSparseCall(Call):
         return *self.batch, *self.value.shape[-2:]
 
     @property
-    def diagonal(self) -> int | None:
-        """How far a key may come after the query with which it takes part. None if it may anywhere."""
-        if not self.is_causal:
-            return None
-        return self.scored[1].shape[-2] - self.scored[0].shape[-2] if self.is_lower_right else 0
-
-    @property
-    def may_lack_keys(self) -> bool:
-        """Whether a query may have no key to take part with."""
-        return self.masked or self.is_lower_right
-
-    @property
     def factor(self) -> float:
         """The factor of the scores."""
         return factor(self.query, self.scale)
