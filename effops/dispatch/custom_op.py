@@ -35,6 +35,7 @@ from effops.pytorch import (
     get_interpreter_stack,
     is_gradtrackingtensor,
     is_legacy_batchedtensor,
+    unwrap_if_dead,
 )
 
 Gradients = Sequence[Tensor | None]
@@ -201,7 +202,8 @@ class CustomOp:
 
     def composite_gradients(self, dout: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
         """The gradients that `wanted` asks for, as `backward` computes them, by differentiable PyTorch operations."""
-        tensors, settings = arguments[: self.count], arguments[self.saved :]
+        tensors = [unwrap_if_dead(tensor) for tensor in arguments[: self.count]]  # of a `vjp` that has returned
+        settings = arguments[self.saved :]
         with without_autocast(dout.device):
             _, pull_back = _vjp(lambda *tensors: self.composite(self.split((*tensors, *settings))), tensors)
             return tuple(gradient for gradient, is_wanted in zip(pull_back(dout), wanted) if is_wanted)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import pickle
 import threading
 
 import pytest
@@ -279,6 +280,15 @@ def test_an_import_error_is_the_reason(args, monkeypatch):
     report = effops.explain(FUNCTION, *args).variants["triton"]
     assert not report.supported
     assert report.reason.endswith("cannot be imported: ImportError: no effops.kernels.pairs")
+
+
+@pytest.mark.parametrize("op", ops().values(), ids=ops())
+def test_an_explanation_can_be_sent(op, generator):
+    """To another process, which may have other devices: it holds texts and numbers, and no op."""
+    explanation = effops.explain(op.function, *reference_of(op).sample_case("founding", generator=generator))
+    sent = pickle.loads(pickle.dumps(explanation))
+    assert sent == explanation
+    assert str(sent) == str(explanation)
 
 
 def test_explain_allocates_nothing_and_takes_sizes_that_would_not_fit():

@@ -195,3 +195,14 @@ def test_functionalize(op, device, generator):
     ):
         with pytest.raises(NotImplementedError, match=r"functionalize must be the only transform.*leave it out"):
             transformed(*args)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_jvp_of_an_outside_vjp(op, device, generator):
+    """A pull-back that was made outside is linear: its derivative along a gradient is what it gives for that one."""
+    args = arguments(op, device, generator, smallest(op))
+    out, pull_back = torch.func.vjp(op, *args)
+    dout, along = (torch.randn(out.shape, dtype=out.dtype, generator=generator).to(device) for _ in range(2))
+    found, tangent = jvp(pull_back, (dout,), (along,))
+    same(found, pull_back(dout))
+    same(tangent, pull_back(along))
