@@ -67,7 +67,7 @@ def representatives(architecture: str, dtype: torch.dtype, precision: str) -> It
     full = x.new_empty(B, H, M, M)
     seed = x.new_empty(1, dtype=torch.int64)
     dmask = x.new_empty(B, H, M, 3, dtype=torch.promote_types(dtype, torch.float32))[..., :1]
-    call = AttentionInputs("sums", x, x, x, full, seed, 0.125, True, 0.25, precision)
+    call = AttentionInputs("sums", x, x, x, full, seed, 0.125, 0, 0.25, precision)
     yield from plan_attention(architecture, call, x)
     for launch in plan_backward(architecture, call, x, x, x.clone(), x.clone(), dmask):
         if thorough or launch.constants.get("OF") == "key":

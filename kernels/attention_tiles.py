@@ -24,6 +24,7 @@ class AttentionInputs:
         mask: (B, H, M, N). A boolean mask is True where a pair takes part; a floating-point mask is added
         seed: one int64, which decides together with the index of a pair whether dropout keeps it. Without a seed
             nothing is dropped
+        diagonal: how far n may exceed m in a pair that takes part, or None if it may always
         precision: the value of `torch.get_float32_matmul_precision()`
     """
 
@@ -34,7 +35,7 @@ class AttentionInputs:
     mask: Tensor | None
     seed: Tensor | None
     scale: float
-    causal: bool
+    diagonal: int | None
     dropout_p: float
     precision: str
 
@@ -46,7 +47,7 @@ class AttentionInputs:
     @property
     def reach(self) -> int:
         """How far n may exceed m in a pair that takes part."""
-        return 0 if self.causal else self.key.shape[2]
+        return self.key.shape[2] if self.diagonal is None else self.diagonal
 
     @property
     def pair_args(self) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from effops.blocks.tiling import (
     within,
 )
 from effops.numerics.layout import as_gradient
-from effops.numerics.precision import arithmetic_dtype
+from effops.numerics.precision import arithmetic_dtype, converted
 
 SLAB = 65536  # how many values of a normaliser are kept for the blocks that share them
 SMALL = 8192  # how many values a matrix has below which a BLAS call for it alone costs more than to add the matrix
@@ -58,7 +58,7 @@ class DotMap:
         dot.copy_(factor.expand(dot.shape))
 
     def normaliser(self, scale: Tensor) -> Tensor:
-        """The normaliser of a float64 scale."""
+        """The normaliser, in float64, of a scale of any dtype."""
         return torch.zeros_like(scale)
 
     def normaliser_derivative(self, scale: Tensor) -> Tensor:
@@ -334,32 +334,48 @@ class DotScores(Scores):
 
 
 def _in_pieces(function: Function, scale: Tensor, factor: Tensor) -> Tensor:
-    """`function` of the float64 scale, a piece at a time, rounded to the dtype of `factor`.
+    """`function` of the scale, a piece at a time, rounded from float64 to the dtype of `factor`.
 
     `factor` is the same scale, contiguous and in the dtype of the arithmetic.
     """
     if scale.numel() <= PIECE:
-        return function(scale.double()).to(factor.dtype)
+        return function(scale).to(factor.dtype)
     flat = factor.view(-1)
     values = torch.empty_like(flat)
     for i in range(0, flat.numel(), PIECE):
-        values[i : i + PIECE] = function(flat[i : i + PIECE].double())
+        values[i : i + PIECE] = function(flat[i : i + PIECE])
     return values.view(scale.shape)
 
 
-def at_once(dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The scores of a call by an elementwise product and a sum, or None if the products do not fit one buffer."""
+def fits_at_once(plan: Plan, dimension: int, arithmetic: torch.dtype) -> bool:
+    """Whether a call is small and not empty: all products of its coordinates fit one buffer, so blocks do not pay."""
+    return 0 < plan.numel(plan.order) * dimension * arithmetic.itemsize <= BLOCK_BYTES
+
+
+def normalisers_of(dot_map: DotMap, scale: Tensor, arithmetic: torch.dtype) -> Tensor:
+    """The normaliser of every scale, in the dtype of the arithmetic."""
+    return _in_pieces(dot_map.normaliser, scale, converted(scale, arithmetic).contiguous())
+
+
+def at_once(
+    dot_map: DotMap,
+    plan: Plan,
+    loc: Tensor,
+    scale: Tensor,
+    x: Tensor,
+    dtype: torch.dtype,
+    normalisers: Tensor | None = None,
+) -> Tensor:
+    """The scores of a small call by an elementwise product and a sum, from the normalisers where they are known."""
     arithmetic = arithmetic_dtype(dtype)
-    if not _fits_at_once(plan, x.shape[-1], arithmetic):
-        return None
-    factor = scale.to(arithmetic, memory_format=torch.contiguous_format).contiguous()
-    constants = _in_pieces(dot_map.normaliser, scale, factor)
-    dot = (loc.to(arithmetic) * x.to(arithmetic)).sum(-1)
+    if normalisers is None:
+        normalisers = normalisers_of(dot_map, scale, arithmetic)
+    dot = _dots(converted(loc, arithmetic), converted(x, arithmetic))
     dot_map.value_(dot)
-    out = plan.empty(x, dtype)
+    out, factor = plan.empty(x, dtype), converted(scale, arithmetic)
     if dtype == arithmetic:
-        return torch.addcmul(constants, factor, dot, out=out)
-    return out.copy_(torch.addcmul(constants, factor, dot))
+        return torch.addcmul(normalisers, factor, dot, out=out)
+    return out.copy_(torch.addcmul(normalisers, factor, dot))
 
 
 def gradients_at_once(
@@ -369,13 +385,11 @@ def gradients_at_once(
     dout: Tensor,
     arithmetic: torch.dtype,
     wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...] | None:
-    """The gradients of loc, scale and x by elementwise products and sums, or None where `at_once` gives None."""
+) -> tuple[Tensor | None, ...]:
+    """The gradients of loc, scale and x of a small call by elementwise products and sums."""
     loc, scale, x = operands
-    if not _fits_at_once(plan, x.shape[-1], arithmetic):
-        return None
-    factor, weight, wide_loc, wide_x = (tensor.to(arithmetic) for tensor in (scale, dout, loc, x))
-    slope = (wide_loc * wide_x).sum(-1)
+    factor, weight, wide_loc, wide_x = (converted(tensor, arithmetic) for tensor in (scale, dout, loc, x))
+    slope = _dots(wide_loc, wide_x)
     if slope.shape != plan.shape:
         slope = slope.expand(plan.shape).clone(memory_format=torch.contiguous_format)
     phi = torch.empty_like(slope) if wanted[1] else None
@@ -390,16 +404,18 @@ def gradients_at_once(
     return dloc, dscale, dx
 
 
+def _dots(loc: Tensor, x: Tensor) -> Tensor:
+    """<loc, x> of the pairs of a small call, in half the time where there is one loc of few coordinates."""
+    if loc.ndim == 1 and loc.shape[-1] <= 256:  # as in `contract`
+        return x @ loc
+    return (loc * x).sum(-1)
+
+
 def _product_sum(slope: Tensor, vectors: Tensor, operand: Tensor) -> Tensor:
     """The products of slopes (...) and vectors (..., D), summed where all of them belong to one `operand` (D,)."""
     if operand.ndim == 1 and vectors.shape[:-1] == slope.shape:
-        return slope.reshape(1, -1) @ vectors.reshape(-1, vectors.shape[-1])
+        return slope.reshape(-1) @ vectors.reshape(-1, vectors.shape[-1])
     return slope.unsqueeze(-1) * vectors
-
-
-def _fits_at_once(plan: Plan, dimension: int, arithmetic: torch.dtype) -> bool:
-    """Whether all elementwise products of a call, which are some, fit one buffer."""
-    return 0 < plan.numel(plan.order) * dimension * arithmetic.itemsize <= BLOCK_BYTES
 
 
 def contract(loc: Tensor, x: Tensor, arithmetic: torch.dtype) -> Tensor:

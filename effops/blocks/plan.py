@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from effops.numerics.layout import as_gradient
-from effops.numerics.shapes import broadcast_shapes
+from effops.numerics.shapes import broadcast_shapes, is_known
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
@@ -95,7 +95,7 @@ class Plan:
         step = 1
         for axis in reversed(self.order):
             strides[axis] = step
-            step *= max(1, self.shape[axis])
+            step *= torch.sym_max(1, self.shape[axis])
         return tuple(strides)
 
     def gradient(self, ordered: Tensor, operand: Tensor, axes: Shape) -> Tensor:
@@ -113,7 +113,7 @@ def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
 
     def varying(operand: Shape) -> set[int]:
         missing = len(shape) - len(operand)
-        return {missing + axis for axis, size in enumerate(operand) if size != 1}
+        return {missing + axis for axis, size in enumerate(operand) if not is_known(size == 1)}
 
     in_x, in_loc = varying(x), varying(loc)
     axes = range(len(shape))

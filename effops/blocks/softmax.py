@@ -88,10 +88,11 @@ def _write_weights(scores: Masked, buffer: Buffer, block: Block, out: Tensor) ->
     """Write the weights of whole rows, in one pass over their scores."""
     value = buffer.room(sizes(block.pairs))
     scores.evaluate(block, value)
-    no_key = None if scores.mask is None else value.amax(-1, keepdim=True) == -math.inf
-    if no_key is not None and out.device.type == "cpu" and not observed(no_key.any(), ordinary=False):
+    may_lack_keys = scores.lacks_keys or scores.mask is not None
+    no_key = value.amax(-1, keepdim=True) == -math.inf if may_lack_keys else None
+    if no_key is not None and out.device.type == "cpu" and not observed(no_key.any(), ordinary=scores.lacks_keys):
         no_key = None
-    if out.dtype == value.dtype:
+    if out.dtype == value.dtype and out.is_contiguous():  # else PyTorch writes to a copy first
         torch.softmax(value, -1, out=out)
     else:
         out.copy_(torch.softmax(value, -1, out=value))

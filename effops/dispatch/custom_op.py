@@ -142,10 +142,12 @@ class CustomOp:
         if self.runs_at_once(tensors):
             if not requires_grad(tensors):
                 return self.forward(call)
-            function = Native if self.native else _Differentiable
             # This skips `Function.apply`, a third of whose time goes into the search for transforms. `is_plain` found
             # none.
-            result = super(torch.autograd.Function, function).apply(*call.arguments, self)  # type: ignore[misc]
+            if self.native:
+                result = super(torch.autograd.Function, Native).apply(*call.arguments, self)
+            else:
+                result = super(torch.autograd.Function, _Differentiable).apply(*tensors, call, self)
         elif _needs_composite():
             result = self.composite(call)
         elif is_compiling() and self.native:
@@ -185,11 +187,12 @@ class CustomOp:
         """The gradients of the tensors among `arguments`, which are what is saved. They can be differentiated again."""
         tensors = (dout, *arguments[: self.saved])
         # `torch.autograd.grad(is_grads_batched=True)` gives a kind of batched gradient that operators have no rule for.
-        if _needs_composite() or is_legacy_batchedtensor(dout):
-            found = iter(self.composite_gradients(dout, arguments, wanted))
-        elif self.runs_at_once(tensors) and not requires_grad(tensors):
+        is_legacy = is_legacy_batchedtensor(dout)
+        if not is_legacy and self.runs_at_once(tensors) and not requires_grad(tensors):
             with without_autocast(dout.device):
                 return self.compute_gradients(dout, arguments, wanted)
+        if is_legacy or _needs_composite():
+            found = iter(self.composite_gradients(dout, arguments, wanted))
         elif _are_functorch_transforms_active() and not self.is_functionalized():
             found = iter(_TransformableGradients.apply(dout, *arguments, list(wanted), self.name))
         else:
@@ -300,15 +303,15 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *inputs, custom = arguments
-        ctx.custom = custom
-        result: Tensor = custom.forward(custom.split(inputs))
-        custom.save(ctx, inputs, result)
+        call, ctx.custom = arguments[-2:]
+        result: Tensor = ctx.custom.forward(call)
+        ctx.custom.save(ctx, call.arguments, result)
+        ctx.others = 2
         return result
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return *ctx.custom.pull_back(ctx, dout), None
+        return ctx.custom.pull_back(ctx, dout)
 
 
 class _Transformable(torch.autograd.Function):

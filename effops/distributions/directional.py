@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from effops.dispatch.call import call
+from effops.dispatch.custom_op import is_plain
 from effops.distributions.constraints import unit_vector
-from effops.numerics.directions import lengths
+from effops.numerics.directions import have_length_one, lengths
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
 from effops.numerics.shapes import broadcast_shapes
+from effops.ops.densities.density import KeptNormaliser
 from effops.pytorch import _size
 
 
@@ -29,7 +32,6 @@ class Directional(Distribution):
     support = unit_vector
     _concentration_name: ClassVar[str]
     _family: ClassVar[ModuleType]  # of `effops.ops.densities`
-    _log_prob: ClassVar[staticmethod[..., Tensor]]
 
     def __init__(self, loc: Tensor, concentration: Tensor | float, validate_args: bool | None) -> None:
         name = type(self).__name__
@@ -55,8 +57,14 @@ class Directional(Distribution):
         if self._validate_args if validate_args is None else validate_args:
             loc = _lengthened(loc)
         self._parameters = loc, concentration  # not expanded, so that an op makes no expanded gradients
+        self._kept = KeptNormaliser()
         self._expand_parameters(loc, concentration, batch_shape)
-        super().__init__(batch_shape, loc.shape[-1:], validate_args)
+        super().__init__(batch_shape, loc.shape[-1:], validate_args=False)
+        del self._validate_args  # the class has a default
+        if validate_args is not None:
+            self._validate_args = validate_args
+        if self._validate_args and not (_are_surely_directions(loc) and _are_surely_at_least_zero(concentration)):
+            super().__init__(batch_shape, loc.shape[-1:], validate_args)
 
     def _expand_parameters(self, loc: Tensor, concentration: Tensor, batch_shape: torch.Size) -> None:
         self._batch_shape = batch_shape
@@ -70,10 +78,18 @@ class Directional(Distribution):
         return new
 
     def log_prob(self, value: Tensor) -> Tensor:
-        if self._validate_args:
+        if self._validate_args and not self._surely_supports(value):
             self._validate_sample(value)
-        log_prob = self._log_prob(*self._parameters, value)
-        return log_prob.expand(broadcast_shapes(value.shape[:-1], self._batch_shape))
+        log_prob = call(self._family.op, *self._parameters, value, kept=self._kept)
+        shape = broadcast_shapes(value.shape[:-1], self._batch_shape) if self._batch_shape else log_prob.shape
+        return _expanded(log_prob, shape)
+
+    def _surely_supports(self, value: Any) -> bool:
+        """Whether torch's validation would accept a value, in a third of its time. If it may not, torch says why."""
+        if not isinstance(value, Tensor) or value.shape[-1:] != self._event_shape:
+            return False
+        sizes = zip(reversed(value.shape[:-1]), reversed(self._batch_shape))
+        return all(size == other or 1 in (size, other) for size, other in sizes) and _are_surely_directions(value)
 
     def _sample(self, sample_shape: _size) -> Tensor:
         shape = self._extended_shape(sample_shape)
@@ -165,6 +181,16 @@ def _lengthened(loc: Tensor) -> Tensor:
         return loc  # itself, a leaf that autograd can copy
     rounded = (found**2 - 1).abs() <= sphere_tolerance(loc.shape[-1], torch.float32, (torch.float32,))
     return torch.where(rounded.unsqueeze(-1), loc / found.unsqueeze(-1), loc)
+
+
+def _are_surely_directions(vectors: Tensor) -> bool:
+    """Whether torch's validation would accept directions."""
+    return vectors.numel() > 0 and is_plain((vectors,)) and have_length_one(vectors)
+
+
+def _are_surely_at_least_zero(numbers: Tensor) -> bool:
+    """Likewise of concentrations."""
+    return numbers.numel() > 0 and is_plain((numbers,)) and numbers.amin().item() >= 0
 
 
 def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -100,7 +100,6 @@ class PowerSpherical(Directional):
     scale: Tensor
     _concentration_name = "scale"
     _family: ClassVar[ModuleType] = power_spherical
-    _log_prob = staticmethod(power_spherical.power_spherical_log_prob)
 
     def __init__(self, loc: Tensor, scale: Tensor | float, validate_args: bool | None = None) -> None:
         super().__init__(loc, scale, validate_args)

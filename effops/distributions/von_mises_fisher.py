@@ -59,7 +59,6 @@ class VonMisesFisher(Directional):
     concentration: Tensor
     _concentration_name = "concentration"
     _family: ClassVar[ModuleType] = von_mises_fisher
-    _log_prob = staticmethod(von_mises_fisher.von_mises_fisher_log_prob)
 
     def __init__(self, loc: Tensor, concentration: Tensor | float, validate_args: bool | None = None) -> None:
         super().__init__(loc, concentration, validate_args)

@@ -25,7 +25,11 @@ def as_gradient(found: Tensor, operand: Tensor) -> Tensor:
 
     It is copied only where its dtype is another, or its strides along an axis of more than one element are.
     """
-    found = found.view(operand.shape) if found.numel() == operand.numel() else found.sum_to_size(operand.shape)
+    if found.shape != operand.shape:
+        found = found.view(operand.shape) if found.numel() == operand.numel() else found.sum_to_size(operand.shape)
+    is_alike = found.dtype == operand.dtype and found.stride() == operand.stride()
+    if is_alike and is_non_overlapping_and_dense(operand):  # as below, in a third of the time
+        return found
     strides = gradient_strides(operand)
     is_laid_out = all(size == 1 or own == other for size, own, other in zip(found.shape, found.stride(), strides))
     if found.dtype == operand.dtype and is_laid_out:

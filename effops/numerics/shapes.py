@@ -7,6 +7,15 @@ import torch
 from torch.compiler import is_compiling
 
 
+def is_known(condition: bool) -> bool:
+    """Whether a condition on sizes holds. One on a size of which no value is known does not."""
+    if not isinstance(condition, torch.SymBool) and not is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports SymPy, as every symbolic size has
+
+    return bool(guard_or_false(condition))
+
+
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """`torch.broadcast_shapes` of plain sizes, at a tenth of its time and without its imports (SymPy among them).
 

@@ -121,8 +121,9 @@ def _scores(call: DensityCall, **options: Any) -> dots.DotScores:
 
 
 def _chunked(call: DensityCall) -> Tensor:
-    at_once = dots.at_once(DotMap(), call.plan, call.loc, call.scale, call.x, call.dtype)
-    return pairs.forward(_scores(call), call.plan.empty(call.x, call.dtype)) if at_once is None else at_once
+    if dots.fits_at_once(call.plan, call.dimension, call.arithmetic):
+        return dots.at_once(DotMap(), call.plan, call.loc, call.scale, call.x, call.dtype)
+    return pairs.forward(_scores(call), call.plan.empty(call.x, call.dtype))
 
 
 def _chunked_backward(call: DensityCall, dout: Tensor, wanted: Sequence[bool]) -> Gradients:

@@ -60,8 +60,8 @@ def _exact(exact_scores: ExactScores, call: AttentionCall) -> tuple[Bounds, Tens
     elif call.masked:
         scores = scores + call.mask.double()
         error = error + 2 * u * (scores.abs() + call.mask.double().abs()).nan_to_num(posinf=0.0)
-    if call.is_causal:
-        excluded = excluded | torch.ones_like(excluded).triu(1)
+    if call.diagonal is not None:
+        excluded = excluded | torch.ones_like(excluded).triu(call.diagonal + 1)
     scores = scores.masked_fill(excluded, -math.inf)
     error = torch.where(scores == -math.inf, 0.0, error.expand(scores.shape))
     no_key = (scores == -math.inf).all(-1, keepdim=True)

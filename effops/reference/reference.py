@@ -148,7 +148,9 @@ def exact_dot(loc: Tensor, x: Tensor) -> Tensor:
         return torch.einsum("...d,...d->...", loc.double(), x.double())
     import numpy
 
-    dot = numpy.einsum("...d,...d->...", *(t.detach().cpu().numpy().astype(numpy.longdouble) for t in (loc, x)))
+    dot = numpy.einsum(
+        "...d,...d->...", *(t.detach().cpu().double().numpy().astype(numpy.longdouble) for t in (loc, x))
+    )
     return torch.tensor(dot.astype(numpy.float64), device=loc.device)
 
 

@@ -424,33 +424,45 @@ def attended(op, generator, queries, keys):
     return {name: torch.randn(shapes[name], generator=generator).requires_grad_() for name in names}
 
 
+@pytest.mark.parametrize(
+    ("bias", "queries", "keys"),
+    [
+        (causal_upper_left, 5, 5),
+        (causal_upper_left, 4, 7),
+        (causal_upper_left, 7, 4),
+        (causal_lower_right, 5, 5),
+        (causal_lower_right, 4, 7),
+        (causal_lower_right, 1, 7),
+        (causal_lower_right, 7, 4),
+    ],
+)
 @pytest.mark.parametrize("op", MASKED, ids=lambda op: op.name)
-@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
-def test_a_causal_bias_is_is_causal(op, bias, generator):
-    """Of every variant, since the call has no mask then; with gradients, and on shared heads."""
-    for queries, keys in [(5, 5), (4, 7), (7, 4)] if bias is causal_upper_left else [(5, 5)]:
-        named = attended(op, generator, queries, keys)
-        call = op.prepare(**named, attn_mask=bias(queries, keys))
-        assert (call.is_causal, call.masked, call.mask.numel()) == (True, False, 0)
-        found, expected = (
-            op.function(**named, attn_mask=mask)
-            for mask in (bias(queries, keys), torch.ones(queries, keys, dtype=torch.bool).tril())
-        )
+def test_a_causal_bias_is_a_triangle_without_a_mask(op, bias, queries, keys, generator):
+    """What a mask of the triangle gives, in every variant, with gradients; 0 for a row without keys."""
+    named = attended(op, generator, queries, keys)
+    call = op.prepare(**named, attn_mask=bias(queries, keys))
+    assert (call.is_causal, call.masked, call.mask.numel()) == (True, False, 0)
+    triangle = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries if bias is causal_lower_right else 0)
+    expected = op.function(**named, attn_mask=triangle, variant="naive")
+    dout = torch.where(expected.isfinite(), torch.randn(expected.shape, generator=generator), 0)
+    right = torch.autograd.grad(expected, named.values(), dout)
+    taken = [name for name, variant in op.variants.items() if not variant.obstacle(call)]
+    assert {"chunked", "naive", "compile"} <= set(taken)
+    if (queries, keys) != (4, 7):
+        taken.remove("compile")  # once, since it takes seconds
+    for variant in (None, *taken):
+        found = op.function(**named, attn_mask=bias(queries, keys), variant=variant)
         torch.testing.assert_close(found, expected)
-        dout = torch.where(expected.isfinite(), torch.ones_like(expected), 0)
-        for one, other in zip(*(torch.autograd.grad(out, named.values(), dout) for out in (found, expected))):
+        for one, other in zip(torch.autograd.grad(found, named.values(), dout), right):
             torch.testing.assert_close(one, other)
     with pytest.raises(ValueError, match=r"must be a CausalBias of \(queries, keys\)"):
         op.function(**named, attn_mask=bias(queries + 1, keys))
 
 
-@pytest.mark.parametrize("op", MASKED, ids=lambda op: op.name)
-def test_a_causal_bias_of_another_corner_is_refused(op, generator):
-    named = attended(op, generator, 4, 7)
-    with pytest.raises(
-        NotImplementedError, match=r"causal_lower_right .*got 4 queries, 7 keys; .*tril\(keys - queries\)"
-    ):
-        op.function(**named, attn_mask=causal_lower_right(4, 7))
+def test_pytorch_has_no_kernel_for_the_lower_right_corner(generator):
+    query, key = torch.randn(2, 4, 3, generator=generator), torch.randn(2, 7, 3, generator=generator)
+    with pytest.raises(NotImplementedError, match=r'variant="sdpa".* needs the upper left corner, .*takes "chunked"'):
+        effops.attention(query, key, key, causal_lower_right(4, 7), variant="sdpa")
 
 
 def test_a_causal_bias_and_other_arguments(generator):

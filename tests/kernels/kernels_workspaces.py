@@ -80,7 +80,7 @@ def attention_call(output, new, *, boolean=False, dropout_p=0.0):
     mask = new(1, 1, 1, 40).expand(1, 2, 66, 40)
     seed = new(1).to(torch.int64) if dropout_p else None
     return attention.AttentionInputs(
-        output, query, key, value, mask > 0 if boolean else mask, seed, 0.3, True, dropout_p, "highest"
+        output, query, key, value, mask > 0 if boolean else mask, seed, 0.3, 0, dropout_p, "highest"
     )
 
 

@@ -37,7 +37,7 @@ class Attention:
     """Operands, a mask that varies along the axes `along`, and exact results with what rounding may add to each."""
 
     def __init__(
-        self, shape, result="sums", mask=None, along="bhmn", dtypes=(f32,) * 4, causal=False, seed=None, p=0.0
+        self, shape, result="sums", mask=None, along="bhmn", dtypes=(f32,) * 4, diagonal=None, seed=None, p=0.0
     ):
         B, H, M, N, E, V = shape
         self.shape, self.result, self.dtypes = shape, result, dtypes
@@ -56,7 +56,7 @@ class Attention:
             self.mask = padded(random(*size).to(dtypes[3]).to(DEVICE))
         self.arithmetic = f64 if arithmetic(*self.operands) < 2.0**-30 else f32
         self.dout = padded(random(B, H, M, V if result == "sums" else N).to(self.arithmetic).to(DEVICE))
-        self.settings = {"scale": 0.3, "causal": causal, "dropout_p": p, "precision": "highest"}
+        self.settings = {"scale": 0.3, "diagonal": diagonal, "dropout_p": p, "precision": "highest"}
         self.seed = None if seed is None else torch.tensor([seed], device=DEVICE)
 
     @property
@@ -102,8 +102,8 @@ class Attention:
         s = query @ key.mT * scale
         s_error = products[2] * u * abs(scale) * (query.abs() @ key.abs().mT)
         present = torch.ones(B, H, M, N, dtype=torch.bool, device=DEVICE)
-        if self.settings["causal"]:
-            present = present.tril()
+        if self.settings["diagonal"] is not None:
+            present = present.tril(self.settings["diagonal"])
         if self.mask is not None and self.mask.dtype == torch.bool:
             present = present & self.mask
         elif self.mask is not None:
@@ -154,19 +154,19 @@ class Attention:
 
 @pytest.mark.usefixtures("whole_sums")
 @pytest.mark.parametrize("result", RESULTS)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("diagonal", [None, 0, 4, -3], ids=["full", "causal", "above", "below"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes(shape, causal, result):
-    Attention(shape, result, causal=causal).check()
+def test_shapes(shape, diagonal, result):
+    Attention(shape, result, diagonal=diagonal).check()
 
 
 @pytest.mark.usefixtures("whole_sums")
 @pytest.mark.parametrize("result", RESULTS)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("diagonal", [None, 0], ids=["full", "causal"])
 @pytest.mark.parametrize("mask", ["bool", "float"])
-def test_masks(mask, causal, result):
+def test_masks(mask, diagonal, result):
     """Causal rows of the boolean mask have no pair: their weights, their outputs and their gradients are 0."""
-    operands = Attention((2, 2, 34, 35, 5, 6), result, mask, causal=causal)
+    operands = Attention((2, 2, 34, 35, 5, 6), result, mask, diagonal=diagonal)
     if mask == "float":
         operands.mask[0, 1, 2:4, 3:30] = -math.inf
         operands.mask[1, 1, 5] = -math.inf
@@ -184,7 +184,7 @@ def test_masks_vary_along_some_axes(result, along):
 @pytest.mark.usefixtures("whole_sums")
 @pytest.mark.parametrize("along", ["", "n", "hm", "bmn"])
 def test_gradient_of_a_mask_in_one_sum(along):
-    Attention((2, 2, 66, 35, 3, 4), "sums", "float", along, causal=True).check((False, False, False, True))
+    Attention((2, 2, 66, 35, 3, 4), "sums", "float", along, diagonal=0).check((False, False, False, True))
 
 
 DTYPES = [(f64,) * 4, (bf16,) * 4, (f16,) * 4, (f32, f32, f32, f64), (bf16, bf16, f32, f32), (f16, bf16, f16, bf16)]
@@ -196,7 +196,7 @@ def test_dtypes(result, dtypes):
     """float64 to its last digits, the scale too."""
     if result != "sums" and dtypes[0] == dtypes[1] != dtypes[2]:
         pytest.skip("differs in the value alone")
-    Attention((1, 2, 35, 34, 18, 7), result, "float", "hn", dtypes, causal=True).check()
+    Attention((1, 2, 35, 34, 18, 7), result, "float", "hn", dtypes, diagonal=0).check()
 
 
 @pytest.mark.parametrize("result", RESULTS)
@@ -231,7 +231,7 @@ def test_size_0(result, axis):
 @pytest.mark.parametrize("result", RESULTS)
 @pytest.mark.parametrize("shape", [(1, 1, 66, 40, 3, 4), (1, 1, 2, 530, 3, 2)], ids=str)
 def test_grid_limit_and_parts_do_not_change_the_result(shape, result, monkeypatch):
-    operands = Attention(shape, result, "float", "n", causal=True)
+    operands = Attention(shape, result, "float", "n", diagonal=0)
     out, grads = operands.forward(), operands.backward()
     monkeypatch.setattr(launch, "MAX_GRID", 2)
     assert torch.equal(operands.forward(), out)
@@ -256,7 +256,7 @@ def test_spread(result, order):
 @pytest.mark.parametrize("result", ["weights", "sums"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
 def test_a_bad_query_stays_alone(result, bad):
-    operands = Attention((1, 2, 67, 40, 5, 6), result, causal=True)
+    operands = Attention((1, 2, 67, 40, 5, 6), result, diagonal=0)
     expected, (dquery, dkey, *_) = operands.forward(), operands.backward()
     operands.query[0, 1, 66, 3] = bad
     out, grads = operands.forward(), operands.backward()

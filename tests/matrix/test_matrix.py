@@ -17,6 +17,7 @@ from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import power_spherical
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
+from ..support.layouts import odd_where_single, strided
 from ..support.tiers import turn
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -117,21 +118,6 @@ def test_result_and_gradients(op, variant, case, dtype, device, generator):
         assert gradient.dtype == arg.dtype
 
 
-def strided(tensor, how):
-    """The same values in another layout."""
-    if how == "transposed":
-        backwards = tuple(reversed(range(tensor.ndim)))
-        return tensor.permute(backwards).contiguous().permute(backwards)
-    if how == "sliced":
-        if tensor.ndim == 0:
-            return tensor
-        wide = tensor.new_full([2 * size for size in tensor.shape], float("nan"))
-        view = wide[tuple(slice(0, 2 * size, 2) for size in tensor.shape)]
-        return view.copy_(tensor)
-    assert how == "expanded"
-    return tensor[:1].expand(tensor.shape) if tensor.ndim else tensor
-
-
 LAYOUTS = ("transposed", "sliced", "expanded")
 
 
@@ -148,11 +134,6 @@ def test_any_strides(op, variant, how, device, generator):
         gradients = torch.autograd.grad(out, leaf_args, dout)
         assert error_ratio(op, args, out) <= 1, case
         assert gradient_error_ratio(op, args, dout, gradients) <= 1, case
-
-
-def odd_where_single(tensor):
-    """The same values, with strides along axes of size 1 that a contiguous tensor does not have."""
-    return tensor.as_strided(tensor.shape, [7 if size == 1 else s for size, s in zip(tensor.shape, tensor.stride())])
 
 
 @pytest.mark.parametrize("how", ["contiguous", "transposed", "sliced", "expanded"])

@@ -1,30 +1,27 @@
 """Chunked variants in blocks of 1 KiB, so that small operands have many, for operands that broadcast in many ways."""
 
+import inspect
 import random
-import sys
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from effops.dispatch.op import ops
+from effops.measure import Pass, memory
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
-SIZES = ("BLOCK_BYTES", "PAIR_BYTES", "PIECE_BYTES", "PRODUCT_BYTES", "WIDE_BYTES")
+from ..support.blocks import small_blocks
+
 CASES = [pytest.param(op, case, id=f"{op.name}-{case}") for op in ops().values() for case in reference_of(op).cases]
 TRIALS = 6
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    for module in [module for name, module in sys.modules.items() if name.startswith("effops.")]:
-        for name in SIZES:
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, 1024)
+MASKED = [op for op in ops().values() if "attn_mask" in inspect.signature(op.function).parameters]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "case"), CASES)
-def test_results_and_some_gradients(op, case, small_blocks, generator):
+@small_blocks()
+def test_results_and_some_gradients(op, case, generator):
     choices = random.Random(case)
     for _ in range(TRIALS):
         sampled = reference_of(op).sample_case(case, dtype=torch.float32, generator=generator)
@@ -43,3 +40,26 @@ def test_results_and_some_gradients(op, case, small_blocks, generator):
             found = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], dout))
             gradients = [next(found) if wants else None for wants in wanted]
             assert gradient_error_ratio(op, args, dout, gradients) <= 1, ([arg.shape for arg in args], wanted)
+
+
+@pytest.mark.parametrize("op", MASKED, ids=lambda op: op.name)
+@pytest.mark.parametrize(("queries", "keys"), [(70, 150), (150, 70)])
+def test_a_triangle_of_another_corner(op, queries, keys, small_blocks, generator):
+    """Blocks beyond the diagonal are left out, those on it masked, and queries before the first key have none."""
+    shapes = {"query": (queries, 4), "key": (keys, 4), "value": (keys, 3), "weight": (4,)}
+    args = {
+        name: torch.randn(shapes[name], generator=generator).requires_grad_() for name in op.core_dims if name in shapes
+    }
+    triangle = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    bias = causal_lower_right(queries, keys)
+    cost = op.variants["chunked"].cost(op.prepare(**args, attn_mask=bias))
+    used = memory(Pass(lambda *tensors: op.function(*tensors, attn_mask=bias, variant="chunked"), args.values()))
+    assert 0 <= cost.temporary_bytes - used.temporary_bytes <= 64  # a prediction sees the masks of the first rows alone
+    out, expected = (
+        op.function(**args, attn_mask=mask, variant=variant)
+        for mask, variant in ((bias, "chunked"), (triangle, "naive"))
+    )
+    torch.testing.assert_close(out, expected)
+    dout = torch.where(expected.isfinite(), torch.randn(expected.shape, generator=generator), 0)
+    for one, other in zip(*(torch.autograd.grad(result, args.values(), dout) for result in (out, expected))):
+        torch.testing.assert_close(one, other)

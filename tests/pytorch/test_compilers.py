@@ -99,6 +99,52 @@ def test_export(op, device, generator):
         assert error_ratio(op, other, program.module()(*other)) <= 1
 
 
+CUT = ("x", "a", "query")
+
+
+class Selected(torch.nn.Module):
+    """An op of those points, or queries, that a mask keeps. No tracer knows how many they are."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, keep, *args):
+        return self.op(*self.selected(keep, args))
+
+    def selected(self, keep, args):
+        cut = (*CUT, "key", "value") if self.op.name == "log_sparse_attention" else CUT
+        named = dict(zip(self.op.core_dims, args))
+        return [
+            tensor if name not in cut else tensor[..., keep, :] if self.op.core_dims[name] == 2 else tensor[keep]
+            for name, tensor in named.items()
+        ]
+
+
+@pytest.mark.parametrize("how", ["compile", "export"])
+@pytest.mark.parametrize("op", OPS)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_depend_on_values(op, how, device, generator):
+    torch._dynamo.reset()
+    module = Selected(op)
+    args = leaves(arguments(op, device, generator, "several blocks", torch.float32))
+    sizes = (arg.shape[0 if dims == 1 else -2] for arg, (name, dims) in zip(args, op.core_dims.items()) if name in CUT)
+    size = next(sizes)
+    keep = torch.rand(size, generator=generator) > 0.5
+    if how == "compile":
+        traced = torch.compile(module, backend="aot_eager", fullgraph=True)
+    else:
+        traced = torch.export.export(module, (keep.to(device), *args), strict=False).module()
+    for mask in (keep, ~keep):
+        selected = module.selected(mask.to(device), args)
+        out = traced(mask.to(device), *args)
+        assert error_ratio(op, selected, out) <= 1
+        dout = torch.randn(out.shape, generator=generator).to(device)
+        found = torch.autograd.grad(out, args, dout)
+        expected = torch.autograd.grad(op(*selected), args, dout)
+        same(found, expected)
+
+
 @pytest.mark.parametrize("how", ["strict export", "export", "make_fx", "jit.trace", "the operator itself"])
 @pytest.mark.parametrize("op", OPS)
 def test_what_was_traced_can_be_trained(op, how, device, generator):

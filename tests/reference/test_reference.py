@@ -11,6 +11,7 @@ import effops
 import effops.dispatch.op
 from effops.dispatch.op import Op, ops
 from effops.reference import reference_of
+from effops.reference.reference import exact_dot
 
 
 @pytest.mark.parametrize("name", ops())
@@ -48,3 +49,10 @@ def test_no_call_needs_a_reference() -> None:
     files = [path for path in package.rglob("*.py") if not any(path.is_relative_to(folder) for folder in users)]
     assert len(files) > 20
     assert [path for path in files if "effops.reference" in path.read_text()] == []
+
+
+def test_exact_products_of_bfloat16_and_float64() -> None:
+    """They are computed by NumPy, which has no bfloat16."""
+    wide, narrow = torch.randn(2, 5, 7, dtype=torch.float64).unbind()
+    narrow = narrow.bfloat16()
+    torch.testing.assert_close(exact_dot(narrow, wide), (narrow.double() * wide).sum(-1))

@@ -129,7 +129,7 @@ def additive_attention(
         weight: `(D,)`, or whatever broadcasts with the pairs `(*batch, L, S, D)`
         attn_mask: broadcasts to `(*batch, L, S)`; booleans are True for pairs that take part; numbers are added to the
             scores, so that zeros and ones exclude nothing (`effops.validate()` raises for them);
-            `torch.nn.attention.bias.causal_upper_left` is causal, without a mask in memory
+            a bias of `torch.nn.attention.bias`, of either corner, is honoured without a mask in memory
         variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
 
     Returns:

@@ -22,7 +22,14 @@ from effops.numerics.precision import autocast_enabled, wider
 from effops.numerics.shapes import broadcast_shapes
 from effops.numerics.values import observed
 
-SETTINGS = {"masked": bool, "is_causal": bool, "scale": float | None, "dropout_p": float, "dtype": torch.dtype}
+SETTINGS = {
+    "masked": bool,
+    "is_causal": bool,
+    "scale": float | None,
+    "dropout_p": float,
+    "dtype": torch.dtype,
+    "is_lower_right": bool,
+}
 T = TypeVar("T")
 
 
@@ -53,8 +60,10 @@ class AttentionCall(Call):
         seed: the seed of dropout; an empty tensor without dropout, or None without a value
         plan: the plan of all pairs
         masked: whether a mask was given
+        is_causal: whether pairs beyond the `diagonal` take no part
         scale: the factor of the scores; None for 1 / sqrt(D)
         dtype: the dtype of the result
+        is_lower_right: whether the last query, and not the first, takes part with all keys up to its own place
     """
 
     output: str
@@ -68,6 +77,7 @@ class AttentionCall(Call):
     scale: float | None
     dropout_p: float
     dtype: torch.dtype
+    is_lower_right: bool
 
     @classmethod
     def split(cls, output: str, arguments: Sequence[Any]) -> AttentionCall:
@@ -85,7 +95,7 @@ class AttentionCall(Call):
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        return self.masked, self.is_causal, self.scale, self.dropout_p, self.dtype
+        return self.masked, self.is_causal, self.scale, self.dropout_p, self.dtype, self.is_lower_right
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -100,6 +110,18 @@ class AttentionCall(Call):
     def shape(self) -> Shape:
         """The shape of the result. The last axis of sums is the dimension of the values, not that of the keys."""
         return self.plan.shape if self.value is None else (*self.plan.shape[:-1], self.value.shape[-1])
+
+    @property
+    def diagonal(self) -> int | None:
+        """How far a key may come after the query with which it takes part. None if it may anywhere."""
+        if not self.is_causal:
+            return None
+        return self.scored[1].shape[-2] - self.scored[0].shape[-2] if self.is_lower_right else 0
+
+    @property
+    def may_lack_keys(self) -> bool:
+        """Whether a query may have no key to take part with."""
+        return self.masked or self.is_lower_right
 
     @property
     def factor(self) -> float:
@@ -190,8 +212,9 @@ def prepare(
         check_operand(function, name, tensor, dims=2 if name in ("query", "key", "value") else 1)
     query, key, *others = scored.values()
     pairs = query.shape[-2], key.shape[-2]
+    is_lower_right = False
     if is_causal_bias(type(attn_mask)) and not is_causal:
-        attn_mask, is_causal = None, _is_diagonal_causal(function, attn_mask, pairs)
+        attn_mask, is_causal, is_lower_right = None, True, _is_lower_right(function, attn_mask, pairs)
     if attn_mask is not None:
         _check_mask(function, attn_mask, is_causal, pairs)
     check_devices(function, **tensors, **({} if attn_mask is None else {"attn_mask": attn_mask}))
@@ -238,7 +261,8 @@ def prepare(
     seed = None
     if value is not None:  # without dropout no seed is drawn
         seed = torch.randint(2**62, (1,), device="cpu") if dropout_p else query.new_empty(0, dtype=torch.int64)
-    settings = attn_mask is not None, is_causal, None if scale is None else float(scale), float(dropout_p), dtype
+    number = None if scale is None else float(scale)
+    settings = attn_mask is not None, is_causal, number, float(dropout_p), dtype, is_lower_right
     return AttentionCall(output, operands, value, mask, seed, plan, *settings)
 
 
@@ -291,20 +315,14 @@ def _shapes(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
-def _is_diagonal_causal(function: str, bias: Any, pairs: tuple[int, int]) -> bool:
-    """True, for a bias of PyTorch's that says what `is_causal` says; raises for another one."""
+def _is_lower_right(function: str, bias: Any, pairs: tuple[int, int]) -> bool:
+    """Whether a bias of PyTorch's differs from `is_causal`, which is that of the upper left corner."""
     if (bias.seq_len_q, bias.seq_len_kv) != pairs:
         raise ValueError(
             f"{function}: `attn_mask` must be a CausalBias of (queries, keys) = {pairs}; got one of "
             f"{(bias.seq_len_q, bias.seq_len_kv)}; make it for these lengths"
         )
-    if bias.variant.name == "LOWER_RIGHT" and pairs[0] != pairs[1]:
-        raise NotImplementedError(
-            f"{function}: causal_lower_right needs as many queries as keys, where it is is_causal=True; got "
-            f"{pairs[0]} queries, {pairs[1]} keys; give a boolean mask: "
-            "torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)"
-        )
-    return True
+    return bias.variant.name == "LOWER_RIGHT" and pairs[0] != pairs[1]
 
 
 def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, int]) -> None:

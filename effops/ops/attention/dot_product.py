@@ -32,7 +32,7 @@ add_custom_op(
     custom_op(op, KIND, "sums", "sdpa", sdpa.forward, sdpa.backward, empty=sdpa.forward, native=True),
     "sdpa",
     cost=sdpa.cost,
-    requires=[sdpa.requires_one_dtype, sdpa.requires_ordinary_scale],
+    requires=[sdpa.requires_one_dtype, sdpa.requires_ordinary_scale, sdpa.requires_upper_left],
     automatic=sdpa.is_fused,
 )
 
@@ -54,7 +54,7 @@ def attention_scores(
         key: `(*batch, S, D)`; batch axes, heads among them, broadcast
         attn_mask: broadcasts to the result `(*batch, L, S)`; booleans are True for pairs that take part, and other
             pairs score -inf; numbers are added, so that zeros and ones exclude nothing (`effops.validate()` raises for
-            them); `torch.nn.attention.bias.causal_upper_left` is `is_causal`
+            them); a bias of `torch.nn.attention.bias`, of either corner, is honoured without a mask in memory
         is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
         scale: `1 / sqrt(D)` if None
         variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
@@ -129,7 +129,7 @@ def attention(
         value: `(*batch, S, V)`; batch axes, heads among them, broadcast
         attn_mask: broadcasts to `(*batch, L, S)`; booleans are True for pairs that take part; numbers are added to the
             scores, so that zeros and ones exclude nothing (`effops.validate()` raises for them);
-            `torch.nn.attention.bias.causal_upper_left` is `is_causal`
+            a bias of `torch.nn.attention.bias`, of either corner, is honoured without a mask in memory
         dropout_p: the probability to drop a weight; the others are scaled by 1 / (1 - dropout_p). PyTorch's seed and
             the variant determine which weights are dropped
         is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S

@@ -16,6 +16,7 @@ from effops.dispatch.custom_op import Gradients, is_plain, requires_grad
 from effops.dispatch.op import Cost
 from effops.dispatch.registration import predicted
 from effops.numerics.layout import without_overlap
+from effops.numerics.shapes import is_known
 from effops.ops.attention.call import AttentionCall
 from effops.ops.attention.variants import in_blocks_backward, scaled_dots
 from effops.prediction.inside import attention_bytes, packing_attention
@@ -160,6 +161,10 @@ def requires_ordinary_scale(call: AttentionCall) -> str:
     return f"needs a positive scale if is_causal, for PyTorch's kernels give NaN with {call.scale}"
 
 
+def requires_upper_left(call: AttentionCall) -> str:
+    return "needs the upper left corner, for PyTorch's is_causal means that" if call.is_lower_right else ""
+
+
 def is_fused(call: AttentionCall) -> bool:
     """Whether `F.scaled_dot_product_attention` holds nothing of the size of queries times keys for this call."""
     if call.device.type == "cuda" and is_plain(call.tensors):
@@ -171,7 +176,7 @@ def is_fused(call: AttentionCall) -> bool:
         call.dropout_p == 0
         and not requires_grad((call.mask,))
         and query.shape[-1] == value.shape[-1] > 0
-        and query.shape[-2] > 0
-        and key.shape[-2] > 0
+        and is_known(query.shape[-2] > 0)
+        and is_known(key.shape[-2] > 0)
         and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     )

@@ -75,7 +75,7 @@ def _inputs(call: AttentionCall) -> Any:
     value = None if call.value is None else _four_axes(call, call.value)
     mask = call.mask.expand(call.plan.shape).reshape(*_outer(call), *call.plan.shape[-2:]) if call.masked else None
     seed = torch.full((1,), call.drawn_seed, dtype=torch.int64, device=call.device) if call.dropout_p else None
-    settings = call.factor, call.is_causal, call.dropout_p, torch.get_float32_matmul_precision()
+    settings = call.factor, call.diagonal, call.dropout_p, torch.get_float32_matmul_precision()
     return AttentionInputs(call.output, query, key, value, mask, seed, *settings)
 
 

@@ -143,12 +143,12 @@ def by_operations(form: Form, call: AttentionCall) -> Tensor:
     if call.masked:
         mask = call.mask
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
-    if call.is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if call.diagonal is not None:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(call.diagonal)
         scores = torch.where(allowed, scores, -math.inf)
     if call.output == "scores":
         return scores.to(call.dtype)
-    if call.masked:
+    if call.may_lack_keys:
         no_key = (scores == -math.inf).all(-1, keepdim=True)
         weights = torch.softmax(torch.where(no_key, 0, scores), -1)
         weights = torch.where(no_key, 0, weights)
@@ -164,7 +164,7 @@ def by_operations(form: Form, call: AttentionCall) -> Tensor:
 def in_blocks(blocks: Blocks, call: AttentionCall) -> Tensor:
     """The result, computed block by block."""
     mask = call.mask if call.masked else None
-    scores = Masked(blocks(call, (False,) * len(call.scored)), mask, causal=call.is_causal)
+    scores = Masked(blocks(call, (False,) * len(call.scored)), mask, diagonal=call.diagonal)
     out = ordered_empty(call)
     if call.output == "scores":
         return pairs.forward(scores, out)
@@ -178,7 +178,7 @@ def in_blocks_backward(blocks: Blocks, dout: Tensor, call: AttentionCall, wanted
     wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
     wide = _widened(call)
     mask = call.mask if call.masked else None
-    scores = Masked(blocks(wide, wants_scored), mask, causal=call.is_causal, wants_mask=wants_mask)
+    scores = Masked(blocks(wide, wants_scored), mask, diagonal=call.diagonal, wants_mask=wants_mask)
     dvalue = None
     if wide.value is None:
         found = (pairs.backward if call.output == "scores" else softmax.backward_weights)(scores, dout)

@@ -5,7 +5,7 @@ A log density is `normaliser(scale)` plus a part that depends on loc and x too. 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -28,6 +28,24 @@ Form = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype, float], Tensor]
 Wanted = Sequence[bool]  # whether the gradients of loc, scale and x are wanted
 
 
+class KeptNormaliser:
+    """The normaliser that the last small call needed, of whoever calls with the same scale again. Ops keep nothing."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor] | None = None  # a copy of the scale, and its normaliser
+
+    def of(self, scale: Tensor, arithmetic: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute` gave for a scale of the same values, in the dtype of the arithmetic, or gives now."""
+        if self._kept is not None:
+            known, normaliser = self._kept
+            is_alike = known.dtype == scale.dtype and known.device == scale.device and normaliser.dtype == arithmetic
+            if is_alike and torch.equal(known, scale):
+                return normaliser
+        normaliser = compute()
+        self._kept = scale.detach().clone(), normaliser
+        return normaliser
+
+
 @dataclass
 class DensityCall(Call):
     """A validated call: its tensors, the plan of their pairs, and the dtype of the result."""
@@ -37,6 +55,7 @@ class DensityCall(Call):
     x: Tensor
     plan: Plan
     dtype: torch.dtype
+    kept: KeptNormaliser | None = field(default=None, kw_only=True)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -128,6 +147,7 @@ def prepare(
     x: Tensor,
     *,
     before: Mapping[str, Any] = MappingProxyType({}),
+    kept: KeptNormaliser | None = None,
 ) -> DensityCall:
     """Validate shapes, dtypes and devices (never values). `before` are the arguments that precede loc."""
     try:
@@ -155,7 +175,7 @@ def prepare(
         dtype = promote(common, ndim, scale.dtype, given.ndim)
     if dtype.itemsize < 4 and autocast_enabled(x.device):
         dtype = torch.float32
-    return DensityCall(loc, scale, x, plan, dtype)
+    return DensityCall(loc, scale, x, plan, dtype, kept=kept)
 
 
 def _check_vectors(density: Density, function: str, loc: Tensor, x: Tensor) -> None:

@@ -10,7 +10,6 @@ no gradient through the dot product, so that the exact antipode is finite.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,9 +32,9 @@ from effops.pytorch import _standard_gamma
 HALF = {dtype: torch.tensor(0.5, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
 
 
-def _normaliser(scale: Tensor, dimension: int, ratio: Callable[[Tensor, float], Tensor] = log_gamma_ratio) -> Tensor:
+def _normaliser(scale: Tensor, dimension: int) -> Tensor:
     b = 0.5 * (dimension - 1)
-    return ratio(scale, b) - b * math.log(4 * math.pi)
+    return log_gamma_ratio(scale, b) - b * math.log(4 * math.pi)
 
 
 def _phi(dot: Tensor, tolerance: float) -> Tensor:
@@ -84,17 +83,20 @@ class HalfLog(DotMap):
                 value.masked_fill_(outside, math.nan)
 
     def normaliser(self, scale: Tensor) -> Tensor:
-        ratio = log_gamma_ratio_by_quadrature if _are_few(scale, 128) else log_gamma_ratio
-        return _normaliser(scale, self.dimension, ratio)
+        if not _are_few(scale, 128):
+            return _normaliser(scale.double(), self.dimension)
+        b = 0.5 * (self.dimension - 1)
+        return log_gamma_ratio_by_quadrature(scale, b, -b * math.log(4 * math.pi))
 
     def normaliser_derivative(self, scale: Tensor) -> Tensor:
-        ratio = digamma_ratio_by_quadrature if _are_few(scale, 16) else digamma_ratio
-        return ratio(scale, 0.5 * (self.dimension - 1))
+        b = 0.5 * (self.dimension - 1)
+        return digamma_ratio_by_quadrature(scale, b) if _are_few(scale, 16) else digamma_ratio(scale.double(), b)
 
 
 def _are_few(scale: Tensor, count: int) -> bool:
     """Whether the scales are so few that a quadrature costs less than the recurrence, and are in its domain."""
-    return 0 < scale.numel() <= count and observed(scale.amin(), ordinary=1) >= 0
+    least = scale.amin() if scale.numel() > 1 else scale
+    return 0 < scale.numel() <= count and observed(least, ordinary=1) >= 0
 
 
 def draw(loc: Tensor, scale: Tensor, generator: torch.Generator | None = None) -> Tensor:

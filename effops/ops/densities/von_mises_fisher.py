@@ -89,10 +89,10 @@ class CosineMinusOne(DotMap):
         dot.copy_(factor.expand(dot.shape))
 
     def normaliser(self, scale: Tensor) -> Tensor:
-        return log_vmf_normaliser(scale, self.dimension)
+        return log_vmf_normaliser(scale.double(), self.dimension)
 
     def normaliser_derivative(self, scale: Tensor) -> Tensor:
-        return bessel_ratio(scale, self.dimension)[1]
+        return bessel_ratio(scale.double(), self.dimension)[1]
 
 
 def draw(loc: Tensor, concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:

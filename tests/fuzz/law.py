@@ -1,0 +1,255 @@
+"""The law of every call: right, or a clear error, and no input changed. Float64 judges what is right."""
+
+import contextlib
+import functools
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from effops.reference import reference_of
+from effops.reference.reference import Bounds, worst_error_ratio
+
+from ..support.blocks import small_blocks
+from .build import EXAMPLES, Built, build
+from .draw import RandomCall
+from .plain import PLAIN
+
+PROBES = 3  # entries of a Jacobian or of a tangent that are judged
+
+
+@dataclass
+class Found:
+    """What a transform gave: results, gradients of them, gradients of each of their entries, or a derivative along
+    some direction."""
+
+    out: Tensor | None = None
+    gradients: tuple[Tensor, ...] | None = None
+    jacobian: tuple[Tensor, ...] | None = None
+    tangent: Tensor | None = None
+    direction: tuple[Tensor, ...] | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        every = tree_leaves((self.out, self.gradients, self.jacobian, self.tangent))
+        return [one for one in every if one is not None]
+
+
+def with_gradients(function, built):
+    out, wanted = function(*built.args), built.wanted
+    return Found(out, torch.autograd.grad(out, wanted, built.upstream(out)) if wanted else None)
+
+
+def weighted(function, built):
+    def total(*args):
+        out = function(*args)
+        return (out * built.upstream(out)).sum(), out
+
+    return torch.func.grad(total, built.places, has_aux=True)
+
+
+def by_grad(function, built):
+    gradients, out = weighted(function, built)(*built.args)
+    return Found(out, gradients)
+
+
+def by_vjp(function, built):
+    out, pull_back = torch.func.vjp(built.of_wanted(function), *built.wanted)
+    return Found(out, pull_back(built.upstream(out)))
+
+
+def by_jvp(function, built):
+    direction = tuple(torch.randn_like(one) for one in built.wanted)
+    out, tangent = torch.func.jvp(built.of_wanted(function), built.wanted, direction)
+    return Found(out, tangent=tangent, direction=direction)
+
+
+def by_jacrev(function, built):
+    places = tuple(range(len(built.places)))
+    return Found(jacobian=torch.func.jacrev(built.of_wanted(function), places)(*built.wanted))
+
+
+def by_vmap(function, built):
+    return Found(torch.func.vmap(function, built.in_dims)(*built.args))
+
+
+def by_vmap_of_grad(function, built):
+    gradients, out = torch.func.vmap(weighted(function, built), built.in_dims)(*built.args)
+    return Found(out, gradients)
+
+
+def without_gradients(context):
+    def run(function, built):
+        with context():
+            return Found(function(*built.args))
+
+    return run
+
+
+RUNS = {
+    "gradients": with_gradients,
+    "no_grad": without_gradients(torch.no_grad),
+    "inference_mode": without_gradients(torch.inference_mode),
+    "grad": by_grad,
+    "vjp": by_vjp,
+    "jvp": by_jvp,
+    "jacrev": by_jacrev,
+    "vmap": by_vmap,
+    "vmap of grad": by_vmap_of_grad,
+    "functionalize": lambda function, built: with_gradients(torch.func.functionalize(function), built),
+}
+
+
+@dataclass
+class Tally:
+    """How many calls were made, how many of them the plain expression accepts, and which of these were refused."""
+
+    calls: int = 0
+    accepted: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def share_refused(self) -> float:
+        return self.refused.total() / max(1, self.accepted)
+
+    def __str__(self) -> str:
+        reasons = [f"{count} {reason}" for reason, count in self.refused.most_common()]
+        refused = f"{self.refused.total()} of {self.accepted} refused ({self.share_refused:.2%})"
+        return "\n".join([f"{self.calls} calls, {refused}", *reasons])
+
+
+def hold(call: RandomCall, tally: Tally) -> None:
+    """Raise AssertionError unless the law holds of a call."""
+    with small_blocks() if call.in_small_blocks else contextlib.nullcontext():
+        built = build(call)
+        run = RUNS[call.transform]
+        before = [contents(arg) for arg in built.args]
+        found, error = None, None
+        try:
+            with built.mode:
+                found = run(functools.partial(built.op, **built.options), built)
+        except Exception as raised:
+            error = raised
+        assert before == [contents(arg) for arg in built.args], "an input was changed"
+        plain = plainly(run, call, built)
+        tally.calls += 1
+        tally.accepted += plain is not None
+        if error is not None:
+            assert_clear(built, error)
+            if plain is not None:
+                tally.refused[reason(call, error)] += 1
+        elif call.device == "cpu":
+            judge(call, built, found)
+        else:
+            assert_like_on_cpu(call, found)
+        if found is not None and plain is not None:
+            assert_alike(found, plain)
+
+
+def contents(arg: Any) -> Any:
+    """All bytes behind a tensor, those between its elements included; None of other arguments."""
+    if not isinstance(arg, Tensor) or isinstance(arg, FakeTensor) or arg.is_meta or arg.layout != torch.strided:
+        return None
+    return arg.requires_grad, hash(bytes(arg.untyped_storage()))
+
+
+def plainly(run, call: RandomCall, built: Built) -> Found | None:
+    """What the plain expression gives, or None if it accepts no such call."""
+    if call.mistake == "an unknown variant":
+        return None
+    try:
+        with built.mode:
+            return run(functools.partial(PLAIN[built.op.name], **built.settings), built)
+    except Exception:
+        return None
+
+
+def assert_clear(built: Built, error: Exception) -> None:
+    """The error must be one that the library raises by itself: it names the op, and says what to do."""
+    assert isinstance(error, (TypeError, ValueError, NotImplementedError, RuntimeError)), repr(error)
+    expected = rf"{built.op.name}(\(variant=\"\w+\"\):?|:| has) .+; .+"
+    assert re.match(expected, str(error), re.DOTALL), repr(error)
+
+
+def reason(call: RandomCall, error: Exception) -> str:
+    """What an error says, without what it says of one call alone."""
+    text = re.sub(r"\(\d[\d, ]*\)|\d+", "..", str(error).partition("; got")[0])
+    return f"{call.transform}: {type(error).__name__}: {text[:160]}"
+
+
+def judge(call: RandomCall, built: Built, found: Found) -> None:
+    """Compare with float64, in the budgets of the op's reference."""
+    reference = reference_of(built.op)
+    is_batched = call.transform.startswith("vmap")
+    for number in range(EXAMPLES if is_batched else 1):
+        args = built.example(number)
+        prepared = built.op.prepare(*args, **built.settings)
+        if found.out is not None:
+            out = found.out[number] if is_batched else found.out
+            ratio = reference.bounds(prepared).error_ratio(out.reshape(prepared.shape))
+            assert ratio <= 1, f"the result is off by {ratio} budgets"
+        if found.gradients is not None:
+            dout = built.upstream(out).reshape(prepared.shape)
+            gradients = [one[number] for one in found.gradients] if is_batched else found.gradients
+            ratio = gradient_ratio(reference, prepared, dout, built.places, gradients)
+            assert ratio <= 1, f"a gradient is off by {ratio} budgets"
+            assert [one.dtype for one in gradients] == [one.dtype for one in built.wanted]
+        generator = torch.Generator().manual_seed(call.seed)
+        for _ in range(PROBES if math.prod(prepared.shape) else 0):
+            entry = int(torch.randint(math.prod(prepared.shape), (), generator=generator))
+            dout = torch.zeros(prepared.shape, dtype=prepared.dtype)
+            dout.view(-1)[entry] = 1
+            if found.jacobian is not None:
+                rows = [
+                    one.reshape(math.prod(prepared.shape), *arg.shape)[entry]
+                    for one, arg in zip(found.jacobian, built.wanted)
+                ]
+                ratio = gradient_ratio(reference, prepared, dout, built.places, rows)
+                assert ratio <= 1, f"entry {entry} of the Jacobian is off by {ratio} budgets"
+            if found.tangent is not None:
+                ratio = tangent_ratio(reference, prepared, dout, built.places, found, entry)
+                assert ratio <= 1, f"entry {entry} of the tangent is off by {ratio} budgets"
+
+
+def gradient_ratio(reference, prepared, dout, places, gradients) -> float:
+    """The error of some gradients, those of the arguments at `places`, in units of their budgets."""
+    bounds = reference.gradient_bounds(prepared, dout)
+    chosen = [bounds[place] for place in places]
+    grouped = [gradient.reshape(one.value.shape) for one, gradient in zip(chosen, gradients)]
+    return worst_error_ratio(chosen, grouped)
+
+
+def tangent_ratio(reference, prepared, dout, places, found: Found, entry: int) -> float:
+    """The error of the derivative of one entry along a direction, by the budgets of the gradients."""
+    bounds = reference.gradient_bounds(prepared, dout)
+    value, radius = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for place, direction in zip(places, found.direction):
+        along = direction.double().reshape(bounds[place].value.shape)
+        value += (bounds[place].value * along).sum()
+        radius += (torch.maximum(bounds[place].below, bounds[place].above) * along.abs()).sum()
+    return Bounds(value, radius, radius).error_ratio(found.tangent.reshape(-1)[entry])
+
+
+def assert_like_on_cpu(call: RandomCall, found: Found) -> None:
+    """A result without values has the shape, the dtype and the strides of that with values."""
+    call = replace(call, device="cpu")
+    built = build(call)
+    function = functools.partial(built.op, **built.options)
+    expected = RUNS[call.transform](function, built)
+    for one, other in zip(found.tensors, expected.tensors, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.stride() == other.stride(), f"strides {one.stride()}, with values {other.stride()}"
+
+
+def assert_alike(found: Found, plain: Found) -> None:
+    """Shapes and dtypes are those of the plain expression; PyTorch's matrix products get them wrong for empty ones."""
+    if not all(one.numel() for one in found.tensors):
+        return
+    shapes, expected = ([(tuple(one.shape), one.dtype) for one in each.tensors] for each in (found, plain))
+    assert shapes == expected, f"{shapes}, plainly {expected}"
