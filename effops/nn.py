@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from effops.dispatch.arguments import check_mask
+from effops.dispatch.arguments import check_dense, check_mask
 from effops.ops.attention.additive import additive_attention
 from effops.ops.attention.dot_product import attention, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention
@@ -37,9 +37,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     `is_causal` it needs no attn_mask. Where an attn_mask is given too, `is_causal` is a hint, as in PyTorch.
     `need_weights` holds queries times keys. It is for fused and naive attention, where it is True unless it is given,
     and gives the weights before dropout. Other attention returns None for them, and raises ValueError if it is True.
+    The result has the dtype of the projected query: a mask of a wider dtype does not widen it.
 
     Raises:
-        TypeError: a mask is no tensor, or of a dtype that is neither boolean nor floating-point
+        TypeError: a tensor is sparse or nested; a mask is no tensor, or of a dtype that is neither boolean nor
+            floating-point
         ValueError: arguments that do not go together; shapes that PyTorch's layer does not take either
         NotImplementedError: the layer is compiled by `torch.jit.script`
 
@@ -94,13 +96,23 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             dtype=dtype,
         )
         self.attention, self.local, self.restart = attention, local, restart
-        self.has_one_projection = self._qkv_same_embed_dim
-        # If this were True, `torch.nn.TransformerEncoderLayer` would compute scaled dot products itself in inference.
-        self._qkv_same_embed_dim = False
         if attention == "additive":
             weight = torch.empty(num_heads, 1, 1, self.head_dim, device=device, dtype=dtype)
-            bound = 1 / math.sqrt(self.head_dim)
-            self.additive_weight = torch.nn.Parameter(weight.uniform_(-bound, bound))
+            self.additive_weight = torch.nn.Parameter(weight)
+            self._reset_additive_weight()
+
+    def _reset_parameters(self) -> None:
+        """Initialise the parameters, as PyTorch's layer does when it is made."""
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        # If this were True, `torch.nn.TransformerEncoderLayer` would compute scaled dot products itself in inference.
+        self._qkv_same_embed_dim = False
+        if "additive_weight" in self._parameters:
+            self._reset_additive_weight()
+
+    def _reset_additive_weight(self) -> None:
+        bound = 1 / math.sqrt(self.head_dim)
+        torch.nn.init.uniform_(self.additive_weight, -bound, bound)
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, attention={self.attention!r}"
@@ -149,7 +161,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 f"MultiheadAttention: `need_weights` must be False if attention={self.attention!r}, which never holds "
                 "the weights of all pairs; got True"
             )
-        result = self._attend(query, key, value, mask, causal).transpose(-3, -2).flatten(-2)
+        result = self._attend(query, key, value, mask, causal).to(query.dtype)  # that of a mask may be wider
+        result = result.transpose(-3, -2).flatten(-2)
         result = linear(result, self.out_proj.weight, self.out_proj.bias)
         weights = None
         if need_weights:
@@ -162,7 +175,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _check_dims(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Tensor | None
     ) -> None:
-        """Raise unless all tensors have a batch axis, or none has."""
+        """Raise unless all tensors are dense, and all have a batch axis, or none has."""
+        for name, given in (("query", query), ("key", key), ("value", value)):
+            if given.is_nested:
+                raise TypeError(
+                    f"MultiheadAttention: `{name}` must be dense; got a nested tensor; pad it and give a "
+                    "key_padding_mask; torch.nn.TransformerEncoder makes none with enable_nested_tensor=False"
+                )
+            check_dense("MultiheadAttention", name, given)
         if query.ndim not in (2, 3):
             raise ValueError(
                 "MultiheadAttention: `query` must have 3 dimensions, or 2 without a batch; got "
@@ -234,13 +254,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return "naive" if self.attention == "naive" else None
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        if self.has_one_projection and query is key and key is value:
-            query, key, value = linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-            return query, self._extended(key, self.bias_k), self._extended(value, self.bias_v)
-        separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        weights = self.in_proj_weight.chunk(3) if self.has_one_projection else separate
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        query, key, value = (linear(*operands) for operands in zip((query, key, value), weights, biases))
+        weight: Tensor | None = self.in_proj_weight
+        bias: Tensor | None = self.in_proj_bias
+        if bias is not None:
+            bias = bias.to(torch.promote_types(bias.dtype, query.dtype))  # PyTorch adds one of a narrower dtype
+        if weight is not None and query is key and key is value:
+            query, key, value = linear(query, weight, bias).chunk(3, -1)
+        else:
+            separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            weights = separate if weight is None else weight.chunk(3)
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
+            query, key, value = (linear(*operands) for operands in zip((query, key, value), weights, biases))
         return query, self._extended(key, self.bias_k), self._extended(value, self.bias_v)
 
     def _extended(self, projected: Tensor, learned: Tensor | None) -> Tensor:
@@ -257,7 +281,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _mask(self, padding: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | None:
         """Both masks as one that `effops.attention` takes. A boolean mask is True where a pair takes part."""
         if mask is not None and mask.ndim == 3:
-            mask = mask.view(-1, self.num_heads, *mask.shape[1:])
+            mask = mask.view(query.shape[0], self.num_heads, *mask.shape[1:])
         masks = [one for one in (mask, None if padding is None else padding[:, None, None, :]) if one is not None]
         if not masks:
             return None
