@@ -4,11 +4,13 @@ import sys
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from effops.dispatch.choice import choose
 from effops.dispatch.op import Op
 from effops.dispatch.record import add_to_records
 from effops.dispatch.validation import check_values
+from effops.numerics.layout import without_negation
 from effops.numerics.precision import without_autocast
 
 
@@ -18,7 +20,8 @@ def call(op: Op, *args: Any, variant: str | None = None, **kwargs: Any) -> Tenso
         from effops.dispatch.sharding import sharded_call
 
         return sharded_call(op, args, kwargs, variant)
-    validated = op.prepare(*args, **kwargs)
+    operands = args if is_compiling() else map(without_negation, args)  # traced code cannot ask, nor can PyTorch's
+    validated = op.prepare(*operands, **kwargs)
     check_values(op.name, op.conditions, validated)
     chosen = choose(op, validated, variant)
     add_to_records(op, chosen, validated, args)

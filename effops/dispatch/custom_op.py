@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from effops.dispatch.native import Native
-from effops.numerics.layout import empty_gradient
+from effops.numerics.layout import empty_gradient, without_negation
 from effops.numerics.precision import without_autocast
 from effops.prediction.inside import register_body
 from effops.pytorch import (
@@ -215,7 +215,7 @@ class CustomOp:
     def pull_back(self, ctx: Any, dout: Tensor) -> Any:
         """The backward rule of the operation."""
         wanted = tuple(ctx.needs_input_grad[: self.count])
-        gradients = self.gradients(dout, (*ctx.saved_tensors, *ctx.settings), wanted)
+        gradients = self.gradients(without_negation(dout), (*ctx.saved_tensors, *ctx.settings), wanted)
         return *gradients, *(None,) * ctx.others
 
     def save_for_gradients(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:

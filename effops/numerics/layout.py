@@ -1,8 +1,12 @@
 """Layouts: a gradient has the strides of its operand, so that autograd takes it without a copy."""
 
+from typing import TypeVar
+
 from torch import Tensor
 
 from effops.pytorch import compute_elementwise_output_strides, is_non_overlapping_and_dense
+
+T = TypeVar("T")
 
 
 def gradient_strides(operand: Tensor) -> tuple[int, ...]:
@@ -45,3 +49,11 @@ def without_overlap(tensor: Tensor) -> Tensor:
         if stride <= sum(other * (size - 1) for other, size in inner):
             return tensor.contiguous()
     return tensor
+
+
+def without_negation(argument: T) -> T:
+    """The argument, or a copy of a tensor whose memory holds the negatives of its values, as that of `z.conj().imag`.
+
+    Kernels and compiled code read memory alone.
+    """
+    return argument.resolve_neg() if isinstance(argument, Tensor) and argument.is_neg() else argument

@@ -72,6 +72,10 @@ class Built:
     def wanted(self) -> tuple[Tensor, ...]:
         return tuple(self.args[place] for place in self.places)
 
+    @property
+    def has_empty(self) -> bool:
+        return any(isinstance(arg, Tensor) and arg.numel() == 0 for arg in self.args)
+
     def of_wanted(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A function of those arguments alone that require gradients."""
 
@@ -195,7 +199,7 @@ MISTAKES = {
     "booleans": lambda tensor: tensor > 0,
     "complex": lambda tensor: tensor.to(torch.complex64),
     "another device": lambda tensor: tensor.to("meta"),
-    "sparse": lambda tensor: tensor.to_sparse(),
+    "sparse": lambda tensor: tensor.as_subclass(Tensor).to_sparse(),
     "a list": lambda tensor: tensor.tolist(),
     "a number": lambda tensor: 1.0,
     "an array": lambda tensor: tensor.float().numpy(),

@@ -28,6 +28,7 @@ LAYOUTS = ("contiguous",) * 4 + (
     "channels last",
     "offset",
     "odd where single",
+    "negated",
 )
 KINDS = ("Tensor",) * 5 + ("Parameter", "Plain")  # `Plain` is a subclass that overrides nothing
 SCALE_KINDS = ("as drawn",) * 6 + ("number", "integers")  # of an operand that may be a number

@@ -37,9 +37,21 @@ def masked(scores, attn_mask=None, is_causal=False):
     return scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
 
 
+def matrix_product(left, right):
+    if left.dtype != right.dtype:
+        raise TypeError("matrices must have one dtype: PyTorch does not notice if they are empty")
+    return left @ right
+
+
 def dot_products(query, key, attn_mask=None, is_causal=False, scale=None):
     scale = 1 / math.sqrt(max(1, query.shape[-1])) if scale is None else scale
-    return masked(query @ key.mT * scale, attn_mask, is_causal)
+    return masked(matrix_product(query, key.mT) * scale, attn_mask, is_causal)
+
+
+def attention(query, key, value, attn_mask=None, **settings):
+    if settings.get("enable_gqa") and key.shape[-3] == 0:
+        raise ValueError("there must be a head of keys: without one, PyTorch's division by zero ends the process")
+    return scaled_dot_product_attention(query, key, value, attn_mask, **settings)
 
 
 def additive(query, key, weight):
@@ -47,7 +59,7 @@ def additive(query, key, weight):
 
 
 def log_sparse(query, key, value, local=1, restart=None, scale=None):
-    return torch.softmax(dot_products(query, key, is_causal=True, scale=scale), -1) @ value
+    return matrix_product(torch.softmax(dot_products(query, key, is_causal=True, scale=scale), -1), value)
 
 
 PLAIN = {
@@ -60,10 +72,10 @@ PLAIN = {
     "normal_mixture_log_prob": mixture(normal),
     "attention_scores": dot_products,
     "attention_weights": lambda *args, **settings: torch.softmax(dot_products(*args, **settings), -1),
-    "attention": scaled_dot_product_attention,
+    "attention": attention,
     "additive_attention_scores": additive,
-    "additive_attention": lambda query, key, value, weight, attn_mask=None: (
-        torch.softmax(masked(additive(query, key, weight), attn_mask), -1) @ value
+    "additive_attention": lambda query, key, value, weight, attn_mask=None: matrix_product(
+        torch.softmax(masked(additive(query, key, weight), attn_mask), -1), value
     ),
     "log_sparse_attention": log_sparse,
 }

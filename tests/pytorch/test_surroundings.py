@@ -18,6 +18,8 @@ from effops import broadcast_dot
 from effops.dispatch.op import ops
 from effops.reference import reference_of
 
+from ..support.calls import same
+
 pytestmark = pytest.mark.turns(6)  # what is compiled takes half a minute
 torch.fx.wrap("broadcast_dot")
 CALLS = [
@@ -209,6 +211,19 @@ def test_operands_that_overlap_themselves(call):
         expected = gradients_of(function, (*args[:i], overlapping.contiguous(), *args[i + 1 :]))
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+def test_operands_whose_memory_holds_their_negatives(call):
+    """The imaginary part of a conjugate is such a view. Kernels and compiled code read memory, and lost the sign."""
+    function, args = call
+    out, *expected = gradients_of(function, args)
+    own = leaves(args)
+    upstream = torch.complex(torch.zeros_like(out), -torch.ones_like(out)).conj().imag
+    assert upstream.is_neg()
+    same(torch.autograd.grad(function(*own), own, upstream), expected, equal_nan=True)
+    for i, arg in enumerate(args):
+        negated = torch.complex(torch.zeros_like(arg), -arg).conj().imag
+        same(gradients_of(function, (*args[:i], negated, *args[i + 1 :])), [out, *expected], equal_nan=True)
 
 
 @pytest.mark.parametrize("variant", [None, *DROPOUT])
