@@ -135,6 +135,7 @@ def test_scripts_find_what_they_import(script: Path, monkeypatch: pytest.MonkeyP
     runpy.run_path(str(script))
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     command = [sys.executable, str(BENCH / "run.py"), "--op", "power_spherical_log_prob", "--size", "M=3,T=5,D=7"]

@@ -103,6 +103,7 @@ def test_a_probe_runs_what_it_returns():
     assert sizes[:5] == [1, 2, 4, 8, 16]
 
 
+@pytest.mark.slow
 def test_a_device_holds_more_than_tensors():
     tensors = max_batch_size(perceptron(), "700 MiB").batch_size
     device = max_batch_size(perceptron(), "700 MiB", budget_means="device", device="cuda")

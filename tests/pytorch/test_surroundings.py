@@ -198,6 +198,7 @@ def test_saved_on_cpu(call):
         torch.testing.assert_close(one, other, equal_nan=True)
 
 
+@pytest.mark.turns(2)
 def test_operands_that_overlap_themselves(call):
     """Windows over one row of numbers, each of which begins where the last one has its second number."""
     function, args = call
