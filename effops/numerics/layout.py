@@ -1,12 +1,10 @@
 """Layouts: a gradient has the strides of its operand, so that autograd takes it without a copy."""
 
-from typing import TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from effops.pytorch import compute_elementwise_output_strides, is_non_overlapping_and_dense
-
-T = TypeVar("T")
 
 
 def gradient_strides(operand: Tensor) -> tuple[int, ...]:
@@ -51,7 +49,7 @@ def without_overlap(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def without_negation(argument: T) -> T:
+def without_negation(argument: Any) -> Any:
     """The argument, or a copy of a tensor whose memory holds the negatives of its values, as that of `z.conj().imag`.
 
     Kernels and compiled code read memory alone.
