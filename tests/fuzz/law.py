@@ -237,14 +237,15 @@ def tangent_ratio(reference, prepared, dout, places, found: Found, entry: int) -
 
 
 def assert_like_on_cpu(call: RandomCall, found: Found) -> None:
-    """A result without values has the shape, the dtype and the strides of that with values."""
-    call = replace(call, device="cpu")
+    """A result without values has the shape and the dtype of that with values, and a fake one its strides too."""
+    was, call = call.device, replace(call, device="cpu")
     built = build(call)
     function = functools.partial(built.op, **built.options)
     expected = RUNS[call.transform](function, built)
     for one, other in zip(found.tensors, expected.tensors, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert memory_order(one) == memory_order(other), f"strides {one.stride()}, with values {other.stride()}"
+        is_alike = memory_order(one) == memory_order(other) or was == "meta"  # which stands for any device
+        assert is_alike, f"strides {one.stride()}, with values {other.stride()}"
 
 
 def memory_order(tensor: Tensor) -> list[int]:

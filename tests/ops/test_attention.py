@@ -239,6 +239,16 @@ def test_memory(device):
         assert memory(run).temporary_bytes <= min(2**22, 0.05 * naive.temporary_bytes)
 
 
+@pytest.mark.parametrize(("function", "variant"), ALL)
+def test_a_mask_of_no_axes_widens_nothing(function, variant, device, generator):
+    """As in `scores + mask`: once, results had its dtype."""
+    args = operands(function, (2, 3), (4, 3), dtype=torch.float32, device=device, generator=generator)
+    args.append(torch.tensor(-0.3, dtype=torch.float64, device=device))
+    variant_or_skip(function, variant, args, {})
+    check(function, variant, args, {}, generator)
+    assert function(*args, variant=variant).dtype == torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_fused_kernels_under_masks_of_any_dtype_and_shape(dtype, device, generator):
     """PyTorch's kernels misread a mask of another dtype, and turn one that was expanded into numbers."""

@@ -18,7 +18,7 @@ from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias
 from effops.dispatch.op import Call
-from effops.numerics.precision import autocast_enabled, wider
+from effops.numerics.precision import autocast_enabled, promote, wider
 from effops.numerics.shapes import broadcast_shapes
 from effops.numerics.values import observed
 
@@ -231,8 +231,10 @@ def prepare(
     if not isinstance(is_causal, bool):
         raise TypeError(f"{function}: `is_causal` must be True or False; got {is_causal!r}")
     dtype = query.dtype
-    for tensor in (key, *others, *given(value), *given(attn_mask)):
-        dtype = dtype if tensor.dtype == torch.bool else wider(dtype, tensor.dtype)
+    for tensor in (key, *others, *given(value)):
+        dtype = wider(dtype, tensor.dtype)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        dtype = promote(dtype, query.ndim, attn_mask.dtype, attn_mask.ndim)
     if value is None and dtype.itemsize < 4 and autocast_enabled(query.device):
         dtype = torch.float32
     seed = None
