@@ -16,6 +16,8 @@ from effops.prediction.allocations import Allocations
 from effops.reference.attention import bounds, gradient_bounds
 from effops.reference.dot_product import SCORES
 
+from ..support.calls import same
+
 FUNCTIONS = [effops.attention_scores, effops.attention_weights, effops.attention]
 ALL = [
     pytest.param(function, variant, id=f"{function.__name__}-{variant}")
@@ -401,6 +403,20 @@ def test_autocast_rounds_as_pytorch_does(device, generator):
         # `explain` predicts the rounded operands too.
         assert {one.output_bytes for one in report.variants.values()} == {found.numel() * 2}
         torch.testing.assert_close(found, expected)
+
+
+def test_gradients_of_expanded_operands_under_autocast(generator):
+    """Each element has its own, as if the operand were a copy: once, the first ones had the sum of all."""
+    rows = [torch.randn(shape, generator=generator) for shape in ((3, 6, 5), (1, 7, 5), (3, 7, 4))]
+
+    def gradients(*args):
+        own = [arg.detach().requires_grad_() for arg in args]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = effops.attention(*own, variant="chunked")
+        return torch.autograd.grad(out, own, torch.ones_like(out))
+
+    query, key, value = rows[0], rows[1].expand(3, 7, 5), rows[2]
+    same(gradients(query, key, value), gradients(query, key.contiguous(), value))
 
 
 def test_explain_under_autocast_copies_no_expanded_operand():

@@ -17,6 +17,7 @@ from torch import Tensor
 from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias
+from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, promote, wider
 from effops.numerics.shapes import broadcast_shapes
@@ -259,7 +260,12 @@ def rounded_by_autocast(query: Tensor, *others: Tensor | None) -> tuple[Any, ...
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in another dtype; one that is expanded stays so, and takes no more memory."""
+    """The tensor in another dtype; one that is expanded stays so, and takes no more memory.
+
+    One that requires gradients is copied, since each of its elements has a gradient of its own.
+    """
+    if requires_grad((tensor,)):
+        return tensor.to(dtype)
     distinct = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     return distinct.to(dtype).expand(tensor.shape)
 
