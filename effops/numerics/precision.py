@@ -72,9 +72,10 @@ def contraction_error(dimension: int, arithmetic: torch.dtype, precision: str = 
     exact_operands = 4 + math.sqrt(dimension)
     if arithmetic == torch.float64 or precision == "highest":
         return exact_operands
+    spread = 6 / math.sqrt(max(1, dimension))
     if precision == "high":  # TF32, truncated
-        return 2**14 * min(2.0, 1 + 6 / math.sqrt(dimension)) + exact_operands
-    return 2**16 * min(2.0, 6 / math.sqrt(dimension)) + exact_operands
+        return 2**14 * min(2.0, 1 + spread) + exact_operands
+    return 2**16 * min(2.0, spread) + exact_operands
 
 
 def matmul_precision() -> str:

@@ -94,8 +94,9 @@ class DirectionalBounds:
         _, psi, _, psi_error = self._normaliser(call)
         terms = g * (psi + torch.where(t + error < -tolerance, math.nan, phi))
         term_error = phi_error + 8 * u * (psi.abs() + phi.abs()) + psi_error
-        terms_error = g.abs() * term_error + dout_error * (psi + phi).abs()
-        weight, weight_error = g * scale * slope, (g * scale).abs() * slope_error + dout_error * (scale * slope).abs()
+        terms_error = g.abs() * term_error + dout_error * ((psi + phi).abs() + term_error)
+        weight = g * scale * slope
+        weight_error = (g * scale).abs() * slope_error + dout_error * scale.abs() * (slope + slope_error)
 
         def pulled_back(weight: Tensor, loc: Tensor, x: Tensor) -> tuple[Tensor, ...]:
             """The gradients of loc and x, given the gradient of the dot product of each pair."""

@@ -111,8 +111,11 @@ def _gradient_bounds(log_prob: Reference, call: MixtureCall, dout: Tensor) -> tu
     pairs, terms, result = _exact(log_prob, call)
     out, u = result.value.unsqueeze(call.dim), unit_roundoff(call.arithmetic)
     error = torch.maximum(terms.below, terms.above) + torch.maximum(result.below, result.above).unsqueeze(call.dim)
-    share = torch.where(out == -torch.inf, 0.0, torch.exp(terms.value - out))
-    share_error = share * torch.expm1(error + (8 + share.shape[call.dim]) * u)
+    exponent = torch.where(out == -torch.inf, -torch.inf, terms.value - out)
+    share, error = torch.exp(exponent), error + (8 + exponent.shape[call.dim]) * u
+    # A share lies between 0 and 1, however far its exponent is off.
+    at_most = torch.maximum(torch.exp(exponent + error).clamp(max=1) - share, share)
+    share_error = torch.where(error < 1, share * torch.expm1(error), at_most).masked_fill(out == -torch.inf, 0.0)
     g = dout.double().unsqueeze(call.dim)
     upstream, upstream_error = g * share, g.abs() * share_error
     return (

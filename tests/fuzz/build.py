@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,12 @@ LAYOUTS = {
     "offset": offset,
     "odd where single": odd_where_single,
     "negated": negated,
+}
+
+
+MODES = {
+    "autocast to bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast to float16": lambda: torch.autocast("cpu", torch.float16),
 }
 
 
@@ -85,7 +91,7 @@ class Built:
 
         return restricted
 
-    def example(self, number: int) -> list[Any]:
+    def example(self, number: int | None) -> list[Any]:
         """The values of one example; of a call without examples, its own."""
         chosen = (one if dim is None else one.select(dim, number) for one, dim in zip(self.args, self.in_dims))
         return [one.detach().as_subclass(Tensor).clone() if isinstance(one, Tensor) else one for one in chosen]
@@ -95,9 +101,9 @@ def build(call: RandomCall) -> Built:
     """The arguments of a call."""
     op, generator = ops()[call.op], torch.Generator().manual_seed(call.seed)
     is_batched = call.transform.startswith("vmap")
-    batched = [is_batched and (operand.batched or place == 0) for place, operand in enumerate(call.operands)]
+    batched = [is_batched and operand.batched for operand in call.operands]
     shapes = [(EXAMPLES,) * one + operand.shape for operand, one in zip(call.operands, batched)]
-    mode = FakeTensorMode() if call.device == "fake" else contextlib.nullcontext()
+    mode = FakeTensorMode() if call.device == "fake" else MODES.get(call.surroundings, contextlib.nullcontext)()
     move = mode.from_tensor if call.device == "fake" else on_meta if call.device == "meta" else lambda one: one
     tensors = [
         _laid_out(values.movedim(0, operand.axis) if one else values, operand)
@@ -142,7 +148,12 @@ def _values(call: RandomCall, shapes: list[tuple[int, ...]], generator: torch.Ge
     # A direction of no coordinates cannot be drawn: empty axes are cut off.
     positive = [tuple(max(1, size) for size in shape) for shape in own]
     drawn = reference_of(ops()[call.op]).sample(*positive, dtype=torch.float64, generator=generator)
-    values = [tensor[tuple(slice(size) for size in shape)] for tensor, shape in zip(drawn, own)]
+    values = [
+        scaled(tensor[tuple(slice(size) for size in shape)], operand.factor)
+        for tensor, shape, operand in zip(drawn, own, call.operands)
+    ]
+    if call.rows:
+        align_rows(dict(zip(ops()[call.op].core_dims, values)), -1.0 if call.rows == "opposite" else 1.0)
     if masked:
         chance, number = torch.rand(shapes[-1], generator=generator), torch.randn(shapes[-1], generator=generator)
         takes_part = chance < 0.7
@@ -150,6 +161,19 @@ def _values(call: RandomCall, shapes: list[tuple[int, ...]], generator: torch.Ge
             takes_part[..., :1, :] = False  # a query with no key
         values.append(takes_part if call.mask == "boolean" else number.masked_fill(~takes_part, -math.inf))
     return values
+
+
+def scaled(values: Tensor, factor: float) -> Tensor:
+    """The values times a factor; directions stay of length 1."""
+    lengths = values.norm(dim=-1) if values.ndim and values.shape[-1] > 1 else values.new_zeros(1)
+    return values if torch.allclose(lengths, torch.ones_like(lengths)) else values * factor
+
+
+def align_rows(values: Mapping[str, Tensor], sign: float) -> None:
+    """Make all rows of a second operand those of the first row of another, or their opposite, in place."""
+    for one, other in (("a", "b"), ("loc", "x"), ("query", "key")):
+        if one in values and values[one].numel() and values[one].shape[-1] == values[other].shape[-1]:
+            values[other].copy_(sign * values[one].reshape(-1, values[one].shape[-1])[0])
 
 
 def _laid_out(values: Tensor, operand: Operand) -> Tensor:
@@ -192,7 +216,7 @@ def make_mistake(mistake: str, args: list[Any], options: dict[str, Any], seed: i
 
 
 MISTAKES = {
-    "another size": lambda tensor: torch.cat((tensor, tensor.narrow(-1, 0, 1)), -1) if tensor.numel() else tensor,
+    "another size": lambda tensor: torch.cat((tensor, tensor[..., :1]), -1) if tensor.ndim else tensor,
     "an axis less": lambda tensor: tensor.select(0, 0) if tensor.ndim and len(tensor) else tensor,
     "no axis": lambda tensor: tensor.sum(),
     "integers": lambda tensor: tensor.long(),

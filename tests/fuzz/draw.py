@@ -18,9 +18,9 @@ from effops.reference import reference_of
 
 Shape = tuple[int, ...]
 
-MOST_TERMS = 2**14  # how many terms a call has at most, for a hundredth of a second
-MOST_TERMS_OF_FEW = 2**8  # of a call whose kernels are interpreted, or that has a gradient for each result
-SIZES = (3, 2, 4, 5, 7, 1, 8, 9, 17, 0, 33)
+MOST_TERMS = 2**21  # of a call, if each operand adds its own: it takes a hundredth of a second
+MOST_TERMS_OF_FEW = 2**12  # of a call whose kernels are interpreted, or that has a gradient for each result
+SIZES = (3, 2, 4, 5, 7, 1, 8, 9, 17, 33, 0)
 LAYOUTS = ("contiguous",) * 4 + (
     "transposed",
     "sliced",
@@ -32,23 +32,41 @@ LAYOUTS = ("contiguous",) * 4 + (
 )
 KINDS = ("Tensor",) * 5 + ("Parameter", "Plain")  # `Plain` is a subclass that overrides nothing
 SCALE_KINDS = ("as drawn",) * 6 + ("number", "integers")  # of an operand that may be a number
+FACTORS = (1.0,) * 6 + (30.0, 1e-3)  # of the values, unless they are directions
+ROWS = (None,) * 6 + ("equal", "opposite")
 DEVICES = ("cpu",) * 8 + ("meta", "fake")
-TRANSFORMS = ("gradients",) * 5 + (
+SURROUNDINGS = (
+    (None,) * 9
+    + ("memory full of NaN",) * 2
+    + (
+        "medium precision",
+        "autocast to bfloat16",
+        "autocast to float16",
+    )
+)
+AUTOCASTS = ("autocast to bfloat16", "autocast to float16")
+SHAPES_ONLY = ("gradients", "no_grad")  # the transforms of calls without values
+TRANSFORMS = ("gradients",) * 6 + (
     "no_grad",
     "inference_mode",
     "grad",
     "vjp",
     "jvp",
     "jacrev",
+    "jacfwd",
     "vmap",
     "vmap of grad",
+    "vmap of jvp",
     "functionalize",
 )
-DERIVATIVES = ("grad", "vjp", "jvp", "jacrev", "vmap of grad")
+DERIVATIVES = ("grad", "vjp", "jvp", "jacrev", "jacfwd", "vmap of grad", "vmap of jvp")
+FORWARD_MODE = ("jvp", "jacfwd", "vmap of jvp")
 UNTANGENT = ("expanded", "negated")  # layouts in which PyTorch takes no tangents
-SHAPES_ONLY = ("gradients", "no_grad")  # the transforms of calls without values
-INTERPRETED = ("gradients", "no_grad", "grad", "vmap")
+JACOBIANS = ("jacrev", "jacfwd")
+FORWARDS = ("no_grad", "inference_mode", "vmap")
+WITH_BACKWARD = ("chunked", "triton", "sdpa")  # the others have PyTorch's, which autocast rounds where it is on
 VARIANTS = (None,) * 6 + ("chunked",) * 4 + ("naive", "naive", "einsum", "sdpa", "torchscript")
+INTERPRETED = ("gradients", "no_grad", "grad", "vmap")  # transforms of kernels
 ONE_IN = 64  # calls have kernels that Triton's interpreter runs: each takes as long as a hundred others
 MASKS = (None,) * 6 + ("boolean",) * 4 + ("additive",) * 3 + ("is_causal",) * 3 + ("upper_left", "lower_right")
 CAUSAL_BIASES = ("upper_left", "lower_right")
@@ -79,6 +97,7 @@ class Operand:
     dtype: torch.dtype = torch.float32
     layout: str = "contiguous"
     kind: str = "Tensor"
+    factor: float = 1.0
     wanted: bool = False
     batched: bool = False
     axis: int = 0
@@ -95,107 +114,83 @@ class RandomCall:
     variant: str | None = None
     transform: str = "gradients"
     device: str = "cpu"
-    in_small_blocks: bool = False
+    surroundings: str | None = None
+    rows: str | None = None
     upstream: str = "contiguous"
+    in_small_blocks: bool = False
+    by_name: bool = False
     mistake: str | None = None
     seed: int = 0
 
 
-def drawn_settings(draw, parameters, rank):
-    """A value for each setting that a public function takes."""
-    strategies = {
-        "scale": st.sampled_from((None, None, 0.3, 3, -2.0, 0.0)),
-        "dropout_p": st.just(0.0),
-        "dim": st.integers(-max(1, rank), max(0, rank - 1)),
-        "local": st.sampled_from((1, 2, 3, 7)),
-        "restart": st.sampled_from((None, None, 7, 11)),
-    }
-    drawn = {name: draw(strategies[name]) for name in parameters}
-    return {name: value for name, value in drawn.items() if value is not None}
+def parameters(op):
+    """The parameters of an op's public function, and those of them that are tensors, masks left out."""
+    taken = inspect.signature(op.function).parameters
+    return taken, [name for name in op.core_dims if name != "attn_mask"]
 
 
 @st.composite
-def random_calls(draw, variants=VARIANTS):
+def random_calls(draw):
     op = ops()[draw(st.sampled_from(sorted(ops())))]
-    signature = inspect.signature(op.function).parameters
-    parameters = [name for name in signature if name != "variant"]
-    dims = {name: dim for name, dim in op.core_dims.items() if name != "attn_mask"}
-    variant = draw(st.sampled_from([name for name in variants if name is None or name in op.variants]))
-    if "triton" in op.variants and draw(st.integers(1, ONE_IN)) == ONE_IN:
-        variant = "triton"
-    transform = draw(st.sampled_from(INTERPRETED if variant == "triton" else TRANSFORMS))
-    device = draw(st.sampled_from(DEVICES)) if transform in SHAPES_ONLY else "cpu"
-    most = MOST_TERMS_OF_FEW if variant == "triton" or transform == "jacrev" else MOST_TERMS
-    shapes = drawn_shapes(draw, op, list(dims.values()), most)
-    grouped = "enable_gqa" in parameters and min(map(len, shapes)) > 2 and draw(st.booleans())
-    batch_shapes = [shape[: max(0, len(shape) - dim)] for shape, dim in zip(shapes, dims.values())]
+    taken, tensors = parameters(op)
+    is_interpreted = "triton" in op.variants and draw(st.integers(1, ONE_IN)) == ONE_IN
+    variants = ["triton"] if is_interpreted else [name for name in VARIANTS if name is None or name in op.variants]
+    variant = draw(st.sampled_from(variants))
+    transform = draw(st.sampled_from(INTERPRETED if is_interpreted else TRANSFORMS))
+    device = draw(st.sampled_from(DEVICES)) if transform in SHAPES_ONLY and not is_interpreted else "cpu"
+    surroundings = draw(st.sampled_from(SURROUNDINGS)) if device == "cpu" else None
+    if surroundings in AUTOCASTS and transform not in FORWARDS and variant not in (None, *WITH_BACKWARD):
+        surroundings = None
+    shapes = draw(shapes_of(op, transform, is_interpreted))
+    grouped = "enable_gqa" in taken and min(map(len, shapes)) > 2 and draw(st.booleans())
+    batches = [shape[: max(0, len(shape) - op.core_dims[name])] for shape, name in zip(shapes, tensors)]
     if grouped:
-        shapes = with_shared_heads(draw, *shapes)
-        batch_shapes = [shapes[0][:-2], *((*shape[:-1], 1) for shape in batch_shapes[1:])]
-    batch = torch.broadcast_shapes(*batch_shapes)
-    mask = draw(st.sampled_from(MASKS)) if "attn_mask" in parameters else None
-    if mask in ("is_causal", *CAUSAL_BIASES) and "is_causal" not in parameters:
-        mask = None if mask == "is_causal" else mask
+        shapes = draw(with_shared_heads(*shapes))
+        batches = [shapes[0][:-2], *((*shape[:-1], 1) for shape in batches[1:])]
+    batch = torch.broadcast_shapes(*batches)
+    mask = draw(st.sampled_from(MASKS)) if "attn_mask" in taken else None
+    mask = None if mask == "is_causal" and "is_causal" not in taken else mask
     if mask in ("boolean", "additive"):
-        shapes.append(mask_shape(draw, (*batch, shapes[0][-2], shapes[1][-2])))
-    dtype = draw(st.sampled_from(FLOATS))
-    mixed = draw(st.integers(0, 3)) == 0
-    operands = [drawn_operand(draw, shape, draw(st.sampled_from(FLOATS)) if mixed else dtype) for shape in shapes]
-    if transform in DERIVATIVES:
-        operands[0] = replace(operands[0], wanted=True)
-    takes_numbers = [place for place, name in enumerate(dims) if "float" in str(signature[name].annotation)]
-    for place in takes_numbers:
-        kind = draw(st.sampled_from(SCALE_KINDS))
-        if kind == "integers" or (kind == "number" and math.prod(shapes[place]) == 1):
-            operands[place] = replace(operands[place], kind=kind)
-    if device == "fake":  # which takes no subclass
-        operands = [replace(one, kind="Tensor" if one.kind == "Plain" else one.kind) for one in operands]
-    if transform == "jvp":
-        operands = [replace(one, layout="contiguous") if one.layout in UNTANGENT else one for one in operands]
+        shapes = [*shapes, draw(mask_shapes((*batch, shapes[0][-2], shapes[1][-2])))]
     may_be_wrong = transform in SHAPES_ONLY and device == "cpu"
-    others = [name for name in parameters if name not in ("enable_gqa", "attn_mask", "is_causal", *dims)]
     return RandomCall(
         op.name,
-        tuple(operands),
+        tuple(draw(operands_of(shapes, op, transform, device))),
         mask,
-        drawn_settings(draw, others, len(batch)) | ({"enable_gqa": True} if grouped else {}),
+        draw(settings_of(op, len(batch), grouped)),
         variant,
         transform,
         device,
-        draw(st.booleans()),
+        surroundings,
+        draw(st.sampled_from(ROWS)),
         draw(st.sampled_from(LAYOUTS)),
+        draw(st.booleans()),
+        draw(st.booleans()),
         draw(st.sampled_from(MISTAKES)) if may_be_wrong and draw(st.integers(1, 8)) == 8 else None,
         draw(st.integers(0, 2**16)),
     )
 
 
-def drawn_operand(draw, shape, dtype):
-    return Operand(
-        shape,
-        dtype,
-        draw(st.sampled_from(LAYOUTS)),
-        draw(st.sampled_from(KINDS)),
-        draw(st.integers(0, 3)) > 0,
-        draw(st.integers(0, 3)) > 0,
-        draw(st.integers(0, len(shape))),
-    )
-
-
-def drawn_shapes(draw, op, dims, most):
+@st.composite
+def shapes_of(draw, op, transform, is_interpreted):
     """The shapes of a case with other sizes, some batch axes of which an operand has not, or has with size 1."""
-    case = draw(st.sampled_from(list(reference_of(op).cases.values())))[: len(dims)]
-    sizes = {size: draw(st.sampled_from(SIZES)) for size in sorted({size for shape in case for size in shape} - {1})}
-    if math.prod(max(1, sizes.get(size, 1)) for shape in case for size in shape) > most**1.5:
+    most = MOST_TERMS_OF_FEW if is_interpreted or transform in JACOBIANS else MOST_TERMS
+    choices = SIZES[:-1] if transform in JACOBIANS else SIZES  # PyTorch cannot batch all operators over no results
+    _, tensors = parameters(op)
+    case = draw(st.sampled_from(list(reference_of(op).cases.values())))[: len(tensors)]
+    sizes = {size: draw(st.sampled_from(choices)) for size in sorted({size for shape in case for size in shape} - {1})}
+    if math.prod(max(1, sizes.get(size, 1)) for shape in case for size in shape) > most:
         sizes = {size: min(other, 3) for size, other in sizes.items()}
     shapes = []
-    for shape, dim in zip(case, dims):
-        axes = max(0, len(shape) - dim)
-        kept = [size if size == 1 or draw(st.integers(0, 7)) else 1 for size in shape[:axes]]
-        shape = (*(sizes.get(size, 1) for size in kept), *(sizes.get(size, 1) for size in shape[axes:]))
-        shapes.append((1, *shape) if draw(st.integers(0, 15)) == 0 else shape)
+    for shape, name in zip(case, tensors):
+        axes = max(0, len(shape) - op.core_dims[name])
+        kept = [size if draw(st.integers(0, 7)) else 1 for size in shape[:axes]]
+        changed = tuple(sizes.get(size, 1) for size in (*kept, *shape[axes:]))
+        shapes.append((1, *changed) if draw(st.integers(0, 15)) == 0 else changed)
     return shapes
 
 
+@st.composite
 def with_shared_heads(draw, query, key, value):
     """The shapes with some heads of queries for each of the keys."""
     heads, group = key[-3], draw(st.integers(1, 3))
@@ -203,8 +198,53 @@ def with_shared_heads(draw, query, key, value):
     return [(*query[:-3], heads * group, *query[-2:]), key, (*value[:-3], shared, *value[-2:])]
 
 
-def mask_shape(draw, pairs):
+@st.composite
+def mask_shapes(draw, pairs):
     """A shape that broadcasts to that of the pairs, or has an axis of its own."""
     kept = tuple(size if draw(st.integers(0, 2)) else 1 for size in pairs)
-    shape = kept[draw(st.integers(0, len(kept))) :]
-    return (2, *kept) if draw(st.integers(0, 15)) == 0 else shape
+    return (2, *kept) if draw(st.integers(0, 15)) == 0 else kept[draw(st.integers(0, len(kept))) :]
+
+
+@st.composite
+def operands_of(draw, shapes, op, transform, device):
+    taken, tensors = parameters(op)
+    dtype = draw(st.sampled_from(FLOATS))
+    is_mixed = draw(st.integers(0, 3)) == 0
+    layouts = [layout for layout in LAYOUTS if transform not in FORWARD_MODE or layout not in UNTANGENT]
+    kinds = KINDS[: -1 if device == "fake" else None]  # there are no fake tensors of a subclass
+    drawn = [
+        Operand(
+            shape,
+            draw(st.sampled_from(FLOATS)) if is_mixed else dtype,
+            draw(st.sampled_from(layouts)),
+            draw(st.sampled_from(kinds)),
+            draw(st.sampled_from(FACTORS)),
+            draw(st.integers(0, 3)) > 0 or (place == 0 and transform in DERIVATIVES),
+            draw(st.integers(0, 3)) > 0 or place == 0,
+            draw(st.integers(0, len(shape))),
+        )
+        for place, shape in enumerate(shapes)
+    ]
+    for place, name in enumerate(tensors):
+        kind = draw(st.sampled_from(SCALE_KINDS)) if "float" in str(taken[name].annotation) else "as drawn"
+        if kind == "integers" or (kind == "number" and math.prod(shapes[place]) == 1):
+            drawn[place] = replace(drawn[place], kind=kind)
+    return drawn
+
+
+@st.composite
+def settings_of(draw, op, rank, grouped):
+    """A value for each setting that a public function takes."""
+    strategies = {
+        "scale": st.sampled_from((None, None, 0.3, 3, -2.0, 0.0)),
+        "dropout_p": st.just(0.0),
+        "dim": st.integers(-max(1, rank), max(0, rank - 1)),
+        "local": st.sampled_from((1, 2, 3, 7)),
+        "restart": st.sampled_from((None, None, 7, 11)),
+        "enable_gqa": st.sampled_from((True,) if grouped else (None, False)),
+    }
+    taken, tensors = parameters(op)
+    drawn = {
+        name: draw(strategies[name]) for name in taken if name not in (*tensors, "attn_mask", "is_causal", "variant")
+    }
+    return {name: value for name, value in drawn.items() if value is not None}

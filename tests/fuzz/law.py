@@ -5,6 +5,7 @@ import functools
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +18,8 @@ from effops.reference import reference_of
 from effops.reference.reference import Bounds, worst_error_ratio
 
 from ..support.blocks import small_blocks
-from .build import EXAMPLES, Built, build
-from .draw import RandomCall
+from .build import EXAMPLES, MODES, Built, build
+from .draw import RandomCall, parameters
 from .plain import PLAIN
 
 PROBES = 3  # entries of a Jacobian or of a tangent that are judged
@@ -34,6 +35,14 @@ class Found:
     jacobian: tuple[Tensor, ...] | None = None
     tangent: Tensor | None = None
     direction: tuple[Tensor, ...] | None = None
+
+    def example(self, number: int, built: Built) -> "Found":
+        """The part of one example."""
+        dims = (built.in_dims[place] for place in built.places)
+        along = [one if dim is None else one.select(dim, number) for one, dim in zip(self.direction or (), dims)]
+        out, tangent = (None if one is None else one[number] for one in (self.out, self.tangent))
+        gradients = None if self.gradients is None else tuple(one[number] for one in self.gradients)
+        return Found(out, gradients, tangent=tangent, direction=tuple(along))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -79,6 +88,23 @@ def by_vmap(function, built):
     return Found(torch.func.vmap(function, built.in_dims)(*built.args))
 
 
+def by_jacfwd(function, built):
+    places = tuple(range(len(built.places)))
+    return Found(jacobian=torch.func.jacfwd(built.of_wanted(function), places)(*built.wanted))
+
+
+def by_vmap_of_jvp(function, built):
+    direction = tuple(torch.randn_like(one) for one in built.wanted)
+
+    def along(args, direction):
+        example = replace(built, args=list(args))
+        return torch.func.jvp(example.of_wanted(function), example.wanted, direction)
+
+    in_dims = built.in_dims, tuple(built.in_dims[place] for place in built.places)
+    out, tangent = torch.func.vmap(along, in_dims)(tuple(built.args), direction)
+    return Found(out, tangent=tangent, direction=direction)
+
+
 def by_vmap_of_grad(function, built):
     gradients, out = torch.func.vmap(weighted(function, built), built.in_dims)(*built.args)
     return Found(out, gradients)
@@ -100,7 +126,9 @@ RUNS = {
     "vjp": by_vjp,
     "jvp": by_jvp,
     "jacrev": by_jacrev,
+    "jacfwd": by_jacfwd,
     "vmap": by_vmap,
+    "vmap of jvp": by_vmap_of_jvp,
     "vmap of grad": by_vmap_of_grad,
     "functionalize": lambda function, built: with_gradients(torch.func.functionalize(function), built),
 }
@@ -124,16 +152,40 @@ class Tally:
         return "\n".join([f"{self.calls} calls, {refused}", *reasons])
 
 
+@contextlib.contextmanager
+def medium_precision() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
+def memory_full_of_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # which fills fresh memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SURROUNDINGS = {"medium precision": medium_precision, "memory full of NaN": memory_full_of_nan}
+
+
 def hold(call: RandomCall, tally: Tally) -> None:
     """Raise AssertionError unless the law holds of a call."""
-    with small_blocks() if call.in_small_blocks else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if call.in_small_blocks:
+            stack.enter_context(small_blocks())
+        stack.enter_context(SURROUNDINGS.get(call.surroundings, contextlib.nullcontext)())
         built = build(call)
         run = RUNS[call.transform]
         before = [contents(arg) for arg in built.args]
         found, error = None, None
         try:
             with built.mode:
-                found = run(functools.partial(built.op, **built.options), built)
+                found = run(called(call, built), built)
         except Exception as raised:
             error = raised
         assert before == [contents(arg) for arg in built.args], "an input was changed"
@@ -148,8 +200,17 @@ def hold(call: RandomCall, tally: Tally) -> None:
             judge(call, built, found)
         else:
             assert_like_on_cpu(call, found)
-        if found is not None and plain is not None and not built.has_empty:
-            assert_alike(found, plain)  # of empty tensors, PyTorch's attention has results of another shape
+        # Of empty tensors, PyTorch's attention has results of another shape; under autocast it has its own dtypes.
+        if found is not None and plain is not None and not built.has_empty and call.surroundings not in MODES:
+            assert_alike(found, plain)
+
+
+def called(call: RandomCall, built: Built) -> Callable[..., Tensor]:
+    """The public function with the options of the call."""
+    if not call.by_name:
+        return functools.partial(built.op, **built.options)
+    names = [*parameters(built.op)[1], "attn_mask"]
+    return lambda *args: built.op(**dict(zip(names, args)), **built.options)
 
 
 def contents(arg: Any) -> Any:
@@ -185,44 +246,50 @@ def reason(call: RandomCall, error: Exception) -> str:
 
 def judge(call: RandomCall, built: Built, found: Found) -> None:
     """Compare with float64, in the budgets of the op's reference."""
-    reference = reference_of(built.op)
-    is_batched = call.transform.startswith("vmap")
-    for number in range(EXAMPLES if is_batched else 1):
-        args = built.example(number)
-        prepared = built.op.prepare(*args, **built.settings)
-        if found.out is not None:
-            out = found.out[number] if is_batched else found.out
-            ratio = reference.bounds(prepared).error_ratio(out.reshape(prepared.shape))
-            assert ratio <= 1, f"the result is off by {ratio} budgets"
-        if found.gradients is not None:
-            dout = built.upstream(out).reshape(prepared.shape)
-            gradients = [one[number] for one in found.gradients] if is_batched else found.gradients
-            ratio = gradient_ratio(reference, prepared, dout, built.places, gradients)
-            assert ratio <= 1, f"a gradient is off by {ratio} budgets"
-            assert [one.dtype for one in gradients] == [one.dtype for one in built.wanted]
-        generator = torch.Generator().manual_seed(call.seed)
-        for _ in range(PROBES if math.prod(prepared.shape) else 0):
-            entry = int(torch.randint(math.prod(prepared.shape), (), generator=generator))
-            dout = torch.zeros(prepared.shape, dtype=prepared.dtype)
-            dout.view(-1)[entry] = 1
-            if found.jacobian is not None:
-                rows = [
-                    one.reshape(math.prod(prepared.shape), *arg.shape)[entry]
-                    for one, arg in zip(found.jacobian, built.wanted)
-                ]
-                ratio = gradient_ratio(reference, prepared, dout, built.places, rows)
-                assert ratio <= 1, f"entry {entry} of the Jacobian is off by {ratio} budgets"
-            if found.tangent is not None:
-                ratio = tangent_ratio(reference, prepared, dout, built.places, found, entry)
-                assert ratio <= 1, f"entry {entry} of the tangent is off by {ratio} budgets"
+    numbers = range(EXAMPLES) if call.transform.startswith("vmap") else [None]
+    for number in numbers:
+        with built.mode:  # autocast rounds operands
+            prepared = built.op.prepare(*built.example(number), **built.settings)
+        judge_example(call, built, prepared, found if number is None else found.example(number, built))
+
+
+def judge_example(call: RandomCall, built: Built, prepared: Any, found: Found) -> None:
+    reference, count = reference_of(built.op), math.prod(prepared.shape)
+    if found.out is not None:
+        ratio = reference.bounds(prepared).error_ratio(found.out.reshape(prepared.shape))
+        assert ratio <= 1, f"the result is off by {ratio} budgets"
+    if found.gradients is not None:
+        assert [one.dtype for one in found.gradients] == [one.dtype for one in built.wanted]
+        dout = built.upstream(found.out).reshape(prepared.shape)
+        ratio = gradient_ratio(reference, prepared, dout, built.places, found.gradients)
+        assert ratio <= 1, f"a gradient is off by {ratio} budgets"
+    generator = torch.Generator().manual_seed(call.seed)
+    for entry in torch.randint(max(1, count), (PROBES,), generator=generator).tolist() if count else ():
+        dout = torch.zeros(count, dtype=prepared.dtype)
+        dout[entry] = 1
+        dout = dout.view(prepared.shape)
+        if found.jacobian is not None:
+            rows = [one.reshape(count, *arg.shape)[entry] for one, arg in zip(found.jacobian, built.wanted)]
+            ratio = gradient_ratio(reference, prepared, dout, built.places, rows)
+            assert ratio <= 1, f"entry {entry} of the Jacobian is off by {ratio} budgets"
+        if found.tangent is not None:
+            ratio = tangent_ratio(reference, prepared, dout, built.places, found, entry)
+            assert ratio <= 1, f"entry {entry} of the tangent is off by {ratio} budgets"
 
 
 def gradient_ratio(reference, prepared, dout, places, gradients) -> float:
     """The error of some gradients, those of the arguments at `places`, in units of their budgets."""
-    bounds = reference.gradient_bounds(prepared, dout)
-    chosen = [bounds[place] for place in places]
-    grouped = [gradient.reshape(one.value.shape) for one, gradient in zip(chosen, gradients)]
-    return worst_error_ratio(chosen, grouped)
+    bounds, found = [], []
+    every = reference.gradient_bounds(prepared, dout)
+    for place, gradient in zip(places, gradients, strict=True):
+        bound, dtype = every[place], prepared.tensors[place].dtype
+        if gradient.dtype != dtype:  # autocast rounds operands: their gradients are rounded twice
+            finite = torch.finfo(gradient.dtype)
+            rounding = bound.value.abs() * (finite.eps / 2) + finite.smallest_normal
+            bound = replace(bound, below=bound.below + rounding, above=bound.above + rounding)
+        bounds.append(bound)
+        found.append(gradient.to(dtype).reshape(bound.value.shape))
+    return worst_error_ratio(bounds, found)
 
 
 def tangent_ratio(reference, prepared, dout, places, found: Found, entry: int) -> float:
@@ -237,14 +304,14 @@ def tangent_ratio(reference, prepared, dout, places, found: Found, entry: int) -
 
 
 def assert_like_on_cpu(call: RandomCall, found: Found) -> None:
-    """A result without values has the shape, the dtype and the strides of that with values."""
-    call = replace(call, device="cpu")
+    """A result without values has the shape and the dtype of that with values, and a fake one its strides too."""
+    was, call = call.device, replace(call, device="cpu")
     built = build(call)
-    function = functools.partial(built.op, **built.options)
-    expected = RUNS[call.transform](function, built)
+    expected = RUNS[call.transform](called(call, built), built)
     for one, other in zip(found.tensors, expected.tensors, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert memory_order(one) == memory_order(other), f"strides {one.stride()}, with values {other.stride()}"
+        is_alike = memory_order(one) == memory_order(other) or was == "meta"  # which stands for any device
+        assert is_alike, f"strides {one.stride()}, with values {other.stride()}"
 
 
 def memory_order(tensor: Tensor) -> list[int]:
@@ -253,6 +320,8 @@ def memory_order(tensor: Tensor) -> list[int]:
 
 
 def assert_alike(found: Found, plain: Found) -> None:
-    """Shapes and dtypes are those of the plain expression."""
-    shapes, expected = ([(tuple(one.shape), one.dtype) for one in each.tensors] for each in (found, plain))
+    """Shapes and dtypes are those of the plain expression, but for tangents, which PyTorch makes of another dtype."""
+    shapes, expected = (
+        [(tuple(one.shape), one.dtype) for one in replace(each, tangent=None).tensors] for each in (found, plain)
+    )
     assert shapes == expected, f"{shapes}, plainly {expected}"

@@ -16,6 +16,8 @@ from effops.prediction.allocations import Allocations
 from effops.reference.attention import bounds, gradient_bounds
 from effops.reference.dot_product import SCORES
 
+from ..support.calls import same
+
 FUNCTIONS = [effops.attention_scores, effops.attention_weights, effops.attention]
 ALL = [
     pytest.param(function, variant, id=f"{function.__name__}-{variant}")
@@ -239,6 +241,16 @@ def test_memory(device):
         assert memory(run).temporary_bytes <= min(2**22, 0.05 * naive.temporary_bytes)
 
 
+@pytest.mark.parametrize(("function", "variant"), ALL)
+def test_a_mask_of_no_axes_widens_nothing(function, variant, device, generator):
+    """As in `scores + mask`: once, results had its dtype."""
+    args = operands(function, (2, 3), (4, 3), dtype=torch.float32, device=device, generator=generator)
+    args.append(torch.tensor(-0.3, dtype=torch.float64, device=device))
+    variant_or_skip(function, variant, args, {})
+    check(function, variant, args, {}, generator)
+    assert function(*args, variant=variant).dtype == torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_fused_kernels_under_masks_of_any_dtype_and_shape(dtype, device, generator):
     """PyTorch's kernels misread a mask of another dtype, and turn one that was expanded into numbers."""
@@ -391,6 +403,20 @@ def test_autocast_rounds_as_pytorch_does(device, generator):
         # `explain` predicts the rounded operands too.
         assert {one.output_bytes for one in report.variants.values()} == {found.numel() * 2}
         torch.testing.assert_close(found, expected)
+
+
+def test_gradients_of_expanded_operands_under_autocast(generator):
+    """Each element has its own, as if the operand were a copy: once, the first ones had the sum of all."""
+    rows = [torch.randn(shape, generator=generator) for shape in ((3, 6, 5), (1, 7, 5), (3, 7, 4))]
+
+    def gradients(*args):
+        own = [arg.detach().requires_grad_() for arg in args]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = effops.attention(*own, variant="chunked")
+        return torch.autograd.grad(out, own, torch.ones_like(out))
+
+    query, key, value = rows[0], rows[1].expand(3, 7, 5), rows[2]
+    same(gradients(query, key, value), gradients(query, key.contiguous(), value))
 
 
 def test_explain_under_autocast_copies_no_expanded_operand():

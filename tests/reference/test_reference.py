@@ -10,7 +10,10 @@ import torch
 import effops
 import effops.dispatch.op
 from effops.dispatch.op import Op, ops
+from effops.numerics.precision import contraction_error
+from effops.ops.densities.power_spherical import density
 from effops.reference import reference_of
+from effops.reference.power_spherical import BOUNDS
 from effops.reference.reference import exact_dot
 
 
@@ -56,3 +59,26 @@ def test_exact_products_of_bfloat16_and_float64() -> None:
     wide, narrow = torch.randn(2, 5, 7, dtype=torch.float64).unbind()
     narrow = narrow.bfloat16()
     torch.testing.assert_close(exact_dot(narrow, wide), (narrow.double() * wide).sum(-1))
+
+
+def test_rows_of_no_coordinates_have_bounds_in_low_precision() -> None:
+    """The rounding of operands, in proportion to the root of their number, divided by zero."""
+    for precision in ("highest", "high", "medium"):
+        assert contraction_error(0, torch.float32, precision) <= contraction_error(1, torch.float32, precision)
+
+
+def test_shares_of_a_mixture_lie_between_0_and_1() -> None:
+    """Exponents off by hundreds made bounds infinite, and those of a share of 0 NaN."""
+    args = torch.zeros(2), torch.tensor([[30.0], [-20.0]]), torch.full((2, 1), 1e-3), torch.zeros(1)
+    call = ops()["normal_mixture_log_prob"].prepare(*args)
+    of_weights, *others = reference_of(effops.normal_mixture_log_prob).gradient_bounds(call, torch.ones(()))
+    assert all(one.below.isfinite().all() for one in (of_weights, *others))
+    assert of_weights.below.max() <= 1.01
+
+
+def test_errors_of_both_factors_of_a_gradient_add_up() -> None:
+    """At the antipode, where the exact slope is 0 and that of a correct result may be the largest one."""
+    call = ops()["power_spherical_log_prob"].prepare(torch.tensor([1.0, 0.0]), 1.0, torch.tensor([-1.0, 0.0]))
+    ones = torch.ones((), dtype=torch.float64)
+    of_loc, *_ = BOUNDS.of_gradients(call, ones, 0.5 * ones)
+    assert of_loc.above[0] >= 1.5 / density.floor(torch.float32)

@@ -17,8 +17,9 @@ from torch import Tensor
 from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias
+from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.op import Call
-from effops.numerics.precision import autocast_enabled, wider
+from effops.numerics.precision import autocast_enabled, promote, wider
 from effops.numerics.shapes import broadcast_shapes
 from effops.numerics.values import observed
 
@@ -254,8 +255,10 @@ def prepare(
     if not isinstance(is_causal, bool):
         raise TypeError(f"{function}: `is_causal` must be True or False; got {is_causal!r}")
     dtype = query.dtype
-    for tensor in (key, *others, *given(value), *given(attn_mask)):
-        dtype = dtype if tensor.dtype == torch.bool else wider(dtype, tensor.dtype)
+    for tensor in (key, *others, *given(value)):
+        dtype = wider(dtype, tensor.dtype)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        dtype = promote(dtype, query.ndim, attn_mask.dtype, attn_mask.ndim)
     if value is None and dtype.itemsize < 4 and autocast_enabled(query.device):
         dtype = torch.float32
     seed = None
@@ -281,7 +284,12 @@ def rounded_by_autocast(query: Tensor, *others: Tensor | None) -> tuple[Any, ...
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in another dtype; one that is expanded stays so, and takes no more memory."""
+    """The tensor in another dtype; one that is expanded stays so, and takes no more memory.
+
+    One that requires gradients is copied, since each of its elements has a gradient of its own.
+    """
+    if requires_grad((tensor,)):
+        return tensor.to(dtype)
     distinct = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     return distinct.to(dtype).expand(tensor.shape)
 
