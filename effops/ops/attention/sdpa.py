@@ -132,11 +132,13 @@ def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradi
     return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
-def cost(call: AttentionCall) -> Cost:
+def cost(call: AttentionCall) -> Cost | None:
     """The cost that fake tensors predict, plus what the kernels of a CPU hold inside, which they do not see.
 
-    Where oneDNN multiplies, the kernel is named as unknown.
+    Where oneDNN multiplies, the kernel is named as unknown. For operands that PyTorch refuses there is none.
     """
+    if requires_one_dtype(call):
+        return None
     found = predicted(functools.partial(AttentionCall.split, call.output), call, forward)
     if call.device.type != "cpu" or not is_fused(call):
         return found
