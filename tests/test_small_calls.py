@@ -1,5 +1,7 @@
 """What makes small calls of distributions fast: a normaliser that is kept, and a quick look before validation."""
 
+import warnings
+
 import pytest
 import torch
 from torch.func import grad, vmap
@@ -115,3 +117,24 @@ def test_wrong_values_are_told_by_torch(family):
         with pytest.raises(ValueError, match="to satisfy the constraint"):
             family(*parameters, validate_args=True)
         assert family(*parameters, validate_args=False)._validate_args is False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_quick_look_leaves_no_trace(family):
+    """It takes numbers of parameters that learn: without PyTorch's warning of that, and without a graph."""
+    loc, x = (directions(4, 3).requires_grad_() for _ in range(2))
+    concentration = (torch.rand(4) + 1).requires_grad_()
+    saved = []
+    torch.set_warn_always(True)  # PyTorch gives this warning once in a process
+    try:
+        with (
+            warnings.catch_warnings(),
+            torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one),
+        ):
+            warnings.simplefilter("error")
+            p = family(loc, concentration, validate_args=True)
+            assert not saved
+            p.log_prob(x)
+    finally:
+        torch.set_warn_always(False)
+    assert len(saved) == 3  # loc, concentration and x, for backward

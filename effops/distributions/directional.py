@@ -190,7 +190,7 @@ def _are_surely_directions(vectors: Tensor) -> bool:
 
 def _are_surely_at_least_zero(numbers: Tensor) -> bool:
     """Likewise of concentrations."""
-    return numbers.numel() > 0 and is_plain((numbers,)) and numbers.amin().item() >= 0
+    return numbers.numel() > 0 and is_plain((numbers,)) and numbers.detach().amin().item() >= 0
 
 
 def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -44,7 +44,7 @@ def have_length_one(vectors: Tensor) -> bool:
     """Whether all vectors (..., D) have length 1, by a quick look; `lengths` is the judge of the others."""
     if vectors.dtype not in (torch.float32, torch.float64):
         return False
-    shortest, longest = torch.linalg.vector_norm(vectors, dim=-1).aminmax()
+    shortest, longest = torch.linalg.vector_norm(vectors.detach(), dim=-1).aminmax()  # as numbers, without a graph
     tolerance = 0.5 * sphere_tolerance(vectors.shape[-1], vectors.dtype, (vectors.dtype,))
     least, most = float(shortest) ** 2, float(longest) ** 2
     return 1 - tolerance <= least and most <= 1 + tolerance  # NaN is neither
