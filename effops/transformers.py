@@ -56,6 +56,7 @@ def register_transformers() -> None:
             "register_transformers: transformers must be 5.4 or later, whose functions of masks take other arguments; "
             "pip install -U 'effops[transformers]'"
         )
+    torch.compiler.assume_constant_result(_check_models)  # here, since it imports the compiler
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
 
@@ -137,7 +138,6 @@ def _make_mask(
     return mask
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _check_models(config: type) -> None:
     """Raise if no model of a config supports "sdpa": such models compute something else, or do it by themselves.
 

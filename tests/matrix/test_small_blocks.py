@@ -44,7 +44,8 @@ def test_results_and_some_gradients(op, case, generator):
 
 @pytest.mark.parametrize("op", MASKED, ids=lambda op: op.name)
 @pytest.mark.parametrize(("queries", "keys"), [(70, 150), (150, 70)])
-def test_a_triangle_of_another_corner(op, queries, keys, small_blocks, generator):
+@small_blocks()
+def test_a_triangle_of_another_corner(op, queries, keys, generator):
     """Blocks beyond the diagonal are left out, those on it masked, and queries before the first key have none."""
     shapes = {"query": (queries, 4), "key": (keys, 4), "value": (keys, 3), "weight": (4,)}
     args = {
