@@ -100,6 +100,14 @@ def _write_weights(scores: Masked, buffer: Buffer, block: Block, out: Tensor) ->
         out.masked_fill_(no_key, 0)
 
 
+def _write_parts(scores: Masked, buffer: Buffer, blocks: list[Block], ordered: Tensor) -> None:
+    """Write the weights of rows that several blocks share, in two passes over their scores."""
+    rows = Rows(scores, buffer, blocks)
+    deque(rows.gather(), maxlen=0)
+    for block in blocks:
+        ordered[block.pairs].copy_(rows.weights(block))
+
+
 def forward_weights(scores: Masked, out: Tensor) -> Tensor:
     """Fill `out`, whose memory has the plan's order of axes, with the softmax."""
     buffer = Buffer(out, scores.arithmetic)
@@ -108,10 +116,7 @@ def forward_weights(scores: Masked, out: Tensor) -> Tensor:
         if len(blocks) == 1:
             _write_weights(scores, buffer, blocks[0], ordered[blocks[0].pairs])
         else:
-            rows = Rows(scores, buffer, blocks)
-            deque(rows.gather(), maxlen=0)
-            for block in blocks:
-                ordered[block.pairs].copy_(rows.weights(block))
+            _write_parts(scores, buffer, blocks, ordered)
         reached = blocks[-1].pairs[-1].stop
         ordered[blocks[-1].pairs[:-1]][..., reached:].zero_()
     return out

@@ -21,7 +21,7 @@ from effops.dispatch.custom_op import is_plain
 from effops.distributions.constraints import unit_vector
 from effops.numerics.directions import have_length_one, lengths
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
-from effops.numerics.shapes import broadcast_shapes
+from effops.numerics.shapes import broadcast_shapes, is_known
 from effops.ops.densities.density import KeptNormaliser
 from effops.pytorch import _size
 
@@ -52,7 +52,7 @@ class Directional(Distribution):
                 f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), "
                 f"{self._concentration_name} {tuple(concentration.shape)}; unsqueeze the axes that should pair up"
             ) from None
-        if loc.ndim > 1 and loc.shape[-2] > 1 and concentration.shape == (*loc.shape[:-1], 1):
+        if loc.ndim > 1 and is_known(loc.shape[-2] > 1) and concentration.shape == (*loc.shape[:-1], 1):
             _warn_of_pairs(name, self._concentration_name)
         if self._validate_args if validate_args is None else validate_args:
             loc = _lengthened(loc)

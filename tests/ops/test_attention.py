@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -249,6 +250,16 @@ def test_a_mask_of_no_axes_widens_nothing(function, variant, device, generator):
     variant_or_skip(function, variant, args, {})
     check(function, variant, args, {}, generator)
     assert function(*args, variant=variant).dtype == torch.float32
+
+
+def test_predicted_memory_of_weights_of_rows_in_one_block_and_in_two():
+    """Rows of which all may attend to the first block of keys alone come after rows that reach two."""
+    query, key = torch.randn(2, 1300, 8), torch.randn(2, 700, 8)
+    bias = causal_lower_right(1300, 700)
+    op = find_op(effops.attention_weights)
+    cost = op.variants["chunked"].cost(op.prepare(query, key, bias))
+    work = Pass(lambda *args: effops.attention_weights(*args, bias, variant="chunked"), (query, key))
+    assert memory(work).temporary_bytes == cost.temporary_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

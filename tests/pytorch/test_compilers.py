@@ -8,6 +8,8 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from effops.distributions import PowerSpherical, VonMisesFisher
+from effops.numerics.directions import random_directions
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
 from ..support.calls import BOUND, NUMBERS, OPS, Operators, arguments, interpreted, leaves, same
@@ -143,6 +145,20 @@ def test_sizes_that_depend_on_values(op, how, device, generator):
         found = torch.autograd.grad(out, args, dout)
         expected = torch.autograd.grad(op(*selected), args, dout)
         same(found, expected)
+
+
+@pytest.mark.parametrize("family", [PowerSpherical, VonMisesFisher])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_as_many_distributions_as_a_mask_keeps(family, device, generator):
+    torch._dynamo.reset()
+    loc, x = (random_directions((*batch, 3), generator).to(device) for batch in ((8,), (4, 1)))
+    concentration, keep = torch.arange(1.0, 9, device=device), torch.arange(8, device=device) % 3 > 0
+
+    def log_prob(keep):
+        return family(loc[keep], concentration[keep], validate_args=False).log_prob(x)
+
+    for mask in (keep, ~keep):
+        torch.testing.assert_close(torch.compile(log_prob, backend="aot_eager", fullgraph=True)(mask), log_prob(mask))
 
 
 @pytest.mark.parametrize("how", ["strict export", "export", "make_fx", "jit.trace", "the operator itself"])
