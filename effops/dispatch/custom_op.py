@@ -202,8 +202,7 @@ class CustomOp:
 
     def composite_gradients(self, dout: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
         """The gradients that `wanted` asks for, as `backward` computes them, by differentiable PyTorch operations."""
-        tensors = [unwrap_if_dead(tensor) for tensor in arguments[: self.count]]  # of a `vjp` that has returned
-        settings = arguments[self.saved :]
+        tensors, settings = arguments[: self.count], arguments[self.saved :]
         with without_autocast(dout.device):
             _, pull_back = _vjp(lambda *tensors: self.composite(self.split((*tensors, *settings))), tensors)
             return tuple(gradient for gradient, is_wanted in zip(pull_back(dout), wanted) if is_wanted)
@@ -284,6 +283,7 @@ def _examples(info: Any, dims: Sequence[int | None], arguments: Sequence[Any]) -
 
 def _vjp(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Callable[..., list[Any]]]:
     """`torch.func.vjp` by the floating-point tensors. Other tensors, such as masks, have the gradient None."""
+    tensors = [unwrap_if_dead(tensor) for tensor in tensors]  # those of an outer `vjp` that has returned
     differentiable = [tensor.is_floating_point() for tensor in tensors]
 
     def of_differentiable(*some: Tensor) -> Any:

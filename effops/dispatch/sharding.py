@@ -24,7 +24,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from effops.dispatch.arguments import check_dense
+from effops.dispatch.arguments import check_dense, is_causal_bias
 from effops.dispatch.choice import choose
 from effops.dispatch.op import Op
 from effops.dispatch.record import add_to_records
@@ -80,8 +80,12 @@ def sharded_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], variant
 
 
 def _dtensors(op: Op, args: Sequence[Any]) -> dict[str, DTensor]:
-    """The tensors among the arguments, by name. They must all be DTensors on one mesh."""
-    tensors = {name: arg for name, arg in zip(op.core_dims, args) if isinstance(arg, Tensor)}
+    """The tensors among the arguments, by name. They must all be DTensors on one mesh.
+
+    A triangle that PyTorch names is not one of them: it has no values, and every shard has all of its pairs.
+    """
+    named = zip(op.core_dims, args)
+    tensors = {name: arg for name, arg in named if isinstance(arg, Tensor) and not is_causal_bias(type(arg))}
     first, mesh = next((name, tensor.device_mesh) for name, tensor in tensors.items() if isinstance(tensor, DTensor))
     found = {}
     for name, tensor in tensors.items():

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.attention.bias import causal_lower_right
 
 import effops
 from effops import power_spherical_log_prob
@@ -449,11 +450,18 @@ def attention_is_that_of_one_process() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(4, 6, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     mask, weight = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((5, 5), (8,)))
+    last = causal_lower_right(3, 5)
     split, whole = (S(0), S(1)), (R, R)
     calls: list[tuple[Callable[..., Tensor], tuple[Tensor, ...], tuple[Placements, ...]]] = [
         (effops.attention, (query, key, value), (split, split, split)),
         (effops.attention, (query, key, value, mask), (split, split, split, whole)),
         (partial(effops.attention, is_causal=True), (query, key, value), (split, split, split)),
+        (partial(effops.attention, attn_mask=last), (query[..., :3, :], key, value), (split, split, split)),
+        (
+            partial(effops.additive_attention, attn_mask=last),
+            (query[..., :3, :], key, value, weight),
+            (*[split] * 3, whole),
+        ),
         (partial(effops.attention, enable_gqa=True), (query, key[:, :2], value[:, :2]), (split, split, split)),
         (effops.attention_weights, (query, key), (split, whole)),
         (effops.attention_scores, (query, key), ((S(0), R), whole)),

@@ -206,3 +206,16 @@ def test_jvp_of_an_outside_vjp(op, device, generator):
     found, tangent = jvp(pull_back, (dout,), (along,))
     same(found, pull_back(dout))
     same(tangent, pull_back(along))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_vjp_of_an_outside_vjp(op, device, generator):
+    """Likewise its own pull-back is that of a linear function: <upstream, J along> = <J^T upstream, along>."""
+    args = arguments(op, device, generator, smallest(op))
+    out, pull_back = torch.func.vjp(op, *args)
+    dout, along = (torch.randn(out.shape, dtype=out.dtype, generator=generator).to(device) for _ in range(2))
+    gradients, pull_back_again = torch.func.vjp(pull_back, dout)
+    upstream = tuple(torch.randn(one.shape, dtype=one.dtype, generator=generator).to(device) for one in gradients)
+    (found,) = pull_back_again(upstream)
+    expected = sum((one * other).sum() for one, other in zip(upstream, pull_back(along)))
+    torch.testing.assert_close((found * along).sum(), expected)
