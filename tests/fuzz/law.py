@@ -297,7 +297,8 @@ def tangent_ratio(reference, prepared, dout, places, found: Found, entry: int) -
     bounds = reference.gradient_bounds(prepared, dout)
     value, radius = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for place, direction in zip(places, found.direction):
-        along = direction.double().reshape(bounds[place].value.shape)
+        rounded = direction.to(prepared.tensors[place].dtype)  # by autocast
+        along = rounded.double().reshape(bounds[place].value.shape)
         value += (bounds[place].value * along).sum()
         radius += (torch.maximum(bounds[place].below, bounds[place].above) * along.abs()).sum()
     return Bounds(value, radius, radius).error_ratio(found.tangent.reshape(-1)[entry])
