@@ -225,7 +225,8 @@ def contents(arg: Any) -> Any:
     """All bytes behind a tensor, those between its elements included; None of other arguments."""
     if not isinstance(arg, Tensor) or isinstance(arg, FakeTensor) or arg.is_meta or arg.layout != torch.strided:
         return None
-    return arg.requires_grad, hash(bytes(arg.untyped_storage()))
+    memory = torch.empty(0, dtype=torch.uint8).set_(arg.untyped_storage())
+    return arg.requires_grad, hash(memory.numpy().tobytes())
 
 
 def plainly(run, call: RandomCall, built: Built) -> Found | None:
