@@ -68,7 +68,7 @@ WITH_BACKWARD = ("chunked", "triton", "sdpa")  # the others have PyTorch's, whic
 VARIANTS = (None,) * 6 + ("chunked",) * 4 + ("naive", "naive", "einsum", "sdpa", "torchscript")
 INTERPRETED = ("gradients", "no_grad", "grad", "vmap")  # transforms of kernels
 ONE_IN = 64  # calls have kernels that Triton's interpreter runs: each takes as long as a hundred others
-MASKS = (None,) * 6 + ("boolean",) * 4 + ("additive",) * 3 + ("is_causal",) * 3 + ("upper_left", "lower_right")
+MASKS = (None,) * 8 + ("boolean",) * 5 + ("additive",) * 4 + ("is_causal",) * 4 + ("upper_left",) * 2 + ("lower_right",)
 CAUSAL_BIASES = ("upper_left", "lower_right")
 MISTAKES = (
     "another size",
@@ -166,7 +166,7 @@ def random_calls(draw):
         draw(st.sampled_from(LAYOUTS)),
         draw(st.booleans()),
         draw(st.booleans()),
-        draw(st.sampled_from(MISTAKES)) if may_be_wrong and draw(st.integers(1, 8)) == 8 else None,
+        draw(st.sampled_from(MISTAKES)) if may_be_wrong and draw(st.integers(1, 12)) == 12 else None,
         draw(st.integers(0, 2**16)),
     )
 

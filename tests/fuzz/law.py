@@ -1,4 +1,7 @@
-"""The law of every call: right, or a clear error, and no input changed. Float64 judges what is right."""
+"""The law of every call: right, or a clear error, and no input changed. Float64 judges what is right.
+
+Besides, the same bits come again, gradients are laid out as their operands, and `explain` tells what comes.
+"""
 
 import contextlib
 import functools
@@ -14,12 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+import effops
 from effops.reference import reference_of
 from effops.reference.reference import Bounds, worst_error_ratio
 
 from ..support.blocks import small_blocks
 from .build import EXAMPLES, MODES, Built, build
-from .draw import RandomCall, parameters
+from .draw import SHAPES_ONLY, RandomCall, parameters
 from .plain import PLAIN
 
 PROBES = 3  # entries of a Jacobian or of a tangent that are judged
@@ -198,8 +202,12 @@ def hold(call: RandomCall, tally: Tally) -> None:
                 tally.refused[reason(call, error)] += 1
         elif call.device == "cpu":
             judge(call, built, found)
+            assert_repeated(found, run, call, built)
+            assert_laid_out(call, built, found)
         else:
             assert_like_on_cpu(call, found)
+        if call.transform in SHAPES_ONLY:
+            assert_explained(call, built, found, error)
         # Of empty tensors, PyTorch's attention has results of another shape; under autocast it has its own dtypes.
         if found is not None and plain is not None and not built.has_empty and call.surroundings not in MODES:
             assert_alike(found, plain)
@@ -217,7 +225,8 @@ def contents(arg: Any) -> Any:
     """All bytes behind a tensor, those between its elements included; None of other arguments."""
     if not isinstance(arg, Tensor) or isinstance(arg, FakeTensor) or arg.is_meta or arg.layout != torch.strided:
         return None
-    return arg.requires_grad, hash(bytes(arg.untyped_storage()))
+    memory = torch.empty(0, dtype=torch.uint8).set_(arg.untyped_storage())
+    return arg.requires_grad, hash(memory.numpy().tobytes())
 
 
 def plainly(run, call: RandomCall, built: Built) -> Found | None:
@@ -239,9 +248,9 @@ def assert_clear(built: Built, error: Exception) -> None:
 
 
 def reason(call: RandomCall, error: Exception) -> str:
-    """What an error says, without what it says of one call alone."""
-    text = re.sub(r"\(\d[\d, ]*\)|\d+", "..", str(error).partition("; got")[0])
-    return f"{call.transform}: {type(error).__name__}: {text[:160]}"
+    """What an error says, without what it says of one op or call alone."""
+    text = re.sub(r"\(\d[\d, ]*\)|\d+|`\w+`", "..", str(error).partition("; ")[0].removeprefix(call.op))
+    return f"{type(error).__name__}{text}"
 
 
 def judge(call: RandomCall, built: Built, found: Found) -> None:
@@ -297,10 +306,41 @@ def tangent_ratio(reference, prepared, dout, places, found: Found, entry: int) -
     bounds = reference.gradient_bounds(prepared, dout)
     value, radius = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for place, direction in zip(places, found.direction):
-        along = direction.double().reshape(bounds[place].value.shape)
+        rounded = direction.to(prepared.tensors[place].dtype)  # by autocast
+        along = rounded.double().reshape(bounds[place].value.shape)
         value += (bounds[place].value * along).sum()
         radius += (torch.maximum(bounds[place].below, bounds[place].above) * along.abs()).sum()
     return Bounds(value, radius, radius).error_ratio(found.tangent.reshape(-1)[entry])
+
+
+def assert_repeated(found: Found, run, call: RandomCall, built: Built) -> None:
+    """The same call gives the same bits."""
+    if found.direction is None:  # which is drawn anew
+        with built.mode:
+            again = run(called(call, built), built)
+        same = (torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(found.tensors, again.tensors))
+        assert all(same), "another result the second time"
+
+
+def assert_laid_out(call: RandomCall, built: Built, found: Found) -> None:
+    """The gradient of a leaf has its strides, so that PyTorch takes it without a copy."""
+    if call.transform == "gradients" and call.variant in ("chunked", "triton") and call.surroundings not in MODES:
+        for gradient, leaf in zip(found.gradients or (), built.wanted):
+            expected = torch.empty_like(leaf)
+            assert memory_order(gradient) == memory_order(expected), f"a gradient has strides {gradient.stride()}"
+
+
+def assert_explained(call: RandomCall, built: Built, found: Found | None, error: Exception | None) -> None:
+    """`explain` raises what the call raises, or tells the bytes of its result."""
+    grad_mode, raised = torch.no_grad if call.transform == "no_grad" else torch.enable_grad, None
+    try:
+        with built.mode, grad_mode():
+            explanation = effops.explain(built.op.function, *built.args, **built.options)
+    except Exception as caught:
+        raised = caught
+    assert str(raised) == str(error), f"explain raises {raised!r}, and the call {error!r}"
+    if found is not None:
+        assert explanation.variants[explanation.chosen].output_bytes == found.out.nbytes
 
 
 def assert_like_on_cpu(call: RandomCall, found: Found) -> None:

@@ -89,5 +89,5 @@ def test_refusals_are_counted_by_reason():
     hold(replace(integers, mistake="a list"), tally)
     assert (tally.calls, tally.accepted) == (2, 1)
     assert tally.refused.total() == 1
-    assert "no_grad: TypeError: broadcast_dot: `a` must be real floating point" in tally.refused
+    assert "TypeError: .. must be real floating point" in tally.refused
     assert tally.share_refused == 1

@@ -1,5 +1,6 @@
 """Masks, causality, dropout, shared heads and the choice of `attention` and its scores and weights."""
 
+import functools
 import itertools
 import math
 
@@ -420,14 +421,17 @@ def test_gradients_of_expanded_operands_under_autocast(generator):
     """Each element has its own, as if the operand were a copy: once, the first ones had the sum of all."""
     rows = [torch.randn(shape, generator=generator) for shape in ((3, 6, 5), (1, 7, 5), (3, 7, 4))]
 
-    def gradients(*args):
+    def gradients(function, *args):
         own = [arg.detach().requires_grad_() for arg in args]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = effops.attention(*own, variant="chunked")
+            out = function(*own)
         return torch.autograd.grad(out, own, torch.ones_like(out))
 
     query, key, value = rows[0], rows[1].expand(3, 7, 5), rows[2]
-    same(gradients(query, key, value), gradients(query, key.contiguous(), value))
+    function = functools.partial(effops.attention, variant="chunked")
+    expected = gradients(function, query, key.contiguous(), value)
+    for transform in (lambda function: function, torch.func.functionalize, torch.func.vmap):
+        same(gradients(transform(function), query, key, value), expected)
 
 
 def test_explain_under_autocast_copies_no_expanded_operand():

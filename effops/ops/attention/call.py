@@ -22,6 +22,7 @@ from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, promote, wider
 from effops.numerics.shapes import broadcast_shapes
 from effops.numerics.values import observed
+from effops.pytorch import _are_functorch_transforms_active
 
 SETTINGS = {
     "masked": bool,
@@ -286,9 +287,10 @@ def rounded_by_autocast(query: Tensor, *others: Tensor | None) -> tuple[Any, ...
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in another dtype; one that is expanded stays so, and takes no more memory.
 
-    One that requires gradients is copied, since each of its elements has a gradient of its own.
+    One that requires gradients is copied, since each of its elements has a gradient of its own. Inside of a transform,
+    which hides what requires gradients, every one is.
     """
-    if requires_grad((tensor,)):
+    if requires_grad((tensor,)) or _are_functorch_transforms_active():
         return tensor.to(dtype)
     distinct = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     return distinct.to(dtype).expand(tensor.shape)
