@@ -29,6 +29,7 @@ from torch._C._functorch import (
     get_interpreter_stack,
     is_gradtrackingtensor,
     is_legacy_batchedtensor,
+    unwrap_if_dead,
 )
 from torch._C._profiler import _ExperimentalConfig
 from torch._guards import TracingContext
@@ -97,4 +98,5 @@ __all__ = [
     "tensor_use_count",
     "tree_leaves",
     "tree_map_only",
+    "unwrap_if_dead",
 ]

@@ -35,6 +35,7 @@ from effops.pytorch import (
     get_interpreter_stack,
     is_gradtrackingtensor,
     is_legacy_batchedtensor,
+    unwrap_if_dead,
 )
 
 Gradients = Sequence[Tensor | None]
@@ -278,7 +279,11 @@ def _examples(info: Any, dims: Sequence[int | None], arguments: Sequence[Any]) -
 
 
 def _vjp(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Callable[..., list[Any]]]:
-    """`torch.func.vjp` by the floating-point tensors. Other tensors, such as masks, have the gradient None."""
+    """`torch.func.vjp` by the floating-point tensors. Other tensors, such as masks, have the gradient None.
+
+    What a transform has saved for a backward pass after it is still wrapped, and PyTorch wraps nothing that is.
+    """
+    tensors = list(map(unwrap_if_dead, tensors))
     differentiable = [tensor.is_floating_point() for tensor in tensors]
 
     def of_differentiable(*some: Tensor) -> Any:
