@@ -282,8 +282,11 @@ def _examples(info: Any, dims: Sequence[int | None], arguments: Sequence[Any]) -
 
 
 def _vjp(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Callable[..., list[Any]]]:
-    """`torch.func.vjp` by the floating-point tensors. Other tensors, such as masks, have the gradient None."""
-    tensors = [unwrap_if_dead(tensor) for tensor in tensors]  # those of an outer `vjp` that has returned
+    """`torch.func.vjp` by the floating-point tensors. Other tensors, such as masks, have the gradient None.
+
+    What a transform has saved for a backward pass after it is still wrapped, and PyTorch wraps nothing that is.
+    """
+    tensors = [unwrap_if_dead(tensor) for tensor in tensors]
     differentiable = [tensor.is_floating_point() for tensor in tensors]
 
     def of_differentiable(*some: Tensor) -> Any:

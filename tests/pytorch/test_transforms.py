@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from effops.dispatch.op import ops
 from effops.measure import Pass, memory
@@ -101,6 +101,25 @@ def test_gradients_of_what_outlived_its_transform(op, device, generator):
     for transform in (grad(keep, all_of(args)), lambda *args: jvp(keep, args, args)):
         transform(*args)
         same(gradients(*kept), gradients(*args))
+
+
+@pytest.mark.parametrize(("op", "variant"), BOUND)
+def test_derivatives_of_derivatives_after_their_transforms(op, variant, device, generator):
+    """What `vjp` gives is called when `vjp` is over: PyTorch failed in third derivatives, or in the second of some."""
+    args = arguments(op, device, generator, smallest(op))
+
+    def pulled_back(function):
+        def gradients(*args):
+            out, pull_back = torch.func.vjp(function, *args)
+            return pull_back(tree_map(torch.ones_like, out))
+
+        return gradients
+
+    def third(variant):
+        function = squares(lambda *args: op(*args, variant=variant))
+        return pulled_back(pulled_back(pulled_back(function)))(*args)
+
+    same(third(variant), third("naive"))
 
 
 @pytest.mark.parametrize("op", OPS)
