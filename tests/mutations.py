@@ -4,21 +4,20 @@
     python tests/mutations.py --random 50       # besides, as many mechanical ones, of a seed
     python tests/mutations.py --ci              # which of the missed ones the tests of every commit notice
 
-Each mutation runs in a copy of the checkout, until the first test fails. It exits with 1 if one is missed. All tests
-must pass in a copy where nothing is broken.
+Tests run in copies of the checkout. It exits with 1 if a mutation is missed. All tests must pass in a copy where
+nothing is broken.
 """
 
 import argparse
 import ast
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -98,7 +97,8 @@ BY_HAND = [
         "def check_devices(*_: object, **__: object) -> None:\n    return None\n\n\ndef _check_devices(",
     ),
 ]
-MOST_SECONDS = 1800
+MOST_SECONDS = 900  # of a test
+FIRST_SECONDS = 100  # of the tests that each mutation first runs alone, importing included
 SWAPPED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add}
 
 
@@ -125,79 +125,103 @@ def _mutated(node: ast.AST) -> str:
     return ""
 
 
-# Runs pytest with tests in a random order, the same in every run: most mutations fail in any of many tests.
+# Runs pytest with tests in a random order, the same in every run, and writes the ids of those that fail into a file.
 SHUFFLED = """
 import random, sys, pytest
-class Shuffled:
+class Watched:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
         random.Random(0).shuffle(items)
-sys.exit(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], plugins=[Shuffled()]))
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            print(report.nodeid, file=open("failed.txt", "a"))
+    pytest_collectreport = pytest_runtest_logreport
+sys.exit(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], plugins=[Watched()]))
 """
+# A test that does not end fails.
+ENDING = ("-o", f"faulthandler_timeout={MOST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true")
 
 
 class Copy:
-    """A copy of the checkout to break."""
+    """A copy of the checkout with mutations. One whose text another has changed is left out of `mutations`."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, mutations: Sequence[Mutation]) -> None:
         self.path = Path(folder)
         for name in COPIED:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, self.path / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, self.path / name)
+        self.mutations = [mutation for mutation in mutations if self._apply(mutation)]
 
-    def apply(self, mutation: Mutation) -> None:
+    def _apply(self, mutation: Mutation) -> bool:
         path = self.path / mutation.file
         source = path.read_text()
-        if source.count(mutation.old) != 1:
-            raise SystemExit(f"{mutation.file} has {mutation.old!r} {source.count(mutation.old)} times; expected once")
         path.write_text(source.replace(mutation.old, mutation.new))
+        return mutation.old in source
 
-    def run(self, *options: str) -> tuple[bool, list[str]]:
-        """Whether all tests pass, and the ids of those that fail."""
+    def run(self, *options: str, seconds: float | None = None) -> bool | None:
+        """Whether all tests pass; None if the time does not suffice."""
         environment = os.environ | {
             "PYTHONPATH": str(self.path),
             "TORCHINDUCTOR_CACHE_DIR": str(self.path / "inductor"),
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-c", SHUFFLED, *options]
+        command = [sys.executable, "-c", SHUFFLED, *ENDING, *options]
         try:
-            done = subprocess.run(
-                command, cwd=self.path, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS
-            )
+            done = subprocess.run(command, cwd=self.path, env=environment, capture_output=True, timeout=seconds)
         except subprocess.TimeoutExpired:
-            return False, []
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?: [^-\s]\S*)*)(?: - .*)?$", done.stdout, re.MULTILINE)
-        return done.returncode == 0, failed
+            return None
+        return done.returncode == 0
+
+    def failed(self) -> list[str]:
+        """The ids of the tests that failed."""
+        path = self.path / "failed.txt"
+        return sorted(set(path.read_text().splitlines())) if path.exists() else []
 
 
-def is_caught(*mutations: Mutation) -> bool:
-    """Whether a default test fails with the mutations. One that lasts for too long does, too."""
+def passes(mutations: Sequence[Mutation], *options: str, seconds: float | None = None) -> bool | None:
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(folder)
-        for mutation in mutations:
-            copy.apply(mutation)
-        return not copy.run("-x")[0]
+        return Copy(folder, mutations).run(*options, seconds=seconds)
 
 
-def caught_by_ci(mutations: Sequence[Mutation]) -> list[Mutation]:
-    """Those that a test of `--ci` notices: all tests run once with all of them, and what failed with each alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(folder)
-        for mutation in mutations:
-            copy.apply(mutation)
-        passed, failed = copy.run("--ci", "-n", "auto")
-    if passed:
-        return []
-    found = []
-    for mutation in mutations:
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Copy(folder)
-            copy.apply(mutation)
-            if not copy.run("-x", *failed)[0]:
-                found.append(mutation)
-    return found
+def noticed(mutations: Sequence[Mutation], jobs: int, *options: str) -> Iterator[Mutation]:
+    """Those that a test notices, of the tests that the options choose.
+
+    Most mutations fail many tests, so each is first tried alone for a while. Then all tests run with all of the others
+    at once, and each of these alone runs the tests that failed, until none of them is to blame.
+    """
+    with ThreadPoolExecutor(jobs) as pool:
+
+        def caught(mutations: Sequence[Mutation], *options: str, seconds: float | None = None) -> Iterator[Mutation]:
+            results = pool.map(lambda one: passes([one], "-x", *options, seconds=seconds), mutations)
+            return (mutation for mutation, passed in zip(mutations, results) if passed is False)
+
+        remaining = list(mutations)
+        for mutation in caught(mutations, *options, seconds=FIRST_SECONDS):
+            remaining.remove(mutation)
+            yield mutation
+        while remaining:
+            with tempfile.TemporaryDirectory() as folder:
+                together = Copy(folder, remaining)
+                together.run("-n", str(jobs), *options)
+                failed = together.failed()
+            found = list(caught(together.mutations, *options, *failed)) if failed else []
+            yield from found
+            settled = found or together.mutations
+            remaining = [mutation for mutation in remaining if mutation not in settled]
+
+
+def tell(tests: str, mutations: Sequence[Mutation], jobs: int, *options: str) -> list[Mutation]:
+    """Print which mutations the tests notice as soon as it is known, and return those that they miss."""
+    missed, start = list(mutations), time.monotonic()
+    for mutation in noticed(mutations, jobs, *options):
+        missed.remove(mutation)
+        print(f"{time.monotonic() - start:6.0f} s: {tests} notice {mutation.what}", flush=True)
+    for mutation in missed:
+        print(f"{tests} MISS {mutation.what}")
+    print(f"{tests} notice {len(mutations) - len(missed)} of {len(mutations)}", flush=True)
+    return missed
 
 
 def main() -> int:
@@ -206,29 +230,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ci", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("only", nargs="*", type=int, help="numbers of the mutations to run")
     chosen = parser.parse_args()
     mutations = BY_HAND + mechanical(chosen.random, chosen.seed)
-    missed = []
-
-    def judge(number: int) -> None:
-        start = time.monotonic()
-        caught = is_caught(mutations[number])
-        if not caught:
-            missed.append(mutations[number])
-        verdict = "caught" if caught else "MISSED"
-        print(f"{number:3} {verdict} in {time.monotonic() - start:4.0f} s: {mutations[number].what}", flush=True)
-
-    with ThreadPoolExecutor(chosen.jobs) as pool:
-        fails_unbroken = pool.submit(is_caught)
-        list(pool.map(judge, chosen.only or range(len(mutations))))
-    if fails_unbroken.result():
-        raise SystemExit("a test fails in a copy that nothing was changed in: what was caught says nothing")
-    print(f"missed: {len(missed)}")
-    if chosen.ci and missed:
-        for mutation in caught_by_ci(missed):
-            print(f"noticed by --ci: {mutation.what}")
-    return int(bool(missed))
+    for mutation in mutations:
+        if (ROOT / mutation.file).read_text().count(mutation.old) != 1:
+            raise SystemExit(f"{mutation.file} must have once: {mutation.old!r}")
+    tiers = {"the default tests": ()} | ({"the tests of every commit": ("--ci",)} if chosen.ci else {})
+    for tests, options in tiers.items():
+        if not passes([], "-n", str(chosen.jobs), *options):
+            raise SystemExit(f"{tests} fail in a copy that nothing was changed in")
+        mutations = tell(tests, mutations, chosen.jobs, *options)
+    return int(bool(mutations))
 
 
 if __name__ == "__main__":
