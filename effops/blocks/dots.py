@@ -2,8 +2,7 @@
 
 The dot products of a block are one batched matrix product, written to the place of the scores. `phi` and the normaliser
 are applied while the block is in the cache. Operands that need another dtype or layout for the product are copied block
-by block too. If all elementwise products of a call fit one buffer, a product and a sum compute it at once: cutting it
-would cost more.
+by block too. `effops.blocks.small` computes calls that are too small to be cut.
 """
 
 import math
@@ -32,8 +31,7 @@ from effops.blocks.tiling import (
     whole,
     within,
 )
-from effops.numerics.layout import as_gradient
-from effops.numerics.precision import arithmetic_dtype, converted
+from effops.numerics.precision import converted
 
 SLAB = 65536  # how many values of a normaliser are kept for the blocks that share them
 SMALL = 8192  # how many values a matrix has below which a BLAS call for it alone costs more than to add the matrix
@@ -347,75 +345,14 @@ def _in_pieces(function: Function, scale: Tensor, factor: Tensor) -> Tensor:
     return values.view(scale.shape)
 
 
-def fits_at_once(plan: Plan, dimension: int, arithmetic: torch.dtype) -> bool:
-    """Whether a call is small and not empty: all products of its coordinates fit one buffer, so blocks do not pay."""
-    return 0 < plan.numel(plan.order) * dimension * arithmetic.itemsize <= BLOCK_BYTES
-
-
 def normalisers_of(dot_map: DotMap, scale: Tensor, arithmetic: torch.dtype) -> Tensor:
     """The normaliser of every scale, in the dtype of the arithmetic."""
     return _in_pieces(dot_map.normaliser, scale, converted(scale, arithmetic).contiguous())
 
 
-def at_once(
-    dot_map: DotMap,
-    plan: Plan,
-    loc: Tensor,
-    scale: Tensor,
-    x: Tensor,
-    dtype: torch.dtype,
-    normalisers: Tensor | None = None,
-) -> Tensor:
-    """The scores of a small call by an elementwise product and a sum, from the normalisers where they are known."""
-    arithmetic = arithmetic_dtype(dtype)
-    if normalisers is None:
-        normalisers = normalisers_of(dot_map, scale, arithmetic)
-    dot = _dots(converted(loc, arithmetic), converted(x, arithmetic))
-    dot_map.value_(dot)
-    out, factor = plan.empty(x, dtype), converted(scale, arithmetic)
-    if dtype == arithmetic:
-        return torch.addcmul(normalisers, factor, dot, out=out)
-    return out.copy_(torch.addcmul(normalisers, factor, dot))
-
-
-def gradients_at_once(
-    dot_map: DotMap,
-    plan: Plan,
-    operands: Sequence[Tensor],
-    dout: Tensor,
-    arithmetic: torch.dtype,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """The gradients of loc, scale and x of a small call by elementwise products and sums."""
-    loc, scale, x = operands
-    factor, weight, wide_loc, wide_x = (converted(tensor, arithmetic) for tensor in (scale, dout, loc, x))
-    slope = _dots(wide_loc, wide_x)
-    if slope.shape != plan.shape:
-        slope = slope.expand(plan.shape).clone(memory_format=torch.contiguous_format)
-    phi = torch.empty_like(slope) if wanted[1] else None
-    dot_map.derivative_(slope, factor, phi)
-    dscale = None
-    if phi is not None:
-        phi += _in_pieces(dot_map.normaliser_derivative, scale, factor.contiguous())
-        dscale = as_gradient(phi.mul_(weight), scale)
-    slope = slope.mul_(weight)
-    dloc = as_gradient(_product_sum(slope, wide_x, loc), loc) if wanted[0] else None
-    dx = as_gradient(_product_sum(slope, wide_loc, x), x) if wanted[2] else None
-    return dloc, dscale, dx
-
-
-def _dots(loc: Tensor, x: Tensor) -> Tensor:
-    """<loc, x> of the pairs of a small call, in half the time where there is one loc of few coordinates."""
-    if loc.ndim == 1 and loc.shape[-1] <= 256:  # as in `contract`
-        return x @ loc
-    return (loc * x).sum(-1)
-
-
-def _product_sum(slope: Tensor, vectors: Tensor, operand: Tensor) -> Tensor:
-    """The products of slopes (...) and vectors (..., D), summed where all of them belong to one `operand` (D,)."""
-    if operand.ndim == 1 and vectors.shape[:-1] == slope.shape:
-        return slope.reshape(-1) @ vectors.reshape(-1, vectors.shape[-1])
-    return slope.unsqueeze(-1) * vectors
+def derivatives_of(dot_map: DotMap, scale: Tensor, arithmetic: torch.dtype) -> Tensor:
+    """The derivative of the normaliser at every scale, in the dtype of the arithmetic."""
+    return _in_pieces(dot_map.normaliser_derivative, scale, converted(scale, arithmetic).contiguous())
 
 
 def contract(loc: Tensor, x: Tensor, arithmetic: torch.dtype) -> Tensor:

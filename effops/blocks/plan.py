@@ -98,6 +98,10 @@ class Plan:
             step *= torch.sym_max(1, self.shape[axis])
         return tuple(strides)
 
+    def result(self, ordered: Tensor) -> Tensor:
+        """What is contiguous in the order batch, rows, columns, viewed as a result."""
+        return ordered.as_strided(self.shape, self._strides)
+
     def gradient(self, ordered: Tensor, operand: Tensor, axes: Shape) -> Tensor:
         """The inverse of `view`: a gradient with `axes`, then trailing ones, as that of `operand`."""
         strides = dict(zip(axes, ordered.stride()))

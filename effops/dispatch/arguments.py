@@ -144,4 +144,4 @@ def described(arguments: Mapping[str, Any]) -> str:
 
 
 def _last_dimension(given: Any) -> int | None:
-    return given.shape[-1] if isinstance(given, Tensor) and given.ndim else None
+    return given.shape[-1] if isinstance(given, Tensor) and not given.is_nested and given.ndim else None

@@ -99,6 +99,8 @@ class Op:
         logsumexp: for an op that is a logsumexp along a batch axis, the function that returns this axis of a call; the
             variants of the op return the statistics of `effops.blocks.logsumexp.Reduction`, whose sum is the result
         conditions: what must hold of the values of a call's operands, which `effops.validate` checks
+        shortcut: computes small calls of the automatic choice from the arguments of the public function; it returns
+            None for others; an op may have none
     """
 
     name: str
@@ -107,6 +109,7 @@ class Op:
     core_dims: Mapping[str, int] = field(default_factory=dict)
     logsumexp: Callable[[Any], int] | None = None
     conditions: Conditions = no_conditions
+    shortcut: Callable[..., Tensor | None] | None = field(default=None, init=False)
     function: Callable[..., Tensor] | None = field(default=None, init=False)
     variants: dict[str, Variant] = field(default_factory=dict, init=False)
 

@@ -137,6 +137,11 @@ def record() -> Iterator[Calls]:
         _in_context.set(tuple(other for other in _in_context.get() if other is not calls))
 
 
+def is_recorded() -> bool:
+    """Whether this call is inside of a `record`."""
+    return bool(_in_context.get())
+
+
 def add_to_records(op: Op, chosen: Variant, call: Call, arguments: Sequence[Any]) -> None:
     """Add a call to the lists of the recorders around it. `arguments` are those of the op's public function."""
     if is_compiling():

@@ -120,14 +120,16 @@ def check_values(function: str, conditions: Conditions, call: Any) -> None:
                 f"{function}: effops.validate() needs values, which compiled code cannot look at; call the function "
                 "without torch.compile, or outside of validate()"
             )
-    elif _is_entered() and not any(_has_no_values(tensor) for tensor in call.tensors):
+    elif is_validated() and not any(_has_no_values(tensor) for tensor in call.tensors):
         with torch.no_grad():
             for condition in conditions(call):
                 _check(function, condition)
 
 
-def _is_entered() -> bool:
-    return any(entry.is_active for entry in _in_context.get())
+def is_validated() -> bool:
+    """Whether a `validate` around this call is entered."""
+    entries = _in_context.get()
+    return bool(entries) and any(entry.is_active for entry in entries)
 
 
 def _has_no_values(tensor: Tensor) -> bool:

@@ -46,7 +46,9 @@ class Directional(Distribution):
         if not isinstance(concentration, Tensor) or not concentration.is_floating_point():
             concentration = torch.as_tensor(concentration, dtype=loc.dtype, device=loc.device)
         try:
-            batch_shape = broadcast_shapes(loc.shape[:-1], concentration.shape)
+            batch_shape = loc.shape[:-1]
+            if concentration.ndim:
+                batch_shape = broadcast_shapes(batch_shape, concentration.shape)
         except RuntimeError:
             raise ValueError(
                 f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), "
@@ -63,7 +65,7 @@ class Directional(Distribution):
         del self._validate_args  # the class has a default
         if validate_args is not None:
             self._validate_args = validate_args
-        if self._validate_args and not (_are_surely_directions(loc) and _are_surely_at_least_zero(concentration)):
+        if self._validate_args and not _are_surely_parameters(loc, concentration):
             super().__init__(batch_shape, loc.shape[-1:], validate_args)
 
     def _expand_parameters(self, loc: Tensor, concentration: Tensor, batch_shape: torch.Size) -> None:
@@ -88,8 +90,11 @@ class Directional(Distribution):
         """Whether torch's validation would accept a value, in a third of its time. If it may not, torch says why."""
         if not isinstance(value, Tensor) or value.shape[-1:] != self._event_shape:
             return False
-        sizes = zip(reversed(value.shape[:-1]), reversed(self._batch_shape))
-        return all(size == other or 1 in (size, other) for size, other in sizes) and _are_surely_directions(value)
+        if self._batch_shape and value.ndim > 1:
+            sizes = zip(reversed(value.shape[:-1]), reversed(self._batch_shape))
+            if not all(size == other or 1 in (size, other) for size, other in sizes):
+                return False
+        return _are_surely_directions(value)
 
     def _sample(self, sample_shape: _size) -> Tensor:
         shape = self._extended_shape(sample_shape)
@@ -188,9 +193,12 @@ def _are_surely_directions(vectors: Tensor) -> bool:
     return vectors.numel() > 0 and is_plain((vectors,)) and have_length_one(vectors)
 
 
-def _are_surely_at_least_zero(numbers: Tensor) -> bool:
-    """Likewise of concentrations."""
-    return numbers.numel() > 0 and is_plain((numbers,)) and numbers.detach().amin().item() >= 0
+def _are_surely_parameters(loc: Tensor, concentration: Tensor) -> bool:
+    """Likewise of directions and concentrations."""
+    if loc.numel() == 0 or concentration.numel() == 0 or not is_plain((loc, concentration)):
+        return False
+    least = concentration.detach().amin() if concentration.ndim else concentration
+    return least.item() >= 0 and have_length_one(loc)
 
 
 def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:

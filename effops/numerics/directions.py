@@ -1,9 +1,17 @@
 """Random unit vectors: uniform ones, and ones at given angles to others."""
 
+import functools
+
 import torch
 from torch import Tensor
 
-from effops.numerics.precision import arithmetic_dtype, sphere_tolerance
+from effops.numerics.precision import (
+    INPUT_SLACK,
+    arithmetic_dtype,
+    contraction_error,
+    sphere_tolerance,
+    unit_roundoff,
+)
 
 
 def random_directions(
@@ -44,10 +52,17 @@ def have_length_one(vectors: Tensor) -> bool:
     """Whether all vectors (..., D) have length 1, by a quick look; `lengths` is the judge of the others."""
     if vectors.dtype not in (torch.float32, torch.float64):
         return False
-    shortest, longest = torch.linalg.vector_norm(vectors.detach(), dim=-1).aminmax()  # as numbers, without a graph
-    tolerance = 0.5 * sphere_tolerance(vectors.shape[-1], vectors.dtype, (vectors.dtype,))
+    vectors = vectors.detach() if vectors.requires_grad else vectors  # as numbers, without a graph
+    shortest, longest = torch.linalg.vector_norm(vectors, dim=-1).aminmax()
+    tolerance = _narrow_tolerance(vectors.shape[-1], vectors.dtype)
     least, most = float(shortest) ** 2, float(longest) ** 2
     return 1 - tolerance <= least and most <= 1 + tolerance  # NaN is neither
+
+
+@functools.lru_cache
+def _narrow_tolerance(dimension: int, dtype: torch.dtype) -> float:
+    """Half of what `sphere_tolerance` is at least, whatever the precision of matrix products is."""
+    return 0.5 * (contraction_error(dimension, dtype) * unit_roundoff(dtype) + INPUT_SLACK[dtype])
 
 
 def lengths(vectors: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,8 @@ def as_gradient(found: Tensor, operand: Tensor) -> Tensor:
     if found.shape != operand.shape:
         found = found.view(operand.shape) if found.numel() == operand.numel() else found.sum_to_size(operand.shape)
     is_alike = found.dtype == operand.dtype and found.stride() == operand.stride()
-    if is_alike and is_non_overlapping_and_dense(operand):  # as below, in a third of the time
+    # As below, in less time.
+    if is_alike and (operand.is_contiguous() or is_non_overlapping_and_dense(operand)):
         return found
     strides = gradient_strides(operand)
     is_laid_out = all(size == 1 or own == other for size, own, other in zip(found.shape, found.stride(), strides))

@@ -6,9 +6,12 @@ a look at the values.
 
 import functools
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Number = TypeVar("Number", Tensor, float)
 
 # Stirling's series is used at arguments of at least 12, which the recurrence reaches where they are smaller: there its
 # first omitted term is below 1e-14, and that of its derivative below 2e-14 (both relative to the ratio, below 1e-15).
@@ -29,7 +32,7 @@ def log_gamma_ratio(s: Tensor, b: float) -> Tensor:
     upper = lower + b
     log_ratio = torch.log1p(b / lower)
     total = torch.add((lower - 0.5) * log_ratio, torch.log(upper) - 1, alpha=b)
-    remainder = _stirling_remainder(torch.stack((upper, lower)))
+    remainder = _stirling_remainder(torch.stack((upper, lower)).reciprocal())
     total = total + (remainder[0] - remainder[1])
     if n > 0:
         total = total - torch.log1p(b / _steps(s, b, n)).sum(-1)
@@ -45,12 +48,36 @@ def digamma_ratio(s: Tensor, b: float) -> Tensor:
     lower = s + (b + n)
     upper = lower + b
     total = torch.log1p(b / lower) + (0.5 * b) / lower / upper
-    remainder = _stirling_remainder_slope(torch.stack((upper, lower)))
+    remainder = _stirling_remainder_slope(torch.stack((upper, lower)).reciprocal())
     total = total + (remainder[0] - remainder[1])
     if n > 0:
         steps = _steps(s, b, n)
         total = total + (b / steps / (steps + b)).sum(-1)
     return torch.where(s > -b, total, float("nan"))
+
+
+def log_gamma_ratio_of_number(s: float, b: float) -> float:
+    """`log_gamma_ratio` of one number, as it computes it: PyTorch's operations take ten times as long for one."""
+    if not s > -b:
+        return math.nan
+    n = max(0, math.ceil(12 - b))
+    lower = s + (b + n)
+    upper = lower + b
+    total = (lower - 0.5) * math.log1p(b / lower) + b * (math.log(upper) - 1)
+    total += _stirling_remainder(1 / upper) - _stirling_remainder(1 / lower)
+    return total - sum([math.log1p(b / (s + (b + k))) for k in range(n)])
+
+
+def digamma_ratio_of_number(s: float, b: float) -> float:
+    """`digamma_ratio` of one number."""
+    if not s > -b:
+        return math.nan
+    n = max(0, math.ceil(12 - b))
+    lower = s + (b + n)
+    upper = lower + b
+    total = math.log1p(b / lower) + 0.5 * b / lower / upper
+    total += _stirling_remainder_slope(1 / upper) - _stirling_remainder_slope(1 / lower)
+    return total + sum([b / (s + (b + k)) / (s + (b + k) + b) for k in range(n)])
 
 
 # Gauss-Legendre nodes and weights on (0, 1). They are on the CPU, and follow a tensor where it is.
@@ -91,11 +118,15 @@ def digamma_ratio_by_quadrature(s: Tensor, b: float) -> Tensor:
 
 def _points(s: Tensor, b: float) -> Tensor:
     """The points of the quadrature between s + b and s + 2 b: a row of them for each s."""
-    return torch.add(s.reshape(-1, 1), NODES.to(s.device), alpha=b)
+    return torch.add(s.reshape(-1, 1), _beside(NODES, s), alpha=b)
 
 
 def _integral(values: Tensor, b: float, plus: float) -> Tensor:
-    return torch.addmv(ONE.to(values.device), values, WEIGHTS.to(values.device), beta=plus, alpha=b)
+    return torch.addmv(_beside(ONE, values), values, _beside(WEIGHTS, values), beta=plus, alpha=b)
+
+
+def _beside(constant: Tensor, tensor: Tensor) -> Tensor:
+    return constant if tensor.is_cpu else constant.to(tensor.device)
 
 
 def _steps(s: Tensor, b: float, n: int) -> Tensor:
@@ -103,16 +134,14 @@ def _steps(s: Tensor, b: float, n: int) -> Tensor:
     return s.unsqueeze(-1) + torch.arange(n, dtype=s.dtype, device=s.device).add(b)
 
 
-def _stirling_remainder(z: Tensor) -> Tensor:
-    # 1/(12 z) - 1/(360 z^3) + 1/(1260 z^5) - 1/(1680 z^7) + 1/(1188 z^9)
-    y = z.reciprocal()
+def _stirling_remainder(y: Number) -> Number:
+    # With y = 1 / z, 1/(12 z) - 1/(360 z^3) + 1/(1260 z^5) - 1/(1680 z^7) + 1/(1188 z^9).
     v = y * y
     return y * (1 / 12 - v * (1 / 360 - v * (1 / 1260 - v * (1 / 1680 - v / 1188))))
 
 
-def _stirling_remainder_slope(z: Tensor) -> Tensor:
-    # -1/(12 z^2) + 1/(120 z^4) - 1/(252 z^6) + 1/(240 z^8) - 1/(132 z^10)
-    y = z.reciprocal()
+def _stirling_remainder_slope(y: Number) -> Number:
+    # With y = 1 / z, -1/(12 z^2) + 1/(120 z^4) - 1/(252 z^6) + 1/(240 z^8) - 1/(132 z^10).
     v = y * y
     return -v * (1 / 12 - v * (1 / 120 - v * (1 / 252 - v * (1 / 240 - v / 132))))
 

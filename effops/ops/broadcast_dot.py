@@ -15,6 +15,7 @@ from torch import Tensor
 from effops.blocks import dots, pairs
 from effops.blocks.dots import DotMap, contract
 from effops.blocks.plan import Plan, Shape, broadcast_plan
+from effops.blocks.small import SmallCall
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp, Gradients
@@ -121,8 +122,9 @@ def _scores(call: DensityCall, **options: Any) -> dots.DotScores:
 
 
 def _chunked(call: DensityCall) -> Tensor:
-    if dots.fits_at_once(call.plan, call.dimension, call.arithmetic):
-        return dots.at_once(DotMap(), call.plan, call.loc, call.scale, call.x, call.dtype)
+    small = SmallCall(DotMap(), call.plan, *call.tensors, call.dtype)
+    if small.is_small:
+        return small.forward(*call.tensors)
     return pairs.forward(_scores(call), call.plan.empty(call.x, call.dtype))
 
 

@@ -12,8 +12,10 @@ from effops.numerics.special import (
     bessel_ratio,
     digamma_ratio,
     digamma_ratio_by_quadrature,
+    digamma_ratio_of_number,
     log_gamma_ratio,
     log_gamma_ratio_by_quadrature,
+    log_gamma_ratio_of_number,
     log_vmf_normaliser,
 )
 
@@ -49,10 +51,27 @@ def test_ratios_by_quadrature_against_mpmath(dimension):
             assert abs(slope[i].item() - exact_slope) <= 4e-15 * abs(exact_slope)
 
 
+@pytest.mark.parametrize("dimension", [2, 3, 8, 24, 25, 127, 768, 4096])
+def test_ratios_of_a_number_against_mpmath(dimension):
+    b = (dimension - 1) / 2
+    with mpmath.workdps(80):
+        for s in (0.0, *S):
+            exact = mpmath.loggamma(mpmath.mpf(s) + 2 * b) - mpmath.loggamma(mpmath.mpf(s) + b)
+            exact_slope = mpmath.digamma(mpmath.mpf(s) + 2 * b) - mpmath.digamma(mpmath.mpf(s) + b)
+            assert abs(log_gamma_ratio_of_number(s, b) - exact) <= 5e-15 * max(1, abs(exact))
+            assert abs(digamma_ratio_of_number(s, b) - exact_slope) <= 1e-14 * abs(exact_slope)
+
+
 def test_no_density_no_number():
-    s = torch.tensor([-3.5, -3.6, -1e30, float("nan")], dtype=torch.float64)
-    assert log_gamma_ratio(s, 3.5).isnan().all()
-    assert digamma_ratio(s, 3.5).isnan().all()
+    values = [-3.5, -3.6, -1e30, float("nan")]
+    s = torch.tensor(values, dtype=torch.float64)
+    for ratio, of_number in (
+        (log_gamma_ratio, log_gamma_ratio_of_number),
+        (digamma_ratio, digamma_ratio_of_number),
+    ):
+        assert ratio(s, 3.5).isnan().all()
+        assert all(map(math.isnan, (of_number(value, 3.5) for value in values)))
+        assert math.isnan(of_number(math.inf, 3.5)) == ratio(torch.tensor(math.inf).double(), 3.5).isnan().item()
 
 
 def test_second_derivative():

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from effops.blocks.dots import DotMap, normalisers_of
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
+from effops.blocks.small import SmallCall
 from effops.dispatch.arguments import check_dense, check_devices, check_operand, check_order
-from effops.dispatch.custom_op import Gradients
 from effops.dispatch.op import Call
 from effops.dispatch.validation import Condition
 from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
@@ -34,15 +35,15 @@ class KeptNormaliser:
     def __init__(self) -> None:
         self._kept: tuple[Tensor, Tensor] | None = None  # a copy of the scale, and its normaliser
 
-    def of(self, scale: Tensor, arithmetic: torch.dtype, compute: Callable[[], Tensor]) -> Tensor:
-        """What `compute` gave for a scale of the same values, in the dtype of the arithmetic, or gives now."""
+    def of(self, dot_map: DotMap, scale: Tensor, arithmetic: torch.dtype) -> Tensor:
+        """The normaliser of a scale, in the dtype of the arithmetic. It is that of the last call if the values are."""
         if self._kept is not None:
             known, normaliser = self._kept
             is_alike = known.dtype == scale.dtype and known.device == scale.device and normaliser.dtype == arithmetic
             if is_alike and torch.equal(known, scale):
                 return normaliser
-        normaliser = compute()
-        self._kept = scale.detach().clone(), normaliser
+        normaliser = normalisers_of(dot_map, scale, arithmetic)
+        self._kept = scale.clone(), normaliser
         return normaliser
 
 
@@ -126,11 +127,8 @@ class Density(Protocol):
     def conditions(self, call: DensityCall) -> Iterator[Condition]:
         """What must hold of the values of loc, scale and x."""
 
-    def at_once(self, call: DensityCall) -> Tensor | None:
-        """The result of a call that is too small to be cut into blocks, or None for a larger one."""
-
-    def gradients_at_once(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients | None:
-        """The gradients of such a call, or None."""
+    def small(self, call: DensityCall) -> SmallCall | None:
+        """How to compute a call that is too small to be cut into blocks, or None for a larger one."""
 
 
 def plan_of(density: Density, loc: Tensor, scale: Tensor, x: Tensor, *others: Tensor) -> Plan:

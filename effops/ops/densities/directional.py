@@ -6,7 +6,7 @@ functions of PyTorch operations. The latter phi is scriptable.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from effops.blocks import dots
 from effops.blocks.dots import DotMap, contract
-from effops.dispatch.custom_op import Gradients
+from effops.blocks.small import SmallCall
 from effops.dispatch.validation import Condition
 from effops.numerics.directions import lengths
-from effops.numerics.precision import matmul_precision, sphere_tolerance, unit_roundoff
+from effops.numerics.precision import sphere_tolerance, unit_roundoff
 from effops.ops.densities import triton
 from effops.ops.densities.density import DensityCall, Form, Kernels, Wanted
 
@@ -66,10 +66,9 @@ class Directional:
 
     def tolerance(self, call: DensityCall) -> float:
         """How far below 0 rounding may take t = 1 + <loc, x>."""
-        return self._tolerance(call.dimension, call.arithmetic, (call.loc.dtype, call.x.dtype))
-
-    def _tolerance(self, dimension: int, arithmetic: torch.dtype, inputs: Sequence[torch.dtype]) -> float:
-        return sphere_tolerance(dimension, arithmetic, inputs) if self.singular else math.inf
+        if not self.singular:
+            return math.inf
+        return sphere_tolerance(call.dimension, call.arithmetic, (call.loc.dtype, call.x.dtype))
 
     def conditions(self, call: DensityCall) -> Iterator[Condition]:
         for argument, vectors in (("loc", call.loc), ("x", call.x)):
@@ -81,22 +80,8 @@ class Directional:
         yield Condition(self.scale_name, "be finite and at least 0", call.scale, is_concentration, remedy)
 
     def map_of(self, call: DensityCall) -> DotMap:
-        inputs = call.loc.dtype, call.x.dtype
-        return self._known_map(call.dimension, call.arithmetic, inputs, matmul_precision())
-
-    @functools.cached_property
-    def _known_map(self) -> Callable[..., DotMap]:
-        """Remembers maps, since making one takes a tenth of a small call."""
-
-        @functools.lru_cache
-        def map_of(
-            dimension: int, arithmetic: torch.dtype, inputs: tuple[torch.dtype, torch.dtype], precision: str
-        ) -> DotMap:
-            return self.map(
-                dimension, arithmetic, self.floor(arithmetic), self._tolerance(dimension, arithmetic, inputs)
-            )
-
-        return map_of
+        arithmetic = call.arithmetic
+        return self.map(call.dimension, arithmetic, self.floor(arithmetic), self.tolerance(call))
 
     def floor(self, arithmetic: torch.dtype) -> float:
         """The smallest t that differs from 0 by more than rounding."""
@@ -113,16 +98,6 @@ class Directional:
             self.map_of(call), call.plan, loc, scale, x, call.arithmetic, scored=scored, wanted=wanted
         )
 
-    def at_once(self, call: DensityCall) -> Tensor | None:
-        if not dots.fits_at_once(call.plan, call.dimension, call.arithmetic):
-            return None
-        own, normalisers = self.map_of(call), None
-        if call.kept is not None:
-            compute = functools.partial(dots.normalisers_of, own, call.scale, call.arithmetic)
-            normalisers = call.kept.of(call.scale, call.arithmetic, compute)
-        return dots.at_once(own, call.plan, call.loc, call.scale, call.x, call.dtype, normalisers)
-
-    def gradients_at_once(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients | None:
-        if not dots.fits_at_once(call.plan, call.dimension, call.arithmetic):
-            return None
-        return dots.gradients_at_once(self.map_of(call), call.plan, call.tensors, dout, call.arithmetic, wanted)
+    def small(self, call: DensityCall) -> SmallCall | None:
+        small = SmallCall(self.map_of(call), call.plan, *call.tensors, call.dtype)
+        return small if small.is_small else None

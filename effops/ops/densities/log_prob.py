@@ -13,6 +13,7 @@ from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
 from effops.dispatch.registration import add_custom_op, add_kernels
+from effops.dispatch.shortcut import Shortcut
 from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import triton
 from effops.ops.densities.density import Density, DensityCall, Form, Wanted, plan_of, prepare
@@ -45,6 +46,7 @@ class LogProb:
         )
         chunked = custom(f"{name}_chunked", forward=self.forward, backward=self.backward)
         add_custom_op(self.op, chunked, "chunked")
+        self.op.shortcut = Shortcut(self.op, "chunked", chunked, density.small)
         kernels = custom(f"{name}_triton", forward=self.triton_forward, backward=self.triton_backward)
         add_kernels(self.op, kernels, requires=[self.requires_layout])
 
@@ -73,13 +75,15 @@ class LogProb:
         return call.plan.empty(call.x, call.dtype)
 
     def forward(self, call: DensityCall) -> Tensor:
-        at_once = self.density.at_once(call)
-        return pairs.forward(self.density.blocks(call), self.empty(call)) if at_once is None else at_once
+        small = self.density.small(call)
+        if small is not None:
+            return small.forward(*call.tensors, call.kept)
+        return pairs.forward(self.density.blocks(call), self.empty(call))
 
     def backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
-        at_once = self.density.gradients_at_once(dout, call, wanted)
-        if at_once is not None:
-            return at_once
+        small = self.density.small(call)
+        if small is not None:
+            return small.gradients(call.tensors, dout, wanted)
         return pairs.backward(self.density.blocks(call, scored=False, wanted=wanted), dout)
 
     def triton_forward(self, call: DensityCall) -> Tensor:

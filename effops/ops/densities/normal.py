@@ -58,10 +58,7 @@ class Normal:
         remedy = "give a standard deviation, and variance.sqrt() or log_scale.exp() if you have these"
         yield Condition("scale", "be finite and above 0", call.scale, is_deviation, remedy)
 
-    def at_once(self, call: DensityCall) -> None:
-        return None
-
-    def gradients_at_once(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> None:
+    def small(self, call: DensityCall) -> None:
         return None
 
 

@@ -20,8 +20,10 @@ from effops.numerics.directions import directions_at_angle
 from effops.numerics.special import (
     digamma_ratio,
     digamma_ratio_by_quadrature,
+    digamma_ratio_of_number,
     log_gamma_ratio,
     log_gamma_ratio_by_quadrature,
+    log_gamma_ratio_of_number,
 )
 from effops.numerics.values import observed
 from effops.ops.densities.directional import Directional
@@ -50,53 +52,64 @@ class HalfLog(DotMap):
     def __init__(self, dimension: int, arithmetic: torch.dtype, floor: float, tolerance: float) -> None:
         self.dimension = dimension
         self.half = HALF[arithmetic]
-        self.floor = 0.5 * floor
-        self.lowest = -0.5 * tolerance
+        self.floor, self.tolerance = floor, tolerance
 
-    def _to_half_(self, dot: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Overwrite `dot` with (1 + dot) / 2, raised to the floor where it is below.
+    def _raise_(self, t: Tensor, half: float) -> tuple[Tensor, Tensor] | None:
+        """Raise `half` * t, where t = 1 + dot, to the floor where it is below.
 
-        Return where it was below the floor and where it was below -tolerance / 2, or None if it was nowhere.
+        Return where it was below the floor and where it was below -tolerance, or None if it was nowhere.
         """
-        torch.add(self.half, dot, alpha=0.5, out=dot)
-        if observed(dot.amin(), ordinary=math.inf) >= self.floor:  # amin(), as min() would copy a strided block
+        floor = half * self.floor
+        if observed(t.amin(), ordinary=math.inf) >= floor:  # amin(), as min() would copy a strided block
             return None
-        low, outside = dot < self.floor, dot < self.lowest
-        dot.masked_fill_(low, self.floor)
+        low, outside = t < floor, t < -half * self.tolerance
+        t.masked_fill_(low, floor)
         return low, outside
 
     def value_(self, dot: Tensor) -> None:
-        floored = self._to_half_(dot)
+        torch.add(self.half, dot, alpha=0.5, out=dot)
+        raised = self._raise_(dot, 0.5)
         dot.log_()
-        if floored:
-            dot.masked_fill_(floored[1], math.nan)
+        if raised:
+            dot.masked_fill_(raised[1], math.nan)
 
     def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
-        floored = self._to_half_(dot)
-        if value is not None:
+        if value is None:
+            raised = self._raise_(dot.add_(1), 1)
+        else:
+            torch.add(self.half, dot, alpha=0.5, out=dot)
+            raised = self._raise_(dot, 0.5)
             torch.log(dot, out=value)
-        torch.div(0.5 * factor, dot, out=dot)
-        if floored:
-            low, outside = floored
+            factor = 0.5 * factor
+        torch.div(factor, dot, out=dot)
+        if raised:
+            low, outside = raised
             dot.masked_fill_(low, 0)
             if value is not None:
                 value.masked_fill_(outside, math.nan)
 
     def normaliser(self, scale: Tensor) -> Tensor:
-        if not _are_few(scale, 128):
-            return _normaliser(scale.double(), self.dimension)
-        b = 0.5 * (self.dimension - 1)
-        return log_gamma_ratio_by_quadrature(scale, b, -b * math.log(4 * math.pi))
+        b, constant = 0.5 * (self.dimension - 1), -0.5 * (self.dimension - 1) * math.log(4 * math.pi)
+        if scale.numel() == 1:
+            return _filled(scale, log_gamma_ratio_of_number(observed(scale, ordinary=1), b) + constant)
+        if _are_few(scale, 128):
+            return log_gamma_ratio_by_quadrature(scale, b, constant)
+        return _normaliser(scale.double(), self.dimension)
 
     def normaliser_derivative(self, scale: Tensor) -> Tensor:
         b = 0.5 * (self.dimension - 1)
+        if scale.numel() == 1:
+            return _filled(scale, digamma_ratio_of_number(observed(scale, ordinary=1), b))
         return digamma_ratio_by_quadrature(scale, b) if _are_few(scale, 16) else digamma_ratio(scale.double(), b)
+
+
+def _filled(like: Tensor, value: float) -> Tensor:
+    return like.new_full(like.shape, value, dtype=torch.float64)
 
 
 def _are_few(scale: Tensor, count: int) -> bool:
     """Whether the scales are so few that a quadrature costs less than the recurrence, and are in its domain."""
-    least = scale.amin() if scale.numel() > 1 else scale
-    return 0 < scale.numel() <= count and observed(least, ordinary=1) >= 0
+    return 0 < scale.numel() <= count and observed(scale.amin(), ordinary=1) >= 0
 
 
 def draw(loc: Tensor, scale: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -1,0 +1,128 @@
+"""Scores normaliser(scale) + scale * phi(<x, loc>) of a call that is too small to be cut into blocks.
+
+What follows from shapes and dtypes is found when a `SmallCall` is made, which callers may remember.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from effops.blocks.dots import DotMap, derivatives_of, normalisers_of
+from effops.blocks.plan import Plan, Shape
+from effops.blocks.tiling import BLOCK_BYTES, DEPTH
+from effops.numerics.layout import as_gradient
+from effops.numerics.precision import arithmetic_dtype, converted
+
+
+class Normalisers(Protocol):
+    """What knows the normaliser of a scale, in the dtype of the arithmetic."""
+
+    def of(self, dot_map: DotMap, scale: Tensor, arithmetic: torch.dtype) -> Tensor: ...
+
+
+class SmallCall:
+    """The scores of all pairs of a call at once, and their gradients.
+
+    The dot products are one matrix product where x consists of rows and loc of columns. Else they are the sums of an
+    elementwise product.
+
+    Args:
+        dot_map: phi and the normaliser
+        plan: that of the call
+        loc, scale, x: operands of its shapes and dtypes; they are not kept
+        dtype: that of the result
+    """
+
+    def __init__(self, dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> None:
+        self.map, self.plan, self.dtype = dot_map, plan, dtype
+        self.arithmetic = arithmetic_dtype(dtype)
+        self.converts = any(tensor.dtype != self.arithmetic for tensor in (loc, scale, x))
+        pairs, dimension = plan.numel(plan.order), x.shape[-1]
+        rows, columns = plan.numel(plan.rows), math.prod(loc.shape[:-1])
+        self.row_shape, self.column_shape, self.pair_shape = (rows, dimension), (columns, dimension), (rows, columns)
+        # A longer sum of terms of one sign loses digits. A further operand alone may vary along columns.
+        self.is_product = not plan.batch and dimension <= DEPTH and rows * columns == pairs
+        if self.is_product and columns == 1:
+            self.column_shape, self.pair_shape = (dimension,), (rows,)  # a vector costs less than a matrix
+        # The largest temporary: all products of coordinates, unless copies of a product's operands are smaller.
+        self.numbers = pairs * dimension
+        if self.is_product:
+            self.numbers = min(self.numbers, max(pairs, (rows + columns) * dimension))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether blocks would cost more: no temporary is larger than one. An empty call is none."""
+        return 0 < self.numbers * self.arithmetic.itemsize <= BLOCK_BYTES
+
+    def forward(self, loc: Tensor, scale: Tensor, x: Tensor, known: Normalisers | None = None) -> Tensor:
+        """The scores; `known` may have the normalisers."""
+        arithmetic = self.arithmetic
+        if known is None:
+            normalisers = normalisers_of(self.map, scale, arithmetic)
+        else:
+            normalisers = known.of(self.map, scale, arithmetic)
+        if self.converts:
+            loc, scale, x = converted(loc, arithmetic), converted(scale, arithmetic), converted(x, arithmetic)
+        dot = self._dots(loc, x)
+        self.map.value_(dot)
+        if self.dtype != arithmetic:
+            return self.plan.empty(x, self.dtype).copy_(torch.addcmul(normalisers, scale, dot))
+        out = dot if self.is_product else self.plan.empty(x, self.dtype)
+        return torch.addcmul(normalisers, scale, dot, out=out)
+
+    def gradients(
+        self, operands: Sequence[Tensor], dout: Tensor, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of loc, scale and x, where they are wanted."""
+        loc, scale, x = operands
+        arithmetic = self.arithmetic
+        wide_loc, factor, wide_x, weight = loc, scale, x, converted(dout, arithmetic)
+        if self.converts:
+            wide_loc, factor, wide_x = (converted(operand, arithmetic) for operand in operands)
+        slope = self._dots(wide_loc, wide_x)
+        if slope.shape != self.plan.shape:
+            slope = slope.expand(self.plan.shape).clone(memory_format=torch.contiguous_format)
+        phi = torch.empty_like(slope) if wanted[1] else None
+        self.map.derivative_(slope, factor, phi)
+        dloc = dscale = dx = None
+        if phi is not None:
+            phi += derivatives_of(self.map, scale, arithmetic)
+            dscale = as_gradient(phi.mul_(weight), scale)
+        slope.mul_(weight)
+        if wanted[0]:
+            dloc = as_gradient(self._loc_gradient(slope, wide_x), loc)
+        if wanted[2]:
+            dx = as_gradient(self._x_gradient(slope, wide_loc), x)
+        return dloc, dscale, dx
+
+    def _dots(self, loc: Tensor, x: Tensor) -> Tensor:
+        """<x, loc>, of the shape of the result if it is a matrix product."""
+        if not self.is_product:
+            return (loc * x).sum(-1)
+        rows, columns = _shaped(x, self.row_shape), _shaped(loc, self.column_shape)
+        product = torch.mv(rows, columns) if columns.ndim == 1 else torch.mm(rows, columns.mT)
+        return product if product.shape == self.plan.shape else self.plan.result(product)
+
+    def _loc_gradient(self, slope: Tensor, x: Tensor) -> Tensor:
+        if not self.is_product:
+            return slope.unsqueeze(-1) * x
+        pairs, rows = self._pairs(slope), _shaped(x, self.row_shape)
+        return torch.mv(rows.mT, pairs) if pairs.ndim == 1 else torch.mm(pairs.mT, rows)
+
+    def _x_gradient(self, slope: Tensor, loc: Tensor) -> Tensor:
+        if not self.is_product:
+            return slope.unsqueeze(-1) * loc
+        pairs, columns = self._pairs(slope), _shaped(loc, self.column_shape)
+        return torch.outer(pairs, columns) if pairs.ndim == 1 else torch.mm(pairs, columns)
+
+    def _pairs(self, slope: Tensor) -> Tensor:
+        """What is laid out as a result, as the vector or matrix of the product."""
+        return slope if slope.shape == self.pair_shape else self.plan.view(slope, self.plan.order).view(self.pair_shape)
+
+
+def _shaped(tensor: Tensor, shape: Shape) -> Tensor:
+    """`tensor.reshape(shape)`. A small call gains a microsecond where nothing is to be done."""
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
