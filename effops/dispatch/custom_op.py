@@ -41,7 +41,7 @@ from effops.pytorch import (
 Gradients = Sequence[Tensor | None]
 
 _PLAIN_TYPES = frozenset((Tensor, Parameter))
-_is_meta, _requires_grad = attrgetter("is_meta"), attrgetter("requires_grad")
+_is_meta = attrgetter("is_meta")
 
 CUSTOM_OPS: dict[str, CustomOp] = {}  # by name, since tracers can pass on a name but no object
 
@@ -398,7 +398,7 @@ def _is_eager() -> bool:
 
 
 def requires_grad(tensors: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _needs_composite() -> bool:
