@@ -73,22 +73,9 @@ class MatrixOperand:
     def __init__(self, plan: Plan, tensor: Tensor, axes: Shape, arithmetic: torch.dtype) -> None:
         self.view = plan.view(tensor, plan.batch + axes, trailing=1, expand=False)
         self.batch_axes = len(plan.batch)
-        self.copied = tensor.dtype != arithmetic or not self._is_matrix_operand()
+        own_axes = self.view.ndim - 1 - self.batch_axes
+        self.copied = tensor.dtype != arithmetic or not are_matrices(self.view, self.batch_axes, own_axes)
         self.buffer = Buffer(tensor, arithmetic)
-
-    def _is_matrix_operand(self) -> bool:
-        """Whether blocks are views that BLAS takes.
-
-        The axes of each role must collapse into one. The matrices must have a unit stride and must not overlap.
-        """
-        batch = _collapse(self.view, range(self.batch_axes))
-        own = _collapse(self.view, range(self.batch_axes, self.view.ndim - 1))
-        if batch is None or own is None:
-            return False
-        (rows, row_stride), depth, depth_stride = own, self.view.shape[-1], self.view.stride(-1)
-        by_rows = depth_stride == 1 and (rows == 1 or row_stride >= depth)
-        by_depth = row_stride == 1 and (depth == 1 or depth_stride >= rows)
-        return by_rows or by_depth
 
     def block(self, axes: Slices) -> Tensor:
         block = part(self.view, axes)
@@ -135,6 +122,21 @@ class ProductSum(MatrixOperand):
         return self.total.to(self.factor.dtype)
 
 
+def are_matrices(view: Tensor, batch: int, rows: int) -> bool:
+    """Whether a view is matrices that BLAS takes. Its first `batch` axes tell which matrix, the next `rows` which row.
+
+    The axes of each role must collapse into one. The matrices must have a unit stride and must not overlap.
+    """
+    roles = (0, batch), (batch, batch + rows), (batch + rows, view.ndim)
+    which, matrix_rows, matrix_columns = (_collapse(view, range(*role)) for role in roles)
+    if which is None or matrix_rows is None or matrix_columns is None:
+        return False
+    (height, row_stride), (width, column_stride) = matrix_rows, matrix_columns
+    by_rows = column_stride == 1 and (height == 1 or row_stride >= width)
+    by_columns = row_stride == 1 and (width == 1 or column_stride >= height)
+    return by_rows or by_columns
+
+
 def _collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
     """The size and stride of some axes of a view as one axis, or None if they do not collapse into one."""
     size = stride = 1
@@ -177,8 +179,6 @@ class Products(Scores):
         copies = float(any(one is not None and one.copied for one in (self.left, self.right, self.dx, self.dloc)))
         extents = extents or cut(plan, self.dimension, arithmetic.itemsize, copies=copies)
         super().__init__(plan, arithmetic, extents)
-        # Each part of the depth but the first has its dot products here, before they are added to those in `out`.
-        self.partial = Buffer(x, arithmetic)
 
     def distinct(self, shape: Sequence[int]) -> Shape:
         """The shape of the distinct products of a block that has the shape `shape`."""
@@ -193,11 +193,8 @@ class Products(Scores):
         matrices = merge(out, len(self.plan.batch), len(self.plan.rows))
         for rows, columns in self._steps(block):
             left, right = self.left.block(rows), self.right.block(columns)
-            if rows[-1].start == 0:
-                matrices.baddbmm_(left, right.mT, beta=0, alpha=self.factor)
-            else:
-                products = torch.bmm(left, right.mT, out=self.partial.room(matrices.shape))
-                matrices.add_(products, alpha=self.factor)
+            # BLAS sums the terms of a step by themselves, and then adds the sum to those before.
+            matrices.baddbmm_(left, right.mT, beta=int(rows[-1].start > 0), alpha=self.factor)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
         matrices = merge(weight, len(self.plan.batch), len(self.plan.rows))

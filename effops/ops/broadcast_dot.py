@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.blocks import dots, pairs
+from effops.blocks import products
 from effops.blocks.dots import DotMap, contract
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.blocks.small import SmallCall
@@ -117,19 +117,17 @@ def einsum(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
     return contract(b, a, arithmetic)
 
 
-def _scores(call: DensityCall, **options: Any) -> dots.DotScores:
-    return dots.DotScores(DotMap(), call.plan, call.loc, call.scale, call.x, call.arithmetic, **options)
-
-
 def _chunked(call: DensityCall) -> Tensor:
     small = SmallCall(DotMap(), call.plan, *call.tensors, call.dtype)
     if small.is_small:
         return small.forward(*call.tensors)
-    return pairs.forward(_scores(call), call.plan.empty(call.x, call.dtype))
+    return products.forward(call.plan, call.loc, call.x, call.plan.empty(call.x, call.dtype))
 
 
 def _chunked_backward(call: DensityCall, dout: Tensor, wanted: Sequence[bool]) -> Gradients:
-    return pairs.backward(_scores(call, scored=False, wanted=wanted), dout)
+    wants_loc, _, wants_x = wanted
+    dloc, dx = products.backward(call.plan, call.loc, call.x, dout, (wants_loc, wants_x), call.arithmetic)
+    return dloc, None, dx
 
 
 def _triton(call: DensityCall) -> Tensor:
