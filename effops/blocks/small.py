@@ -42,7 +42,9 @@ class SmallCall:
         self.converts = any(tensor.dtype != self.arithmetic for tensor in (loc, scale, x))
         pairs, dimension = plan.numel(plan.order), x.shape[-1]
         rows, columns = plan.numel(plan.rows), math.prod(loc.shape[:-1])
-        self.row_shape, self.column_shape, self.pair_shape = (rows, dimension), (columns, dimension), (rows, columns)
+        self.row_shape: Shape = (rows, dimension)
+        self.column_shape: Shape = (columns, dimension)
+        self.pair_shape: Shape = (rows, columns)
         # A longer sum of terms of one sign loses digits. A further operand alone may vary along columns.
         self.is_product = not plan.batch and dimension <= DEPTH and rows * columns == pairs
         if self.is_product and columns == 1:

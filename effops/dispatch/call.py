@@ -1,17 +1,29 @@
-"""Call an op: validate its arguments, choose a variant, and run it."""
+"""Call an op: validate its arguments, choose a variant, and run it.
 
+Small calls of plain tensors on a CPU go a short way: what follows from the shapes and dtypes of their operands is found
+once. All other calls go the long way, which has the errors too.
+"""
+
+import functools
 import sys
-from typing import Any
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from effops.dispatch.choice import choose, current_variant
+from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
 from effops.dispatch.op import Op
 from effops.dispatch.record import add_to_records, is_recorded
 from effops.dispatch.validation import check_values, is_validated
 from effops.numerics.layout import without_negation
-from effops.numerics.precision import without_autocast
+from effops.numerics.precision import CPU, autocast_enabled, without_autocast
+from effops.pytorch import _get_float32_matmul_precision, is_legacy_batchedtensor
+
+_outline = attrgetter("shape", "dtype", "layout", "is_cpu")
 
 
 def call(op: Op, *args: Any, variant: str | None = None, **kwargs: Any) -> Tensor:
@@ -42,3 +54,88 @@ def _any_dtensor(args: tuple[Any, ...]) -> bool:
     # The import takes a second. A module that nobody has imported has made no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and module.DTensor in map(type, args)
+
+
+class Small(Protocol):
+    """Computes a call of known shapes and dtypes."""
+
+    def forward(self, *arguments: Any) -> Tensor:
+        """The result, from the tensors of the call and what else the op takes."""
+
+    def gradients(self, tensors: Sequence[Tensor], dout: Tensor, wanted: Sequence[bool], /) -> Gradients: ...
+
+
+class Known(NamedTuple):
+    """What is known of calls with certain shapes and dtypes: how to compute them, and the operator's settings."""
+
+    small: Small
+    settings: tuple[Any, ...]
+
+
+class Shortcut:
+    """Computes the small calls of an op.
+
+    Args:
+        op: the op
+        variant: the one that the automatic choice takes on a CPU
+        custom: the operator that it runs, which computes all other derivatives
+        small: finds out how to compute a call; None if it is not small
+    """
+
+    def __init__(self, op: Op, variant: str, custom: CustomOp, small: Callable[[Any], Small | None]) -> None:
+        self.op, self.variant, self.custom, self.small = op, variant, custom, small
+        self._known = functools.lru_cache(maxsize=4096)(self._find)
+
+    def __call__(self, *arguments: Any, kept: Any = None) -> Tensor | None:
+        """The result of a call, or None if it is not small, or none of plain tensors."""
+        if self.op.variants[self.variant].run is not self.custom or not are_ordinary(arguments):
+            return None
+        try:
+            outlines = tuple(map(_outline, arguments))
+        except RuntimeError:  # a nested tensor has no shape
+            return None
+        known = self._known(outlines, _get_float32_matmul_precision())
+        if known is None:
+            return None
+        if requires_grad(arguments):
+            result: Tensor = super(torch.autograd.Function, _Short).apply(*arguments, kept, known, self.custom)
+            return result
+        return known.small.forward(*arguments, kept)
+
+    def _find(self, outlines: tuple[Any, ...], precision: str) -> Known | None:
+        if not all(is_cpu and layout == torch.strided for *_, layout, is_cpu in outlines):
+            return None
+        tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, *_ in outlines]
+        try:
+            call = self.op.prepare(*tensors)
+        except (TypeError, ValueError):
+            return None  # the long way tells why
+        if any(one is not other for one, other in zip(call.tensors, tensors)):
+            return None
+        small = self.small(call)
+        return None if small is None else Known(small, call.arguments[len(tensors) :])
+
+
+class _Short(torch.autograd.Function):
+    """A small call of plain tensors. Its gradients are computed likewise, if their tensors are plain too."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, kept, ctx.known, ctx.custom = arguments
+        ctx.save_for_backward(*tensors)
+        result: Tensor = ctx.known.small.forward(*tensors, kept)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        saved, others = ctx.saved_tensors, (None, None, None)
+        tensors = (dout, *saved)
+        if are_ordinary(tensors) and not is_legacy_batchedtensor(dout) and not requires_grad(tensors):
+            return *ctx.known.small.gradients(saved, dout, ctx.needs_input_grad), *others
+        ctx.settings, ctx.others = ctx.known.settings, len(others)
+        return ctx.custom.pull_back(ctx, dout)
+
+
+def are_ordinary(tensors: Sequence[Any]) -> bool:
+    """Whether PyTorch's operations on the tensors do what they do without contexts, and read memory as it is."""
+    return is_plain(tensors) and not any(map(Tensor.is_neg, tensors)) and not autocast_enabled(CPU)

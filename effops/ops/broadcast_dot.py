@@ -118,9 +118,9 @@ def einsum(a: Tensor, b: Tensor, arithmetic: torch.dtype) -> Tensor:
 
 
 def _chunked(call: DensityCall) -> Tensor:
-    small = SmallCall(DotMap(), call.plan, *call.tensors, call.dtype)
+    small = SmallCall(DotMap(), call.plan, call.loc, call.scale, call.x, call.dtype)
     if small.is_small:
-        return small.forward(*call.tensors)
+        return small.forward(call.loc, call.scale, call.x)
     return products.forward(call.plan, call.loc, call.x, call.plan.empty(call.x, call.dtype))
 
 

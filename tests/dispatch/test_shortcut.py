@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import normalize
 
 import effops
-from effops.dispatch.shortcut import Shortcut
+from effops.dispatch.call import Shortcut
 from effops.dispatch.validation import validate
 from effops.ops.densities import power_spherical, von_mises_fisher
 

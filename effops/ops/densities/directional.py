@@ -99,5 +99,5 @@ class Directional:
         )
 
     def small(self, call: DensityCall) -> SmallCall | None:
-        small = SmallCall(self.map_of(call), call.plan, *call.tensors, call.dtype)
+        small = SmallCall(self.map_of(call), call.plan, call.loc, call.scale, call.x, call.dtype)
         return small if small.is_small else None

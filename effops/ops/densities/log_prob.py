@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from effops.blocks import pairs
+from effops.dispatch.call import Shortcut
 from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
 from effops.dispatch.registration import add_custom_op, add_kernels
-from effops.dispatch.shortcut import Shortcut
 from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import triton
 from effops.ops.densities.density import Density, DensityCall, Form, Wanted, plan_of, prepare
@@ -77,7 +77,7 @@ class LogProb:
     def forward(self, call: DensityCall) -> Tensor:
         small = self.density.small(call)
         if small is not None:
-            return small.forward(*call.tensors, call.kept)
+            return small.forward(call.loc, call.scale, call.x, call.kept)
         return pairs.forward(self.density.blocks(call), self.empty(call))
 
     def backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
