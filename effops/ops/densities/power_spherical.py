@@ -54,15 +54,15 @@ class HalfLog(DotMap):
         self.half = HALF[arithmetic]
         self.floor, self.tolerance = floor, tolerance
 
-    def _raise_(self, t: Tensor, half: float) -> tuple[Tensor, Tensor] | None:
-        """Raise `half` * t, where t = 1 + dot, to the floor where it is below.
+    def _raise_(self, t: Tensor, unit: float) -> tuple[Tensor, Tensor] | None:
+        """Raise t = unit * (1 + dot) to unit times the floor where it is below.
 
-        Return where it was below the floor and where it was below -tolerance, or None if it was nowhere.
+        Return where it was below that and where it was below -unit * tolerance, or None if it was nowhere.
         """
-        floor = half * self.floor
+        floor = unit * self.floor
         if observed(t.amin(), ordinary=math.inf) >= floor:  # amin(), as min() would copy a strided block
             return None
-        low, outside = t < floor, t < -half * self.tolerance
+        low, outside = t < floor, t < -unit * self.tolerance
         t.masked_fill_(low, floor)
         return low, outside
 
