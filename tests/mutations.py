@@ -45,8 +45,8 @@ BY_HAND = [
     Mutation(
         "its derivative",
         "effops/ops/densities/power_spherical.py",
-        "torch.div(0.5 * factor, dot, out=dot)",
-        "torch.div(0.501 * factor, dot, out=dot)",
+        "            factor = 0.5 * factor\n",
+        "            factor = 0.501 * factor\n",
     ),
     Mutation(
         "the strides of a gradient",
