@@ -97,13 +97,18 @@ def scores(program: Program, *operands: Tensor) -> Bytes:
 def softmax(program: Program, *operands: Tensor, pairs: int, columns: int, value: Tensor | None) -> Bytes:
     """The softmax of such scores along an axis of `columns`, or the sums of `value` that it weighs."""
     output, unrounded, copies = program.output, program.unrounded, program.copies(*operands)
-    values, statistics = program.arithmetic.itemsize * pairs, 13 * pairs // max(1, columns)
-    value_copy = 0 if value is None else program.copies(value)
+    size = program.arithmetic.itemsize
+    values, statistics = size * pairs, (3 * size + 1) * pairs // max(1, columns)
+    if value is None:
+        if program.trained:
+            return Bytes(output, copies + unrounded, values + statistics)
+        return Bytes(output, 0, values + max(copies - output, statistics))
+    value_copy = program.copies(value)
     if program.trained:
-        saved, temporary = (unrounded, values) if value is None else (value_copy + values, unrounded)
-        return Bytes(output, copies + saved, temporary + statistics)
-    temporary = values + max(copies - output, 0, value_copy + unrounded - output)
-    return Bytes(output, 0, temporary + statistics * (value is not None or not copies))
+        return Bytes(output, copies + value_copy + values, max(values + statistics - output, unrounded))
+    # Beside the scores or the weights: for the scores, for the weights, and for the result.
+    besides = max(copies, value_copy + values + statistics, value_copy + max(output, unrounded))
+    return Bytes(output, 0, values + besides - output)
 
 
 def attention_over_pattern(program: Program, query: Tensor, key: Tensor, value: Tensor) -> Bytes:

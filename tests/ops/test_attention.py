@@ -15,6 +15,7 @@ import effops
 from effops.dispatch.op import find_op
 from effops.measure import Pass, memory
 from effops.prediction.allocations import Allocations
+from effops.reference import reference_of
 from effops.reference.attention import bounds, gradient_bounds
 from effops.reference.dot_product import SCORES
 
@@ -501,3 +502,20 @@ def test_bad_arguments_of_attention(device):
     (gradient,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         torch.autograd.grad(gradient.sum(), leaf)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("length", "dimension", "dtype"), [(64, 16, torch.float32), (64, 160, torch.bfloat16), (128, 64, torch.float64)]
+)
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["inference", "training"])
+def test_predicted_bytes_of_the_compiled_form(length, dimension, dtype, needs_grad, device, generator):
+    """Where there are as many coordinates as keys, results and scores hide behind each other."""
+    if device != "cpu":
+        pytest.skip("the rules are those of the CPU")
+    op = find_op(effops.attention)
+    args = reference_of(op).workload(B=2, H=4, L=length, D=dimension, dtype=dtype, device=device, generator=generator)
+    args = tuple(arg.requires_grad_(needs_grad) for arg in args)
+    report = effops.explain(op.name, *args).variants["compile"]
+    measured = memory(Pass(lambda *args: op(*args, variant="compile"), args))
+    assert (report.temporary_bytes, report.saved_bytes) == (measured.temporary_bytes, measured.saved_bytes)
