@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from effops import normal_log_prob
+from effops import normal_log_prob, normal_mixture_log_prob
 from effops.blocks import distances
 from effops.blocks.distances import Distances
 from effops.blocks.plan import broadcast_plan
@@ -189,6 +189,21 @@ def direct_calls(monkeypatch):
 
         monkeypatch.setattr(distances._Direct, name, counting)
     return counts
+
+
+@pytest.mark.parametrize("scale_shape", [(300, 24), (300, 1), (1,), (200, 1, 24)], ids=str)
+@pytest.mark.parametrize("op", [normal_log_prob, normal_mixture_log_prob])
+def test_ordinary_values_take_the_product_form(op, scale_shape, generator, direct_calls):
+    """Forward and backward. Once every coordinate around 0 counted as far from the centre: backward took 19 times as
+    long, by the direct form, and results were right."""
+    loc, scale, x = (tensor.requires_grad_() for tensor in sample(((300, 24), scale_shape, (200, 1, 24)), generator))
+    log_weights = [torch.randn(300, generator=generator)] if op is normal_mixture_log_prob else []
+    op(*log_weights, loc, scale, x, variant="chunked").sum().backward()
+    assert not any(direct_calls.values())
+    with torch.no_grad():
+        loc[0] = x[0] = 1e6
+    op(*log_weights, loc, scale, x, variant="chunked").sum().backward()
+    assert direct_calls["pull_back"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
