@@ -4,6 +4,7 @@ Backward computes each block again, so that only the inputs and two statistics o
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,11 +41,18 @@ def forward(scores: Scores, reduction: Reduction, statistics: Tensor) -> Tensor:
     maximum.fill_(-math.inf)
     total.zero_()
     buffer = Buffer(statistics, scores.arithmetic)
+    is_whole = scores.extents.pairs[reduction.position] == scores.plan.shape[reduction.axis]
     for block in shortened_if_predicted(scores.walk()):
         value = buffer.room(sizes(block.pairs))
         scores.evaluate(block, value)
-        absorb(value, part(maximum, block.pairs), part(total, block.pairs), reduction.position)
-    total.log_()
+        highest, sums = part(maximum, block.pairs), part(total, block.pairs)
+        if is_whole:
+            torch.amax(value, reduction.position, keepdim=True, out=highest)
+            exponentials_(value.sub_(finite(highest)))
+            torch.sum(value, reduction.position, keepdim=True, out=sums)
+        else:
+            absorb(value, highest, sums, reduction.position, exponentials_)
+    total.masked_fill_(maximum == -math.inf, 0).log_()
     return statistics
 
 
@@ -52,18 +60,31 @@ def backward(scores: Scores, reduction: Reduction, statistics: Tensor, dout: Ten
     """The gradients of the operands. The gradient of a score is its share of `dout`."""
     maximum, log_total, upstream = (reduction.ordered(tensor) for tensor in (*statistics.unbind(-1), dout))
     buffer = Buffer(statistics, scores.arithmetic)
+    least = torch.finfo(scores.arithmetic).tiny * 2
     for block in scores.walk():
         share = buffer.room(sizes(block.pairs))
         evaluated = scores.evaluate(block, share)
-        share -= finite(part(maximum, block.pairs))
+        # Less a maximum of infinity, finite scores have no share.
+        share -= part(maximum, block.pairs).nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
         remainder = part(log_total, block.pairs)
-        share -= remainder.masked_fill(remainder == -math.inf, math.inf)  # if the sum is 0, so is every share
-        share.exp_().mul_(part(upstream, block.pairs))
+        scale = remainder.masked_fill(remainder == -math.inf, math.inf)  # if the sum is 0, so is every share
+        scale = scale.neg_().exp_().mul_(part(upstream, block.pairs))
+        torch.nn.functional.threshold_(exponentials_(share), least, 0).mul_(scale)
         scores.pull_back(block, share, evaluated)
     return scores.gradients()
 
 
-def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> Tensor:
+def exponentials_(difference: Tensor) -> Tensor:
+    """Overwrite differences from a maximum with their exponentials, of at least the smallest number of full precision.
+
+    Results below it take many CPUs a hundred times as long, and are nothing beside that of the maximum.
+    """
+    return difference.clamp_(min=math.log(torch.finfo(difference.dtype).tiny)).exp_()
+
+
+def absorb(
+    value: Tensor, maximum: Tensor, total: Tensor, axis: int, exponentials_: Callable[[Tensor], Tensor] = Tensor.exp_
+) -> Tensor:
     """Add the scores of a block to the statistics, where `total` is the sum before its logarithm is taken.
 
     Overwrite the scores with exp(score - maximum). Return the factor that makes such values of earlier blocks relative
@@ -73,7 +94,7 @@ def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> Tensor:
     shift = finite(highest)
     factor = torch.exp(maximum - shift)
     total *= factor
-    total += value.sub_(shift).exp_().sum(axis, keepdim=True)
+    total += exponentials_(value.sub_(shift)).sum(axis, keepdim=True)
     maximum.copy_(highest)
     return factor
 

@@ -28,6 +28,13 @@ class Scores(ABC):
         """Every block once. Blocks that share an intermediate result follow one another."""
         return column_blocks(self.plan, self.extents, self.extents.batch)
 
+    def fold(self, bias: Tensor) -> bool:
+        """Add `bias`, which broadcasts to the scores, to all that are evaluated, and return True; or do not.
+
+        Scores do where that costs less than to add it to every block.
+        """
+        return False
+
     @abstractmethod
     def evaluate(self, block: Block, out: Tensor | None) -> Any:
         """Write the scores of a block to `out`, in the dtype of the arithmetic, unless that is None.

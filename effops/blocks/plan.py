@@ -85,11 +85,6 @@ class Plan:
         return Plan(shape, left(self.batch), left(self.rows), left(self.columns))
 
     @functools.cached_property
-    def is_permuted(self) -> bool:
-        """Whether `order` is not the order of the axes in the result."""
-        return self.order != tuple(range(len(self.shape)))
-
-    @functools.cached_property
     def _strides(self) -> Shape:
         strides = [1] * len(self.shape)
         step = 1

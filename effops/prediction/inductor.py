@@ -50,40 +50,39 @@ def mapped_dot_products(
     *operands: Tensor,
     pairs: int,
     scales: int,
+    bytes_per_scale: int,
     is_product: bool,
-    is_permuted: bool,
     masked: bool,
     reduced: bool,
 ) -> Bytes:
     """A function of the dot products of all pairs, with a normaliser of each of the `scales`; or their logsumexp.
 
-    A matrix product `is_permuted` where its axes are not in the order of the result. The function is `masked` where
-    dot products may lie outside its domain.
+    The normaliser takes `bytes_per_scale` while it is computed, after the product. The function is `masked`
+    where dot products may lie outside its domain.
     """
     size, output, copies = program.arithmetic.itemsize, program.output, program.copies(*operands)
     values, statistics = size * pairs, 3 * size * program.results * reduced
     if program.trained:
-        saved, temporary = values + 12 * scales * (size == 4), (8 + 8 * reduced) * scales * is_product
+        saved, temporary = values + 8 * scales * (size == 4), (8 + 8 * reduced) * scales * is_product
         if masked:  # with the masks of one `where` or of both
             saved, temporary = values + values // 4 + (17 + size % 8) * scales, temporary + values * reduced
         keeps_copies = is_product or operands[0].numel() != operands[1].numel()
         return Bytes(output, saved + copies * keeps_copies + statistics, temporary)
-    if reduced:
-        return Bytes(output, 0, values + 8 * scales + max(copies - output, statistics))
-    besides = (16 + size // 8 * 8) * scales
-    if is_product:  # in the order of the result it is overwritten with that
-        besides = max(copies, values * is_permuted) + 8 * scales
-    return Bytes(output, 0, max(values + besides - output, program.unrounded))
+    held = values * (is_product or reduced)  # a product is overwritten with the result, if that is in its dtype
+    besides = max(copies * is_product, bytes_per_scale * scales, 8 * scales + statistics + output * (output != held))
+    return Bytes(output, 0, held + besides - output)
 
 
-def distances(program: Program, *, pairs: int, scale: Tensor, reduced: bool) -> Bytes:
+def distances(program: Program, *, pairs: int, scale: Tensor, bytes_per_scale: int, reduced: bool) -> Bytes:
     """The squared distances of all pairs in units of `scale`, with its normaliser; or their logsumexp."""
     size, output = program.arithmetic.itemsize, program.output
     normaliser = size * scale.numel() // max(1, scale.shape[-1])
     if not reduced:
         return Bytes(output, 0, program.unrounded + normaliser)
     held = size * (pairs + 3 * program.results)
-    return Bytes(output, held, normaliser) if program.trained else Bytes(output, 0, held + 8 * scale.numel())
+    return (
+        Bytes(output, held, normaliser) if program.trained else Bytes(output, 0, held + bytes_per_scale * scale.numel())
+    )
 
 
 def scores(program: Program, *operands: Tensor) -> Bytes:

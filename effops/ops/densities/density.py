@@ -75,6 +75,16 @@ class DensityCall(Call):
         return self.x.shape[-1]
 
     @property
+    def held_bytes(self) -> int:
+        """What a forward pass by blocks holds of other sizes than a block."""
+        return 0
+
+    @property
+    def pair_buffers(self) -> int:
+        """How many buffers of the size of a block it has for the scores."""
+        return int(self.dtype != self.arithmetic)
+
+    @property
     def operations(self) -> int:
         return self.plan.numel(self.plan.order) * (2 * self.dimension + 4)
 
@@ -101,12 +111,14 @@ class Density(Protocol):
         scale_name: the name of the argument `scale`
         scale_dims: how many of the last dimensions of `scale` are no batch axes: 0 or 1
         smallest: the smallest last dimension that x may have
+        compiled_bytes_per_scale: what the compiled form takes for each scale while it computes the normaliser, measured
     """
 
     name: str
     scale_name: str
     scale_dims: int
     smallest: int
+    compiled_bytes_per_scale: int
 
     @property
     def forms(self) -> Mapping[str, Form]:

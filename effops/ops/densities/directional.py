@@ -34,6 +34,7 @@ class Directional:
         map: makes the `DotMap` of phi and W from the dimension, the dtype of the arithmetic, `floor` and `tolerance`
         kernel: the module of `effops.kernels` whose MAP has phi and W as Triton functions
         singular: whether phi is singular at t = 1 + <loc, x> = 0
+        compiled_bytes_per_scale: as of every `Density`
     """
 
     name: str
@@ -43,6 +44,7 @@ class Directional:
     map: Callable[[int, torch.dtype, float, float], DotMap]
     kernel: str
     singular: bool
+    compiled_bytes_per_scale: int
     scale_dims: int = 0
     smallest: int = 2
 
@@ -60,7 +62,8 @@ class Directional:
             loc: Tensor, scale: Tensor, normaliser: Tensor, x: Tensor, arithmetic: torch.dtype, tolerance: float
         ) -> Tensor:
             dot = contract(loc, x, arithmetic)
-            return torch.addcmul(normaliser.to(arithmetic), scale.to(arithmetic), phi(dot, tolerance))
+            # In this order the result has the layout of the product; `addcmul` gives it that of the normaliser.
+            return phi(dot, tolerance) * scale.to(arithmetic) + normaliser.to(arithmetic)
 
         return {"naive": naive, "einsum": einsum}
 
@@ -93,9 +96,17 @@ class Directional:
     def blocks(
         self, call: DensityCall, *, scored: bool = True, wanted: Wanted = (False, False, False)
     ) -> dots.DotScores:
-        loc, scale, x = call.loc, call.scale, call.x
         return dots.DotScores(
-            self.map_of(call), call.plan, loc, scale, x, call.arithmetic, scored=scored, wanted=wanted
+            self.map_of(call),
+            call.plan,
+            call.loc,
+            call.scale,
+            call.x,
+            call.arithmetic,
+            scored=scored,
+            wanted=wanted,
+            held=call.held_bytes,
+            buffers=call.pair_buffers,
         )
 
     def small(self, call: DensityCall) -> SmallCall | None:

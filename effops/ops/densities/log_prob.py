@@ -117,15 +117,17 @@ def compiled_bytes(density: Density, program: inductor.Program, call: DensityCal
     plan, scale = call.plan, call.scale
     pairs = plan.numel(plan.order)
     if "einsum" not in density.forms:
-        return inductor.distances(program, pairs=pairs, scale=scale, reduced=reduced)
+        return inductor.distances(
+            program, pairs=pairs, scale=scale, bytes_per_scale=density.compiled_bytes_per_scale, reduced=reduced
+        )
     return inductor.mapped_dot_products(
         program,
         call.loc,
         call.x,
         pairs=pairs,
         scales=scale.numel(),
+        bytes_per_scale=density.compiled_bytes_per_scale,
         is_product=min(plan.numel(plan.rows), plan.numel(plan.columns)) > 1,
-        is_permuted=plan.is_permuted,
         masked=density.tolerance(call) < math.inf,
         reduced=reduced,
     )

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from effops.blocks import logsumexp as logsumexp_blocks
 from effops.blocks.logsumexp import Reduction
-from effops.blocks.masked import Masked
 from effops.blocks.plan import Shape, Slices
 from effops.blocks.tiling import fit, part, tiles, whole
+from effops.blocks.weighted import Weighted
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
 from effops.dispatch.forms import add_forms, best_form
@@ -55,6 +55,14 @@ class MixtureCall(DensityCall):
     @property
     def arguments(self) -> tuple[Any, ...]:
         return *self.tensors, self.dim, self.dtype
+
+    @property
+    def held_bytes(self) -> int:
+        return 2 * self.arithmetic.itemsize * min(SLAB, math.prod(self.shape))  # statistics
+
+    @property
+    def pair_buffers(self) -> int:
+        return 1
 
     @property
     def axis(self) -> int:
@@ -229,11 +237,11 @@ class Mixture:
             yield block, self.split((*parts, call.dim, call.dtype))
 
     def forward(self, call: MixtureCall) -> Tensor:
-        weighted = Masked(self.density.blocks(call), call.log_weights)
+        weighted = Weighted(self.density.blocks(call), call.log_weights)
         return logsumexp_blocks.forward(weighted, call.reduction, self.empty(call))
 
     def backward(self, dout: Tensor, call: MixtureCall, wanted: Sequence[bool], result: Tensor) -> Gradients:
-        weighted = Masked(self.density.blocks(call, wanted=wanted[1:]), call.log_weights, wants_mask=wanted[0])
+        weighted = Weighted(self.density.blocks(call, wanted=wanted[1:]), call.log_weights, is_wanted=wanted[0])
         *found, dweights = logsumexp_blocks.backward(weighted, call.reduction, result, dout[..., 1])
         return dweights, *found
 

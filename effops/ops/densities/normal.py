@@ -36,6 +36,7 @@ class Normal:
     scale_name = "scale"
     scale_dims = 1
     smallest = 0
+    compiled_bytes_per_scale = 8
     forms: Mapping[str, Form] = MappingProxyType({"naive": _naive})
 
     def normaliser(self, scale: Tensor, dimension: int) -> Tensor:

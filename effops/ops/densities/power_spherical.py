@@ -133,6 +133,7 @@ density = Directional(
     map=HalfLog,
     kernel="power_spherical",
     singular=True,
+    compiled_bytes_per_scale=40,
 )
 op = LogProb(density).op
 mixture = Mixture(density).op

@@ -158,6 +158,7 @@ density = Directional(
     map=CosineMinusOne,
     kernel="von_mises_fisher",
     singular=False,
+    compiled_bytes_per_scale=112,
 )
 op = LogProb(density).op
 mixture = Mixture(density).op

@@ -1,0 +1,36 @@
+"""Scores plus the log weights of a mixture, block by block."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from effops.blocks.operand import PairOperand
+from effops.blocks.pairs import Scores
+from effops.blocks.tiling import Block
+
+
+class Weighted(Scores):
+    """Scores plus log weights. `gradients` returns those of `scores`, then that of the weights."""
+
+    def __init__(self, scores: Scores, log_weights: Tensor, *, is_wanted: bool = False) -> None:
+        super().__init__(scores.plan, scores.arithmetic, scores.extents)
+        self.scores = scores
+        self.log_weights = PairOperand(self.plan, log_weights, self.arithmetic if is_wanted else None)
+        self.is_folded = scores.fold(log_weights)
+
+    def walk(self) -> Iterable[Block]:
+        return self.scores.walk()
+
+    def evaluate(self, block: Block, out: Tensor | None) -> Any:
+        evaluated = self.scores.evaluate(block, out)
+        if out is not None and not self.is_folded:
+            out += self.log_weights.part(block.pairs)
+        return evaluated
+
+    def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
+        self.log_weights.add(block.pairs, weight)
+        self.scores.pull_back(block, weight, evaluated)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        return *self.scores.gradients(), self.log_weights.gradient()
