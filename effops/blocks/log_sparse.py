@@ -19,6 +19,7 @@ from torch import Tensor
 from effops.blocks.logsumexp import absorb
 from effops.blocks.plan import Shape, Slices
 from effops.blocks.tiling import BLOCK_BYTES, fit, is_prediction, part, shortened_if_predicted, tiles, whole
+from effops.numerics.exponentials import exp_
 from effops.numerics.shapes import broadcast_shapes
 
 EDGE = 64  # rows of a block of a diagonal
@@ -307,7 +308,7 @@ def _probabilities(block_tiles: Sequence[Tile], left: Tensor, key: Tensor, scale
         torch.maximum(part_highest, values.amax(-1, keepdim=True), out=part_highest)
     sums = torch.zeros_like(highest)
     for tile, values in zip(block_tiles, scores):
-        values.sub_(highest[..., tile.rows, :]).exp_()
+        exp_(values.sub_(highest[..., tile.rows, :]))
         sums[..., tile.rows, :].add_(values.sum(-1, keepdim=True))
     for tile, values in zip(block_tiles, scores):
         values.div_(sums[..., tile.rows, :])

@@ -4,7 +4,6 @@ Backward computes each block again, so that only the inputs and two statistics o
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan
 from effops.blocks.tiling import Buffer, part, shortened_if_predicted, sizes
+from effops.numerics.exponentials import exp_
 
 
 class Reduction:
@@ -48,10 +48,10 @@ def forward(scores: Scores, reduction: Reduction, statistics: Tensor) -> Tensor:
         highest, sums = part(maximum, block.pairs), part(total, block.pairs)
         if is_whole:
             torch.amax(value, reduction.position, keepdim=True, out=highest)
-            exponentials_(value.sub_(finite(highest)))
+            exp_(value.sub_(finite(highest)))
             torch.sum(value, reduction.position, keepdim=True, out=sums)
         else:
-            absorb(value, highest, sums, reduction.position, exponentials_)
+            absorb(value, highest, sums, reduction.position)
     total.masked_fill_(maximum == -math.inf, 0).log_()
     return statistics
 
@@ -60,7 +60,6 @@ def backward(scores: Scores, reduction: Reduction, statistics: Tensor, dout: Ten
     """The gradients of the operands. The gradient of a score is its share of `dout`."""
     maximum, log_total, upstream = (reduction.ordered(tensor) for tensor in (*statistics.unbind(-1), dout))
     buffer = Buffer(statistics, scores.arithmetic)
-    least = torch.finfo(scores.arithmetic).tiny * 2
     for block in scores.walk():
         share = buffer.room(sizes(block.pairs))
         evaluated = scores.evaluate(block, share)
@@ -69,22 +68,11 @@ def backward(scores: Scores, reduction: Reduction, statistics: Tensor, dout: Ten
         remainder = part(log_total, block.pairs)
         scale = remainder.masked_fill(remainder == -math.inf, math.inf)  # if the sum is 0, so is every share
         scale = scale.neg_().exp_().mul_(part(upstream, block.pairs))
-        torch.nn.functional.threshold_(exponentials_(share), least, 0).mul_(scale)
-        scores.pull_back(block, share, evaluated)
+        scores.pull_back(block, exp_(share).mul_(scale), evaluated)
     return scores.gradients()
 
 
-def exponentials_(difference: Tensor) -> Tensor:
-    """Overwrite differences from a maximum with their exponentials, of at least the smallest number of full precision.
-
-    Results below it take many CPUs a hundred times as long, and are nothing beside that of the maximum.
-    """
-    return difference.clamp_(min=math.log(torch.finfo(difference.dtype).tiny)).exp_()
-
-
-def absorb(
-    value: Tensor, maximum: Tensor, total: Tensor, axis: int, exponentials_: Callable[[Tensor], Tensor] = Tensor.exp_
-) -> Tensor:
+def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> Tensor:
     """Add the scores of a block to the statistics, where `total` is the sum before its logarithm is taken.
 
     Overwrite the scores with exp(score - maximum). Return the factor that makes such values of earlier blocks relative
@@ -94,7 +82,7 @@ def absorb(
     shift = finite(highest)
     factor = torch.exp(maximum - shift)
     total *= factor
-    total += exponentials_(value.sub_(shift)).sum(axis, keepdim=True)
+    total += exp_(value.sub_(shift)).sum(axis, keepdim=True)
     maximum.copy_(highest)
     return factor
 

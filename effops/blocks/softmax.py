@@ -25,6 +25,7 @@ from effops.blocks.logsumexp import absorb, finite
 from effops.blocks.masked import Masked
 from effops.blocks.plan import Plan
 from effops.blocks.tiling import BLOCK_BYTES, DEPTH, Block, Buffer, depths, merge, shortened_if_predicted, sizes
+from effops.numerics.exponentials import exp_
 from effops.numerics.values import observed
 
 Gradients = tuple[Tensor | None, ...]
@@ -76,7 +77,7 @@ class Rows:
         """The weights of a block, after `gather`. Ask once for each block: a single block overwrites its own terms."""
         if len(self.blocks) == 1:
             return self.buffer.room(sizes(block.pairs)).div_(self.total)
-        return self._scores_of(block).sub_(self.maximum).exp_().div_(self.total)
+        return exp_(self._scores_of(block).sub_(self.maximum)).div_(self.total)
 
     def _scores_of(self, block: Block) -> Tensor:
         scores = self.buffer.room(sizes(block.pairs))
