@@ -290,8 +290,7 @@ class DotScores(Scores):
 
     def _own_buffers(self, plan: Plan, loc: Tensor, arithmetic: torch.dtype) -> float:
         """How many buffers of the size of a block there are: dot products, phi, masks of rare values, constants."""
-        columns = plan.numel(plan.columns)
-        is_repeated = math.prod(plan.view(loc, plan.columns, trailing=1, expand=False).shape[:-1]) != columns
+        is_repeated = any(not plan.varies(loc, (axis,), trailing=1) for axis in plan.columns if plan.shape[axis] != 1)
         constants = 2 + self.wants_scale
         per_pair = constants if self.scale_by_rows else constants / max(1, plan.numel(plan.rows))
         return 2 * self.differentiated + is_repeated + 2 / arithmetic.itemsize + per_pair
