@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from effops.numerics.layout import as_gradient
+from effops.numerics.pages import with_huge_pages
 from effops.numerics.shapes import broadcast_shapes, is_known
 
 Shape = tuple[int, ...]
@@ -68,7 +69,7 @@ class Plan:
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """An uninitialised result of shape `shape`, laid out contiguously in the order batch, rows, columns."""
-        return like.new_empty_strided(self.shape, self._strides, dtype=dtype)
+        return with_huge_pages(like.new_empty_strided(self.shape, self._strides, dtype=dtype))
 
     def empty_planes(self, count: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """`count` such results in one tensor, each contiguous by itself, along a last axis."""

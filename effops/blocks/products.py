@@ -1,9 +1,12 @@
-"""Dot products of all pairs, and their gradients: in one product where no operand needs a copy, else in blocks.
+"""The dot products of all pairs of rows, and their gradients, as whole matrix products.
 
-BLAS cuts whole matrices better than loops here do. It needs no memory for them where the operands are matrices as they
-lie, in the dtype of the arithmetic, and so is the result.
+BLAS cuts matrices better than loops here do. Where they are matrices to BLAS as they lie, in the dtype of the
+arithmetic, there is one product for all. Else what BLAS cannot take is copied, for some indices of the batch at a time.
+Matrices too large for that are computed in the blocks of `Products`.
 """
 
+import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -11,24 +14,65 @@ from torch import Tensor
 
 from effops.blocks import pairs
 from effops.blocks.dots import Products, are_matrices
-from effops.blocks.plan import Plan, Shape
-from effops.blocks.tiling import DEPTH, Block, cut, depths, merge
+from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.tiling import DEPTH, Block, Buffer, cut, depths, fit, merge, tiles, whole
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import arithmetic_dtype
 
-# The bytes of a block of pairs where operands are copied, and of products that are written where rows lie apart.
-PRODUCT_BYTES = 2 * 1024 * 1024
+# The bytes of each buffer: at most three of them in a forward pass. Half of that takes 1.05 times as long.
+PRODUCT_BYTES = 1024 * 1024
+PAIR_BYTES = 2 * 1024 * 1024  # of a block of pairs where one matrix of them is larger than a buffer
+
+
+class Matrices:
+    """A tensor whose first axes tell which matrix, the next `rows` which row, and the others which column.
+
+    Products are written where they belong, or to a buffer that is copied there: where BLAS cannot write, or takes a
+    third longer, since the rows of several matrices lie apart. Of matrices that BLAS cannot read as they lie, a buffer
+    has copies.
+    """
+
+    def __init__(self, view: Tensor, batch: int, rows: int, buffer: Buffer) -> None:
+        arithmetic = buffer.dtype
+        self.view, self.batch, self.rows = view, batch, rows
+        self.bytes = math.prod(view.shape[batch:]) * arithmetic.itemsize  # of one matrix
+        self.copied = view.dtype != arithmetic or not are_matrices(view, batch, rows)
+        is_apart = not view.is_contiguous() and math.prod(view.shape[:batch]) > 1
+        self.written_by_copy = self.copied or (is_apart and self.bytes <= PRODUCT_BYTES)
+        self.buffer = buffer
+
+    def part(self, tile: Slices) -> Tensor:
+        """Some matrices as the three-dimensional factor of a product."""
+        some = self.view[tile]
+        return self._merged(self.buffer.room(some.shape).copy_(some) if self.copied else some)
+
+    def write(self, tile: Slices, left: Tensor, right: Tensor, *, terms: int = sys.maxsize) -> None:
+        """Overwrite some matrices with products, of which BLAS sums so many terms at a time."""
+        some = self.view[tile]
+        out = self.buffer.room(some.shape) if self.written_by_copy else some
+        matrices = self._merged(out)
+        if left.shape[-1] == 1:
+            torch.mul(left, right, out=matrices)
+        else:
+            for depth in depths(left.shape[-1], terms):
+                matrices.baddbmm_(left[..., depth], right[:, depth], beta=int(depth.start > 0))
+        if out is not some:
+            some.copy_(out)
+
+    def _merged(self, some: Tensor) -> Tensor:
+        return merge(some, self.batch, self.rows)
 
 
 def forward(plan: Plan, loc: Tensor, x: Tensor, out: Tensor) -> Tensor:
     """Fill `out`, whose memory has the plan's order of axes, with all dot products."""
     arithmetic = arithmetic_dtype(out.dtype)
-    left, right = _matrices(plan, plan.rows, x, arithmetic), _matrices(plan, plan.columns, loc, arithmetic)
-    products = _weights(plan, out, arithmetic)
-    if left is None or right is None or products is None:
+    left, right = _operand(plan, plan.rows, x, arithmetic), _operand(plan, plan.columns, loc, arithmetic)
+    products = _pairs(plan, out, arithmetic)
+    batch = _batch_extents(plan, (left, right), (products,))
+    if batch is None:
         return pairs.forward(_Blocks(plan, loc, x, arithmetic), out)
-    for depth in depths(x.shape[-1], DEPTH):
-        products.baddbmm_(left[..., depth], right[..., depth].mT, beta=int(depth.start > 0))
+    for tile in tiles(whole(plan.sizes(plan.batch)), batch):
+        products.write(tile, left.part(tile), right.part(tile).mT, terms=DEPTH)
     return out
 
 
@@ -36,24 +80,24 @@ def backward(
     plan: Plan, loc: Tensor, x: Tensor, dout: Tensor, wanted: Sequence[bool], arithmetic: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of loc and x that are wanted, for a gradient `dout` of all dot products."""
-    gradients = [empty_gradient(operand) if is_wanted else None for operand, is_wanted in zip((loc, x), wanted)]
-    left, right = _matrices(plan, plan.rows, x, arithmetic), _matrices(plan, plan.columns, loc, arithmetic)
-    weight = _weights(plan, dout, arithmetic)
-    into = [
-        None if gradient is None else _matrices(plan, axes, gradient, arithmetic)
-        for gradient, axes in zip(gradients, (plan.columns, plan.rows))
-    ]
-    is_whole = all((one is None) == (gradient is None) for one, gradient in zip(into, gradients))
-    if left is None or right is None or weight is None or not is_whole:
-        del gradients, into
-        wants_loc, wants_x = wanted
-        blocks = _Blocks(plan, loc, x, arithmetic, wants_loc=wants_loc, wants_x=wants_x)
-        dx, dloc = pairs.backward(blocks, dout)
+    wants_loc, wants_x = wanted
+    dloc, dx = empty_gradient(loc) if wants_loc else None, empty_gradient(x) if wants_x else None
+    buffer = Buffer(dout, arithmetic)  # it stays in the cache as both gradients take turns
+    into_loc = None if dloc is None else _operand(plan, plan.columns, dloc, arithmetic, buffer)
+    into_x = None if dx is None else _operand(plan, plan.rows, dx, arithmetic, buffer)
+    left, right = _operand(plan, plan.rows, x, arithmetic), _operand(plan, plan.columns, loc, arithmetic)
+    weights = _pairs(plan, dout, arithmetic)
+    batch = _batch_extents(plan, (left, right, weights), (into_loc, into_x))
+    if batch is None:
+        del dloc, dx, into_loc, into_x  # before there are others
+        dx, dloc = pairs.backward(_Blocks(plan, loc, x, arithmetic, wants_loc=wants_loc, wants_x=wants_x), dout)
         return dloc, dx
-    for target, weights, vectors in zip(into, (weight.mT, weight), (left, right)):
-        if target is not None:
-            _multiply(weights, vectors, target)
-    dloc, dx = gradients
+    for tile in tiles(whole(plan.sizes(plan.batch)), batch):
+        weight = weights.part(tile)
+        if into_x is not None:
+            into_x.write(tile, weight, right.part(tile))
+        if into_loc is not None:
+            into_loc.write(tile, weight.mT, left.part(tile))
     return dloc, dx
 
 
@@ -61,40 +105,33 @@ class _Blocks(Products):
     """The dot products of one call in blocks, with gradients for one of any layout and dtype."""
 
     def __init__(self, plan: Plan, loc: Tensor, x: Tensor, arithmetic: torch.dtype, **wanted: bool) -> None:
-        extents = cut(plan, x.shape[-1], arithmetic.itemsize, copies=1, pair_bytes=PRODUCT_BYTES)
+        extents = cut(plan, x.shape[-1], arithmetic.itemsize, copies=1, pair_bytes=PAIR_BYTES)
         super().__init__(plan, loc, x, arithmetic, extents=extents, **wanted)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
         super().pull_back(block, weight.to(self.arithmetic).contiguous())
 
 
-def _matrices(plan: Plan, axes: Shape, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """An operand, or its gradient, as the three-dimensional factor of a product, or None if that takes a copy."""
+def _operand(
+    plan: Plan, axes: Shape, tensor: Tensor, arithmetic: torch.dtype, buffer: Buffer | None = None
+) -> Matrices:
+    """An operand, or its gradient, whose rows lie along `axes`."""
     view = plan.view(tensor, plan.batch + axes, trailing=1, expand=False)
-    if tensor.dtype == dtype and are_matrices(view, len(plan.batch), len(axes)):
-        return merge(view, len(plan.batch), len(axes))
-    return None
+    return Matrices(view, len(plan.batch), len(axes), buffer or Buffer(tensor, arithmetic))
 
 
-def _weights(plan: Plan, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The same of a tensor of all pairs."""
+def _pairs(plan: Plan, tensor: Tensor, arithmetic: torch.dtype) -> Matrices:
+    """A tensor of all pairs."""
     view = plan.view(tensor, plan.order)
-    if tensor.dtype == dtype and are_matrices(view, len(plan.batch), len(plan.rows)):
-        return merge(view, len(plan.batch), len(plan.rows))
-    return None
+    return Matrices(view, len(plan.batch), len(plan.rows), Buffer(tensor, arithmetic))
 
 
-def _multiply(weights: Tensor, vectors: Tensor, out: Tensor) -> None:
-    """Write weights @ vectors to `out`.
-
-    BLAS takes a third longer to write matrices whose rows lie apart. A buffer has them first, some at a time.
-    """
-    if weights.shape[-1] == 1:
-        torch.mul(weights, vectors, out=out)
-    elif len(out) == 1 or out.is_contiguous():
-        torch.bmm(weights, vectors, out=out)
-    else:
-        step = max(1, PRODUCT_BYTES // out.itemsize // max(1, out[0].numel()))
-        buffer = out.new_empty((step, *out.shape[1:]))
-        for some, *factors in zip(out.split(step), weights.split(step), vectors.split(step)):
-            some.copy_(torch.bmm(*factors, out=buffer[: len(some)]))
+def _batch_extents(plan: Plan, read: Sequence[Matrices], written: Sequence[Matrices | None]) -> Shape | None:
+    """For how many indices along each batch axis there are buffers, or None if one matrix is larger than a buffer."""
+    buffered = [one.bytes for one in read if one.copied]
+    buffered += [one.bytes for one in written if one is not None and one.written_by_copy]
+    sizes = plan.sizes(plan.batch)
+    largest = max(buffered, default=0)
+    if largest > PRODUCT_BYTES:
+        return None
+    return fit(sizes, PRODUCT_BYTES // max(1, largest)) if buffered else sizes

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from effops.numerics.pages import with_huge_pages
 from effops.pytorch import compute_elementwise_output_strides, is_non_overlapping_and_dense
 
 
@@ -19,7 +20,7 @@ def gradient_strides(operand: Tensor) -> tuple[int, ...]:
 
 def empty_gradient(operand: Tensor) -> Tensor:
     """An uninitialised gradient."""
-    return operand.new_empty_strided(operand.shape, gradient_strides(operand))
+    return with_huge_pages(operand.new_empty_strided(operand.shape, gradient_strides(operand)))
 
 
 def as_gradient(found: Tensor, operand: Tensor) -> Tensor:
