@@ -215,7 +215,7 @@ def _checked(
     for contender in sorted(contenders, key=lambda contender: contender.name != "naive"):
         progress(f"{workload.pass_name}: checking {contender.name}")
         row = _blank(workload, contender)
-        obstacle = contender.obstacle or _shortage(workload, args, contender.cost)
+        obstacle = contender.obstacle or shortage(workload, args, contender.cost)
         if obstacle:
             row = replace(row, status="skipped", reason=obstacle)
         else:
@@ -246,7 +246,7 @@ def _blank(workload: Workload, contender: Contender) -> Row:
     )
 
 
-def _shortage(workload: Workload, args: tuple[Tensor, ...], cost: Cost | None) -> str:
+def shortage(workload: Workload, args: tuple[Tensor, ...], cost: Cost | None) -> str:
     """Why the pass does not fit in the memory that is free; empty if it does, as far as the prediction goes."""
     if cost is None:
         return ""

@@ -130,7 +130,7 @@ def _commit() -> str | None:
         return None
 
 
-def json_row(row: Row) -> dict[str, Any]:
+def json_row(row: Any) -> dict[str, Any]:
     """The row as written to the file; an infinite error, which JSON has no number for, becomes null."""
     values = {"pass" if key == "pass_name" else key: value for key, value in asdict(row).items()}
     return {
@@ -138,7 +138,8 @@ def json_row(row: Row) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Row]) -> None:
+def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Any]) -> None:
+    """Write the header and a dataclass for each row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"header": dict(head), "rows": [json_row(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")

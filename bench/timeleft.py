@@ -36,13 +36,13 @@ class TimeLeft:
         self.guesses_s, self.done, self.start = list(guesses_s), 0, time.perf_counter()
         self.guesses_s[:1] = [SECONDS_OF_THE_FIRST + guess for guess in self.guesses_s[:1]]
 
-    def next_step(self) -> str:
+    def next_step(self, what: str = "op") -> str:
         """Begin a step: 'op 3 of 13, about 1:40 left'."""
         guessed, left = sum(self.guesses_s[: self.done]), sum(self.guesses_s[self.done :])
         seconds = left * (time.perf_counter() - self.start) / guessed if guessed else left
         self.done += 1
         minutes, seconds = divmod(max(5, 5 * round(seconds / 5)), 60)
-        return f"op {self.done} of {len(self.guesses_s)}, about {minutes}:{seconds:02} left"
+        return f"{what} {self.done} of {len(self.guesses_s)}, about {minutes}:{seconds:02} left"
 
 
 @contextmanager

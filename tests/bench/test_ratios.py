@@ -1,0 +1,78 @@
+"""bench/ratios.py at tiny sizes, without compilers and new processes, which take minutes."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from effops.dispatch.op import Op, ops
+from effops.reference import reference_of
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture
+def ratios(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    module = importlib.import_module("ratios")
+    for op in ops().values():
+        sizes = reference_of(op).sizes
+        small = {name: min(size, 24 if size == max(sizes.values()) else 6) for name, size in sizes.items()}
+        monkeypatch.setattr(reference_of(op), "sizes", small)
+    monkeypatch.setattr(module, "PEER_VARIANTS", ("einsum",))
+    monkeypatch.setattr(importlib.import_module("comparison"), "PEERS", {})
+    monkeypatch.setattr(module.measure, "copy_bandwidth_gbps", lambda device: 10.0)
+    return module
+
+
+@pytest.mark.parametrize("op", ops().values(), ids=ops())
+def test_every_case_is_a_call(op: Op, ratios: ModuleType) -> None:
+    default, *others = ratios.cases_of(op)
+    plain = default.args(torch.float32)
+    for case in others:
+        args = case.args(torch.float32)
+        call = op.prepare(*args, **case.options(args))
+        shapes, plain_shapes = ([tensor.shape for tensor in tensors] for tensors in (args, plain))
+        if case.name in ("strided", "expanded"):
+            assert shapes == plain_shapes
+            assert len(args[0]) == 1 or any(not tensor.is_contiguous() for tensor in args)
+        elif case.name in ("a quarter", "four times"):
+            factor = call.operations / op.prepare(*plain).operations
+            assert 0.5 < factor / (4 if case.name == "four times" else 0.25) < 2
+        elif case.name.endswith("components"):
+            assert shapes == plain_shapes  # there are six
+
+
+def test_rows(ratios: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, threads = tmp_path / "rows.json", torch.get_num_threads()
+    chosen = ["--op", "broadcast_dot", "--op", "attention", "--case", "default", "--case", "strided"]
+    try:
+        ratios.main(
+            [*chosen, "--dtype", "float32", "--threads", "1", "--repeats", "2", "--budget", "0", "--json", str(path)]
+        )
+    finally:
+        torch.set_num_threads(threads)
+    content = json.loads(path.read_text())
+    assert "left_out" not in content["header"]
+    rows = content["rows"]
+    forward = {(row["op"], row["subject"]) for row in rows if (row["pass"], row["case"]) == ("forward", "strided")}
+    # Attention's automatic choice is sdpa, so that its blocks have a line of their own.
+    assert forward == {("broadcast_dot", "auto"), ("attention", "auto"), ("attention", "chunked")}
+    for row in rows:
+        assert row["time_ms"] > 0
+        assert row["control"] > 0
+        if row["peers_ms"]:  # a hopeless one is left out where the size is another
+            assert row["ratio"] == row["time_ms"] / min(row["peers_ms"].values())
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index(ratios.LINE.format(*ratios.TITLES))
+    assert all(len(line) <= 100 for line in lines[start : start + 1 + len(rows)])
+
+
+def test_what_comes_too_late_is_told(ratios: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    ratios.main(["--op", "broadcast_dot", "--quick", "--minutes", "0", "--json", str(path)])
+    content = json.loads(path.read_text())
+    assert (len(content["header"]["left_out"]), content["rows"]) == (1, [])
