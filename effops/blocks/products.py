@@ -130,8 +130,8 @@ def _batch_extents(plan: Plan, read: Sequence[Matrices], written: Sequence[Matri
     """For how many indices along each batch axis there are buffers, or None if one matrix is larger than a buffer."""
     buffered = [one.bytes for one in read if one.copied]
     buffered += [one.bytes for one in written if one is not None and one.written_by_copy]
-    sizes = plan.sizes(plan.batch)
     largest = max(buffered, default=0)
     if largest > PRODUCT_BYTES:
         return None
-    return fit(sizes, PRODUCT_BYTES // max(1, largest)) if buffered else sizes
+    count = PRODUCT_BYTES // max(1, largest) if buffered else plan.numel(plan.batch)
+    return fit(plan.sizes(plan.batch), count)

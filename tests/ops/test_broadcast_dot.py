@@ -54,6 +54,13 @@ def test_one_product_where_no_operand_needs_a_copy(layout, generator):
     torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_an_empty_batch():
+    a, b = torch.ones(0, 3, 1, 6, requires_grad=True), torch.ones(0, 1, 4, 6, requires_grad=True)
+    out = op(a, b, variant="chunked")
+    assert out.shape == (0, 3, 4)
+    assert [one.shape for one in torch.autograd.grad(out.sum(), (a, b))] == [a.shape, b.shape]
+
+
 @pytest.mark.skipif(pages._madvise is None, reason="the system has no such advice")
 def test_large_results_get_huge_pages(monkeypatch, device):
     if device != "cpu":
