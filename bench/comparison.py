@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from expected import Expected, Workload
+from floors import parts_of, total_ms
 from peers import PEERS
 from torch import Tensor
 
@@ -54,6 +55,7 @@ class Row:
     predicted_temporary_bytes: int | None = None
     gbps: float | None = None
     copy_share: float | None = None
+    floor_ratio: float | None = None
     error_ratio: float | None = None
     allclose: dict[str, bool | None] | None = None
 
@@ -144,13 +146,17 @@ def compare(
     *,
     variants: Sequence[str],
     with_peers: bool,
+    with_floor: bool,
     effort: Effort,
     profiled: bool,
     group_by_stack: int,
     copy_gbps: float,
     progress: Progress,
 ) -> Found:
-    """Rows of every named variant and of the peers. With `profiled`, the profiler's table of those that are right."""
+    """Rows of every named variant and of the peers.
+
+    With `profiled`, the profiler's table of those that are right; `with_floor`, multiples of the floor.
+    """
     args = workload.args()
     contenders = list(contenders_of(workload, args, variants, with_peers))
     expected = Expected(workload, args, effort.most_flops)
@@ -166,8 +172,10 @@ def compare(
         for contender in contenders
         if rows[contender.name].status == "ok"
     }
+    floor = parts_of(workload, args) if with_floor and passes else {}
     timings |= measure.times(
-        {name: work for name, work in passes.items() if name not in timings},
+        {name: work for name, work in passes.items() if name not in timings}
+        | {name: part.work for name, part in floor.items()},
         repeats=effort.repeats,
         least_repeats=effort.least_repeats,
         budget_s=effort.budget_s,
@@ -180,8 +188,9 @@ def compare(
         profile = measure.profile(passes, group_by_stack=group_by_stack, warmup=0)
         for one in profile.rows:
             rows[one.name] = replace(rows[one.name], self_mem_bytes=one.self_mem_bytes)
-    for name, timing in timings.items():
-        rows[name] = _timed(rows[name], timing, timings.get("naive"), args, copy_gbps)
+    floor_ms = total_ms(floor, timings)
+    for name in passes:
+        rows[name] = _timed(rows[name], timings[name], timings.get("naive"), args, copy_gbps, floor_ms)
     if not passes:
         return Found(list(rows.values()), profile)
     return Found(list(rows.values()), profile, expected.checked_share, expected.tolerance)
@@ -301,9 +310,17 @@ def _judged(
 
 
 def _timed(
-    row: Row, timing: measure.Timing, naive: measure.Timing | None, args: tuple[Any, ...], copy_gbps: float
+    row: Row,
+    timing: measure.Timing,
+    naive: measure.Timing | None,
+    args: tuple[Any, ...],
+    copy_gbps: float,
+    floor_ms: float | None,
 ) -> Row:
-    """The row with its times and its rate: inputs (in backward also the gradient from above) read, results written."""
+    """The row with its times and its rate: inputs (in backward also the gradient from above) read, results written.
+
+    A floor is no lower than the time of a copy of these bytes.
+    """
     assert row.input_bytes is not None
     assert row.output_bytes is not None
     moved_bytes = row.input_bytes + row.output_bytes
@@ -320,6 +337,7 @@ def _timed(
         speedup=naive.median_ms / timing.median_ms if naive else None,
         gbps=gbps,
         copy_share=gbps / copy_gbps,
+        floor_ratio=None if floor_ms is None else timing.median_ms / max(floor_ms, moved_bytes / copy_gbps / 1e6),
     )
 
 

@@ -40,6 +40,7 @@ ROW_KEYS: Mapping[str, Callable[[Row], float | None]] = {
     "peak": lambda row: row.peak_bytes,
     "gbps": lambda row: row.gbps,
     "share": lambda row: row.copy_share,
+    "floor": lambda row: row.floor_ratio,
     "error": lambda row: row.error_ratio,
 }
 PROFILE_KEYS: Mapping[str, Callable[[ProfileRow], float]] = {
@@ -234,7 +235,7 @@ def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
 
 
 _COLUMNS = ("Name", "Time", "Speed-up", "Temporary", "Error", "Status")
-_TIME_COLUMNS = ("Name", "Least time", "Spread", "Runs", "GB/s", "Of copy", "allclose")
+_TIME_COLUMNS = ("Name", "Least time", "Spread", "Runs", "GB/s", "Of copy", "Of floor", "allclose")
 _MEMORY_COLUMNS = ("Name", "Temporary predicted", "Output", "Saved", "Peak")
 
 
@@ -257,6 +258,7 @@ def _time_cells(row: Row) -> tuple[str, ...]:
         _text("{}", row.repeats),
         _text("{:.1f}", row.gbps),
         _text("{:.1%}", row.copy_share),
+        _text("{:.2f}", row.floor_ratio),
         _closeness(row, list(row.allclose or {})),
     )
 

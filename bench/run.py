@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     workload,
                     variants=variants,
                     with_peers=options.peers,
+                    with_floor=options.wide,
                     effort=effort,
                     profiled=is_profiled(options, workload),
                     group_by_stack=options.group_by_stack,
