@@ -15,13 +15,12 @@ from torch import Tensor
 from effops.blocks import pairs
 from effops.blocks.dots import Products, are_matrices
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import DEPTH, Block, Buffer, cut, depths, fit, merge, tiles, whole
+from effops.blocks.tiling import DEPTH, PAIR_BYTES, Block, Buffer, cut, depths, fit, merge, tiles, whole
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import arithmetic_dtype
 
 # The bytes of each buffer: at most three of them in a forward pass. Half of that takes 1.05 times as long.
 PRODUCT_BYTES = 1024 * 1024
-PAIR_BYTES = 2 * 1024 * 1024  # of a block of pairs where one matrix of them is larger than a buffer
 
 
 class Matrices:
