@@ -53,6 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 is_non_overlapping_and_dense = ops.aten.is_non_overlapping_and_dense.default
+softmax_backward = ops.aten._softmax_backward_data.out
 tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "is_gradtrackingtensor",
     "is_legacy_batchedtensor",
     "is_non_overlapping_and_dense",
+    "softmax_backward",
     "tensor_use_count",
     "tree_leaves",
     "tree_map_only",

@@ -72,13 +72,13 @@ def backward(scores: Scores, reduction: Reduction, statistics: Tensor, dout: Ten
     return scores.gradients()
 
 
-def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int) -> Tensor:
+def absorb(value: Tensor, maximum: Tensor, total: Tensor, axis: int, own_maximum: Tensor | None = None) -> Tensor:
     """Add the scores of a block to the statistics, where `total` is the sum before its logarithm is taken.
 
     Overwrite the scores with exp(score - maximum). Return the factor that makes such values of earlier blocks relative
-    to the new maximum.
+    to the new maximum. `own_maximum` is that of the block, where it is known.
     """
-    highest = torch.maximum(maximum, value.amax(axis, keepdim=True))
+    highest = torch.maximum(maximum, value.amax(axis, keepdim=True) if own_maximum is None else own_maximum)
     shift = finite(highest)
     factor = torch.exp(maximum - shift)
     total *= factor

@@ -1,6 +1,9 @@
 """Scores under a mask, block by block: that of attention, or the log weights of a mixture, which are added alike.
 
 In attention rows are the queries, columns the keys: the last axis of the plan is that of the keys.
+
+Pairs are excluded by adding -inf: to fill them where a boolean mask says so takes 15 to 30 times as long on a CPU. The
+sum is NaN where the score is NaN or infinite. A block with a NaN is filled too.
 """
 
 import math
@@ -12,7 +15,9 @@ from torch import Tensor
 
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
-from effops.blocks.tiling import Block, is_prediction, row_blocks
+from effops.blocks.plan import Shape, Slices
+from effops.blocks.tiling import BLOCK_BYTES, Block, all_pairs, fit, is_prediction, pieces, tiles
+from effops.numerics.values import observed
 
 
 class Masked(Scores):
@@ -28,37 +33,54 @@ class Masked(Scores):
         super().__init__(scores.plan, scores.arithmetic, scores.extents)
         self.scores, self.diagonal = scores, diagonal
         self.lacks_keys = diagonal is not None and diagonal < 0  # the first query does, whatever the mask is
+        self.has_exclusions = diagonal is not None or mask is not None
         self.mask = None if mask is None else PairOperand(self.plan, mask, self.arithmetic if wants_mask else None)
         self.excludes = mask is not None and mask.dtype == torch.bool
+        self.place: tuple[int, Shape] | None = (
+            None  # where the part of a boolean mask lies from which `terms` were made
+        )
+        self.terms: Tensor | None = None
 
     def walk(self) -> Iterable[Block]:
         return self.scores.walk()
 
     def rows(self) -> Iterator[list[Block]]:
-        """For some rows at a time, the blocks with keys that these rows may attend to."""
-        for i, blocks in enumerate(row_blocks(self.plan, self.extents)):
-            if self.diagonal is None or not blocks:
-                yield blocks
-            else:
-                reached = blocks[0].pairs[self._query_axis()].stop
-                if is_prediction() and i > 0:  # it sees no further rows, of which the last attend to the most keys
-                    reached = self.plan.shape[-2]
-                last = reached + self.diagonal
-                yield [block for block in blocks if block.pairs[-1].start < last] or blocks[:1]
+        """For some rows at a time, the blocks with keys that these rows may attend to.
+
+        The last queries, which attend to the most keys, come first: no later block is larger. Entries of the batch,
+        which may share a mask, follow one another.
+        """
+        everything = all_pairs(self.plan)
+        for rows in tiles(everything.rows, self.extents.rows, backwards=self.diagonal is not None):
+            for batch in tiles(everything.batch, self.extents.batch):
+                columns = tiles(everything.columns, self.extents.columns)
+                yield list(self._reached(Block(batch, rows, keys) for keys in columns))
 
     def evaluate(self, block: Block, out: Tensor | None) -> Any:
         evaluated = self.scores.evaluate(block, out)
-        if out is not None:
-            if self.mask is not None and not self.excludes:
-                out += self.mask.part(block.pairs)
-            for excluded in self._excluded(block, out.device):
-                out.masked_fill_(excluded, -math.inf)
+        if out is not None and self._add(block, out):
+            self._maxima(block, out)
         return evaluated
 
+    def evaluate_ordinary(self, block: Block, out: Tensor) -> None:
+        """As `evaluate`, but an excluded pair may score NaN, if it scores NaN or infinity without the mask."""
+        self.scores.evaluate(block, out)
+        self._add(block, out)
+
+    def maxima(self, block: Block, out: Tensor) -> Tensor:
+        """Write the scores of a block to `out`, and return the largest of each row."""
+        self.scores.evaluate(block, out)
+        return self._maxima(block, out) if self._add(block, out) else out.amax(-1, keepdim=True)
+
     def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
+        if self.excludes or self.diagonal is not None:
+            weight = weight.to(self.arithmetic, copy=True, memory_format=torch.contiguous_format)
+            self._fill(block, weight, 0.0)
+        self.pull_back_included(block, weight, evaluated)
+
+    def pull_back_included(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
+        """As `pull_back`, for a gradient that is 0 already where pairs are excluded."""
         weight = weight.to(self.arithmetic).contiguous()
-        for excluded in self._excluded(block, weight.device):
-            weight = weight.masked_fill(excluded, 0)
         if self.mask is not None:
             self.mask.add(block.pairs, weight)
         self.scores.pull_back(block, weight, evaluated)
@@ -66,18 +88,86 @@ class Masked(Scores):
     def gradients(self) -> tuple[Tensor | None, ...]:
         return *self.scores.gradients(), None if self.mask is None else self.mask.gradient()
 
-    def _excluded(self, block: Block, device: torch.device) -> Iterator[Tensor]:
-        """Masks of the pairs of a block that do not take part, as tensors that broadcast with the block."""
+    def _add(self, block: Block, out: Tensor) -> bool:
+        """Add the mask to the scores of a block. Return whether there may be pairs that are excluded."""
+        if self.mask is not None and not self.excludes:
+            out += self.mask.part(block.pairs)
+        has_excluded = False
+        for inside, terms in self._exclusions(block, out.device):
+            out[inside] += terms
+            has_excluded = True
+        return has_excluded
+
+    def _maxima(self, block: Block, out: Tensor) -> Tensor:
+        """The largest score of each row, after excluded pairs are filled if the mask made any NaN."""
+        highest = out.amax(-1, keepdim=True)
+        if out.device.type == "cpu" and observed((highest < math.inf).all(), ordinary=True):
+            return highest
+        self._fill(block, out, -math.inf)
+        return out.amax(-1, keepdim=True)
+
+    def _fill(self, block: Block, values: Tensor, excluded: float) -> None:
+        """Overwrite the values of excluded pairs."""
+        for inside, terms in self._exclusions(block, values.device):
+            values[inside].masked_fill_(terms != 0, excluded)
+
+    def _exclusions(self, block: Block, device: torch.device) -> Iterator[tuple[Slices, Tensor]]:
+        """Where pairs of a block may be excluded: their slices, and terms that broadcast with them, 0 or -inf."""
         if self.mask is not None and self.excludes:
-            yield self.mask.part(block.pairs).logical_not()
+            for pairs, inside in pieces(block, self._piece()):
+                yield inside, self._terms_of(self.mask.part(pairs))
         if self.diagonal is not None:
-            queries, keys = block.pairs[self._query_axis()], block.pairs[-1]
-            # A prediction sees the first blocks of a row alone, of which a later one may hold a mask.
-            last = self.plan.shape[-1] if is_prediction() else keys.stop
-            if last - 1 > queries.start + self.diagonal:
-                query = torch.arange(queries.start + self.diagonal, queries.stop + self.diagonal, device=device)
-                key = torch.arange(keys.start, keys.stop, device=device)
-                yield key > query.view(-1, *(1,) * (len(block.pairs) - 1 - self._query_axis()))
+            yield from self._beyond_diagonal(block, self.diagonal, device)
+
+    def _beyond_diagonal(self, block: Block, diagonal: int, device: torch.device) -> Iterator[tuple[Slices, Tensor]]:
+        """The same for keys that come too late: a triangle of those that some queries reach, and those that none does.
+
+        The triangle has as many keys in any block, so that predictions know its size: earlier ones have terms of 0.
+        """
+        axis = self._query_axis()
+        queries, keys = block.pairs[axis], block.pairs[-1]
+        rows = queries.stop - queries.start
+        first, last = queries.start + diagonal + 1, queries.stop + diagonal
+        if is_prediction():  # it sees the first blocks of some rows, of which later ones hold the triangle
+            first, last = keys.start, keys.stop
+        others = (slice(None),) * (len(block.pairs) - 1)
+        stop = min(keys.stop, last)
+        start = max(keys.start, stop - rows + 1)
+        if max(start, first) < stop:
+            terms = torch.full((rows, stop - start), -math.inf, dtype=self.arithmetic, device=device)
+            terms = terms.triu_(first - start).view(rows, *(1,) * (len(others) - 1 - axis), -1)
+            yield (*others, slice(start - keys.start, stop - keys.start)), terms
+        if last < keys.stop:
+            beyond = max(keys.start, last)
+            terms = torch.full((), -math.inf, dtype=self.arithmetic, device=device)
+            yield (*others, slice(beyond - keys.start, None)), terms
+
+    def _terms_of(self, included: Tensor) -> Tensor:
+        """What to add for a part of a boolean mask: 0 or -inf. It is kept for blocks that share this part."""
+        place = included.storage_offset(), included.shape
+        if place != self.place:
+            self.terms = None  # frees the former terms before others are made
+            self.place, self.terms = place, included.to(self.arithmetic).reciprocal_().neg_().add_(1)
+        assert self.terms is not None
+        return self.terms
+
+    def _piece(self) -> Shape:
+        """The extents of what is made of the mask at once: at most `BLOCK_BYTES`, of whole axes where it broadcasts."""
+        assert self.mask is not None
+        extents, shape = self.extents.pairs, self.mask.view.shape
+        varying = tuple(1 if size == 1 else extent for size, extent in zip(shape, extents))
+        limited = fit(varying, BLOCK_BYTES // self.arithmetic.itemsize)
+        return tuple(extent if size == 1 else limit for size, extent, limit in zip(shape, extents, limited))
+
+    def _reached(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """The blocks without the keys that come after those of the last query; at least one key."""
+        for block in blocks:
+            *others, keys = block.columns
+            stop = keys.stop
+            if self.diagonal is not None:
+                stop = min(stop, max(1, block.pairs[self._query_axis()].stop + self.diagonal))
+            if keys.start < stop:
+                yield block._replace(columns=(*others, slice(keys.start, stop)))
 
     def _query_axis(self) -> int:
         """The position of the axis of the queries in the order of the plan."""

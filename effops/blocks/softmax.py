@@ -4,8 +4,9 @@ Rows are the queries and columns the keys: the last axis of the plan is that of 
 
     P = softmax(scores + mask),    out = P value
 
-While the blocks of keys go by, each row keeps its maximum, the sum of its exponentials, and the sums that they weigh.
-Backward computes these again, so that only the inputs are saved:
+Where a block holds whole rows, their softmax is one pass. Else, while the blocks of keys go by, each row keeps its
+maximum, the sum of its exponentials, and the sums that they weigh. Backward computes these again, so that only the
+inputs are saved:
 
     dP = dout value^T,    dscores = P (dP - sum_keys P dP),    dvalue = P^T dout
 
@@ -27,6 +28,7 @@ from effops.blocks.plan import Plan
 from effops.blocks.tiling import BLOCK_BYTES, DEPTH, Block, Buffer, depths, merge, shortened_if_predicted, sizes
 from effops.numerics.exponentials import exp_
 from effops.numerics.values import observed
+from effops.pytorch import softmax_backward
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -68,37 +70,53 @@ class Rows:
         relative to the same maximum.
         """
         for block in self.blocks:
-            terms = self._scores_of(block)
-            yield block, terms, absorb(terms, self.maximum, self.total, -1)
+            terms = self.buffer.room(sizes(block.pairs))
+            highest = self.scores.maxima(block, terms)
+            yield block, terms, absorb(terms, self.maximum, self.total, -1, highest)
         self.total.masked_fill_(self.total == 0, 1)
         self.maximum = finite(self.maximum)
 
     def weights(self, block: Block) -> Tensor:
-        """The weights of a block, after `gather`. Ask once for each block: a single block overwrites its own terms."""
-        if len(self.blocks) == 1:
-            return self.buffer.room(sizes(block.pairs)).div_(self.total)
-        return exp_(self._scores_of(block).sub_(self.maximum)).div_(self.total)
-
-    def _scores_of(self, block: Block) -> Tensor:
+        """The weights of a block, after `gather`."""
         scores = self.buffer.room(sizes(block.pairs))
         self.scores.evaluate(block, scores)
-        return scores
+        return exp_(scores.sub_(self.maximum)).div_(self.total)
+
+
+def _weigh(scores: Masked, block: Block, value: Tensor, out: Tensor | None = None) -> Tensor:
+    """The weights of whole rows, written to `out`, or else to `value`, which takes their scores."""
+    out = _weigh_ordinary(scores, block, value, out)
+    return _weigh_surely(scores, block, value, out) if _must_repeat(scores, out) else out
+
+
+def _weigh_ordinary(scores: Masked, block: Block, value: Tensor, out: Tensor | None = None) -> Tensor:
+    """The weights of whole rows. A row without keys, or with a score that is NaN or infinite, may be NaN throughout."""
+    out = value if out is None else out
+    scores.evaluate_ordinary(block, value)
+    return torch.softmax(value, -1, out=out)
+
+
+def _must_repeat(scores: Masked, results: Tensor) -> bool:
+    """Whether the ordinary weights, or sums that they weigh, have a NaN that may come of a mask."""
+    if not scores.has_exclusions:
+        return False
+    return results.device.type != "cpu" or bool(observed(results.sum().isnan(), ordinary=scores.lacks_keys))
+
+
+def _weigh_surely(scores: Masked, block: Block, value: Tensor, out: Tensor) -> Tensor:
+    """The weights of whole rows of any scores."""
+    no_key = scores.maxima(block, value) == -math.inf
+    torch.softmax(value, -1, out=out)
+    return out.masked_fill_(no_key, 0)
 
 
 def _write_weights(scores: Masked, buffer: Buffer, block: Block, out: Tensor) -> None:
     """Write the weights of whole rows, in one pass over their scores."""
     value = buffer.room(sizes(block.pairs))
-    scores.evaluate(block, value)
-    may_lack_keys = scores.lacks_keys or scores.mask is not None
-    no_key = value.amax(-1, keepdim=True) == -math.inf if may_lack_keys else None
-    if no_key is not None and out.device.type == "cpu" and not observed(no_key.any(), ordinary=scores.lacks_keys):
-        no_key = None
     if out.dtype == value.dtype and out.is_contiguous():  # else PyTorch writes to a copy first
-        torch.softmax(value, -1, out=out)
+        _weigh(scores, block, value, out)
     else:
-        out.copy_(torch.softmax(value, -1, out=value))
-    if no_key is not None:
-        out.masked_fill_(no_key, 0)
+        out.copy_(_weigh(scores, block, value))
 
 
 def _write_parts(scores: Masked, buffer: Buffer, blocks: list[Block], ordered: Tensor) -> None:
@@ -138,25 +156,37 @@ def forward_sums(scores: Masked, value: Tensor, dropout: Dropout | None, out: Te
     """Fill `out`, whose memory has the plan's order of axes, with the sums of `value (*batch, 1, keys, V)`."""
     plan = scores.plan
     values = MatrixOperand(plan, value, plan.columns, scores.arithmetic)
-    depth = _depth(scores, value)
+    depth = _depth(scores, value, values.copied)
     buffer, sums_buffer = Buffer(out, scores.arithmetic), Buffer(out, scores.arithmetic)
     ordered = plan.view(out.unsqueeze(-2), plan.order, trailing=1, expand=False)
     if plan.numel(plan.order) == 0:
         return out.zero_()
+
+    def add(block: Block, weights: Tensor, sums: Tensor, beta: int) -> None:
+        """Add what a block contributes to beta * sums."""
+        if dropout is not None:
+            weights *= dropout.factor(block, weights)
+        matrices, factors = (merge(tensor, len(plan.batch), len(plan.rows)) for tensor in (sums, weights))
+        for coordinates in depths(value.shape[-1], depth):
+            part_of_value = values.block((*block.batch, *block.columns, coordinates))
+            matrices[..., coordinates].baddbmm_(factors, part_of_value, beta=beta)
+
     for blocks in shortened_if_predicted(scores.rows()):
         target = ordered[blocks[0].pairs[:-1]].squeeze(-2)
-        sums = sums_buffer.room(target.shape).zero_()
-        matrices = merge(sums, len(plan.batch), len(plan.rows))
-        rows = Rows(scores, buffer, blocks)
-        for block, terms, factor in rows.gather():
-            if dropout is not None:
-                terms = terms * dropout.factor(block, terms)
-            sums.mul_(factor)
-            weights = merge(terms, len(plan.batch), len(plan.rows))
-            for coordinates in depths(value.shape[-1], depth):
-                part_of_value = values.block((*block.batch, *block.columns, coordinates))
-                matrices[..., coordinates].baddbmm_(weights, part_of_value)
-        target.copy_(sums.div_(rows.total))
+        sums = sums_buffer.room(target.shape)
+        if len(blocks) == 1:
+            value_of_pairs = buffer.room(sizes(blocks[0].pairs))
+            add(blocks[0], _weigh_ordinary(scores, blocks[0], value_of_pairs), sums, 0)
+            if _must_repeat(scores, sums):
+                add(blocks[0], _weigh_surely(scores, blocks[0], value_of_pairs, value_of_pairs), sums, 0)
+        else:
+            sums.zero_()
+            rows = Rows(scores, buffer, blocks)
+            for block, terms, factor in rows.gather():
+                sums.mul_(factor)
+                add(block, terms, sums, 1)
+            sums.div_(rows.total)
+        target.copy_(sums)
     return out
 
 
@@ -164,7 +194,7 @@ def backward_sums(
     scores: Masked, value: Tensor, dropout: Dropout | None, dout: Tensor, wants_value: bool
 ) -> tuple[Gradients, Tensor | None]:
     """The gradients of the operands of the scores, and the gradient of `value`."""
-    extents = replace(scores.extents, depth=_depth(scores, value))
+    extents = replace(scores.extents, depth=_depth(scores, value, is_copied=True))
     products = Products(
         scores.plan, value, dout.unsqueeze(-2), scores.arithmetic, extents=extents, wants_loc=wants_value
     )
@@ -182,8 +212,10 @@ def backward_sums(
     return _backward(scores, dout, dweights, pull_back), products.gradients()[1]
 
 
-def _depth(scores: Masked, value: Tensor) -> int:
-    """How many coordinates of a block of values are taken at once. The limit is there since they may be copied."""
+def _depth(scores: Masked, value: Tensor, is_copied: bool) -> int:
+    """How many coordinates of a block of values are taken at once: as many as a copy may have."""
+    if not is_copied:
+        return max(1, min(value.shape[-1], DEPTH))
     extents = scores.extents
     longest = math.prod(extents.batch) * max(math.prod(extents.rows), math.prod(extents.columns))
     return max(1, min(value.shape[-1], DEPTH, BLOCK_BYTES // scores.arithmetic.itemsize // longest))
@@ -199,6 +231,13 @@ def _backward(
     """
     buffer = Buffer(dout, scores.arithmetic)
     for blocks in scores.rows() if scores.plan.numel(scores.plan.order) else ():
+        if len(blocks) == 1:
+            weights = _weigh(scores, blocks[0], buffer.room(sizes(blocks[0].pairs)))
+            pull_back(blocks[0], weights)
+            found = dweights(blocks[0])
+            softmax_backward(found, weights, -1, found.dtype, grad_input=found)
+            _pull_back_share(scores, blocks[0], found)
+            continue
         rows = Rows(scores, buffer, blocks)
         mean = rows.zeros()
         for block, terms, factor in rows.gather():
@@ -208,7 +247,13 @@ def _backward(
         for block in blocks:
             weights = rows.weights(block)
             pull_back(block, weights)
-            if len(blocks) > 1:
-                found = dweights(block)
-            scores.pull_back(block, found.sub_(mean).mul_(weights))
+            _pull_back_share(scores, block, dweights(block).sub_(mean).mul_(weights))
     return scores.gradients()
+
+
+def _pull_back_share(scores: Masked, block: Block, share: Tensor) -> None:
+    """Add what the gradient of the scores of a block contributes, which is 0 where a weight is 0, unless it is NaN."""
+    if share.device.type == "cpu" and not observed(share.sum().isnan(), ordinary=False):
+        scores.pull_back_included(block, share)
+    else:
+        scores.pull_back(block, share)

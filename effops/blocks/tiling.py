@@ -59,11 +59,13 @@ def cut(
     values_per_row: int = 1,
     pair_bytes: int = BLOCK_BYTES,
     width: int = 512,
+    height: int | None = None,
 ) -> Extents:
     """Extents of blocks with at most `pair_bytes` of pairs and, if operands are copied, `BLOCK_BYTES` of each operand.
 
     `copies` is how many values are kept for each coordinate of an operand, and `values_per_row` how many for each row.
-    Blocks have `width` columns where there are as many, and more where there are few rows.
+    Blocks have `width` columns where there are as many, and more where there are few rows. They have parts of several
+    entries of the batch if `height` says how many rows of each, else of one.
     """
     limit = pair_bytes // itemsize
     copied = int(BLOCK_BYTES // itemsize / copies) if copies else 0  # coordinates of an operand
@@ -71,8 +73,8 @@ def cut(
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
     columns = min(all_columns, longest, max(width, limit // max(1, all_rows)))
     most_rows = max(1, limit // max(1, values_per_row))
-    rows = min(all_rows, longest, most_rows, limit // max(1, columns))
-    whole = rows == all_rows and columns == all_columns
+    rows = min(all_rows, longest, most_rows, limit // max(1, columns), all_rows if height is None else height)
+    whole = height is not None or (rows == all_rows and columns == all_columns)
     entries = (limit // max(1, rows * columns), longest // max(1, rows, columns), most_rows // max(1, rows))
     batch = max(1, min(entries)) if whole else 1
     batch_extents = fit(plan.sizes(plan.batch), batch)
@@ -111,11 +113,13 @@ def shortened_if_predicted(items: Iterable[T]) -> Iterable[T]:
     return itertools.islice(items, 2) if is_prediction() else items
 
 
-def tiles(area: Slices, extents: Shape) -> Iterable[Slices]:
-    """The slices of all tiles, or of the first two in a prediction."""
+def tiles(area: Slices, extents: Shape, *, backwards: bool = False) -> Iterable[Slices]:
+    """The slices of all tiles, or of the first two in a prediction. The last of an axis may be smaller."""
     all_tiles = itertools.product(
         *(
-            [slice(i, min(i + extent, axis.stop)) for i in range(axis.start, axis.stop, extent)]
+            [slice(max(i - extent, axis.start), i) for i in range(axis.stop, axis.start, -extent)]
+            if backwards
+            else [slice(i, min(i + extent, axis.stop)) for i in range(axis.start, axis.stop, extent)]
             for axis, extent in zip(area, extents)
         )
     )
@@ -125,14 +129,6 @@ def tiles(area: Slices, extents: Shape) -> Iterable[Slices]:
 def all_pairs(plan: Plan) -> Block:
     """All pairs of a plan as one block."""
     return Block(*(whole(plan.sizes(axes)) for axes in (plan.batch, plan.rows, plan.columns)))
-
-
-def row_blocks(plan: Plan, extents: Extents) -> Iterator[list[Block]]:
-    """All blocks, in lists of those that share their rows."""
-    everything = all_pairs(plan)
-    for batch in tiles(everything.batch, extents.batch):
-        for rows in tiles(everything.rows, extents.rows):
-            yield [Block(batch, rows, columns) for columns in tiles(everything.columns, extents.columns)]
 
 
 def column_blocks(plan: Plan, extents: Extents, slab: Shape) -> Iterator[Block]:
