@@ -57,8 +57,8 @@ BY_HAND = [
     Mutation(
         "a mask in blocks",
         "effops/blocks/masked.py",
-        "weight = weight.masked_fill(excluded, 0)",
-        "weight = weight.masked_fill(excluded, 1e-3)",
+        "terms.triu_(first - start)",
+        "terms.triu_(first - start + 1)",
     ),
     Mutation(
         "the layout of a fake result",

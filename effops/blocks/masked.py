@@ -36,9 +36,8 @@ class Masked(Scores):
         self.has_exclusions = diagonal is not None or mask is not None
         self.mask = None if mask is None else PairOperand(self.plan, mask, self.arithmetic if wants_mask else None)
         self.excludes = mask is not None and mask.dtype == torch.bool
-        self.place: tuple[int, Shape] | None = (
-            None  # where the part of a boolean mask lies from which `terms` were made
-        )
+        # Where the part of a boolean mask lies from which `terms` were made.
+        self.place: tuple[int, Shape] | None = None
         self.terms: Tensor | None = None
 
     def walk(self) -> Iterable[Block]:
