@@ -49,7 +49,11 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.init import _no_grad_trunc_normal_
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.types import _size
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 is_non_overlapping_and_dense = ops.aten.is_non_overlapping_and_dense.default
@@ -78,6 +82,7 @@ __all__ = [
     "_disabled_torch_function_impl",
     "_engine_run_backward",
     "_fused_sdp_choice",
+    "_get_current_dispatch_mode_stack",
     "_get_dispatch_mode",
     "_get_float32_matmul_precision",
     "_get_tracing_state",
