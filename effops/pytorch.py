@@ -34,6 +34,7 @@ from torch._C._functorch import (
 )
 from torch._C._profiler import _ExperimentalConfig
 from torch._guards import TracingContext
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -77,6 +78,7 @@ __all__ = [
     "_ExperimentalConfig",
     "_TorchDispatchModeKey",
     "_are_functorch_transforms_active",
+    "_create_grouped_mm_output_tensor",
     "_current_autograd_node",
     "_disable_current_modes",
     "_disabled_torch_function_impl",

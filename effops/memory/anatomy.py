@@ -33,6 +33,8 @@ from effops.pytorch import (
 from effops.text import aligned, format_bytes
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+# PyTorch says so of fake tensors; those errors have no class of their own.
+READS_VALUES = "its data is not allocated yet", ".numpy() is not supported"
 SHOWN_DIFFERENCES = 8
 
 
@@ -225,10 +227,14 @@ def _predicted(
             step.run(batches=1)
             recorder.begin()
             step.run()
-        except UNPREDICTABLE as error:
+        except RuntimeError as error:
+            reads = any(message in str(error) for message in READS_VALUES)
+            if not (reads or isinstance(error, UNPREDICTABLE)):
+                raise
+            found = "an operator that reads them" if reads else f"{type(error).__name__} from {error.func}"
             raise NotImplementedError(
                 f"anatomy: {modules.where()} must not depend on the values of tensors, which a prediction does not "
-                f"have; got {type(error).__name__} from {error.func}; make shapes and branches there independent "
+                f"have; got {found}; make shapes and branches there independent "
                 'of them, or let `max_batch_size(..., mode="probe")` run the model'
             ) from error
         except CompiledFunctionError as error:
@@ -273,7 +279,8 @@ def _build_in_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.M
                 if isinstance(tensor, nn.Parameter) and not isinstance(tensor, FakeTensor):
                     raise ValueError(
                         f"Workload: `model` must build the model anew at each call; got one whose parameter `{name}` "
-                        "exists already; construct the module inside of the function"
+                        "exists already; construct the module inside of the function, and load weights into it without "
+                        "`assign=True`"
                     )
                 if isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode:
                     if id(tensor) not in made:

@@ -61,6 +61,7 @@ PRODUCTS = {
     aten.dot.default,
     aten.vdot.default,
 }
+GROUPED_PRODUCT = aten._grouped_mm.default
 ONEDNN_MULTIPLICATIONS = 16**3  # products of up to so many go to other kernels
 PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys from so many queries and keys on
 
@@ -155,8 +156,8 @@ def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
     A product has a scratchpad, and attention packs keys and values. No rule tells how much that is: oneDNN decides by
     sizes, threads and instructions of the CPU.
     """
-    if func in PRODUCTS:
-        left = args[-2]
+    if func in PRODUCTS or func is GROUPED_PRODUCT:
+        left = args[0] if func is GROUPED_PRODUCT else args[-2]
         return left.dtype in _onednn_dtypes() and result.numel() * left.shape[-1] > ONEDNN_MULTIPLICATIONS
     if func is FLASH_ATTENTION:
         query, key = args[:2]

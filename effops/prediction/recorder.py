@@ -22,6 +22,7 @@ from effops.pytorch import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
+    _create_grouped_mm_output_tensor,
     _current_autograd_node,
     _DisableTorchDispatch,
     _get_dispatch_mode,
@@ -37,6 +38,12 @@ NEW_CONSTANTS = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_cop
 ITEM = torch.ops.aten._local_scalar_dense.default
 NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
 STATE_BYTES = get_rng_state().nbytes  # of the CPU's random number generator
+# These operators refuse fake tensors that a CPU takes: PyTorch's grouped product takes the dtypes and strides of CUDA.
+RESULTS = {
+    torch.ops.aten._grouped_mm.default: lambda left, right, offs=None, bias=None, out_dtype=None: (
+        _create_grouped_mm_output_tensor(left, right, offs, out_dtype)
+    )
+}
 SOLE_OWNER_COUNTS = 4, 2  # references to a gradient and to its storage, where autograd alone has it
 
 
@@ -123,7 +130,7 @@ class Recorder(Allocations):
             outcome, allocated, counted = self.remembered[call.key]
             return outcome(call.tensors), allocated, counted
         func, args, kwargs = call.func, call.args, call.kwargs
-        result = func(*args, **kwargs)
+        result = RESULTS.get(func, func)(*args, **kwargs)
         allocated, counted = workspace(func, args, result, self.cuda), operations(func, args, kwargs, result)
         made = call.outcome(result)
         if made is not None:
