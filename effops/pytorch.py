@@ -35,7 +35,11 @@ from torch._C._functorch import (
 from torch._C._profiler import _ExperimentalConfig
 from torch._guards import TracingContext
 from torch._meta_registrations import _create_grouped_mm_output_tensor
-from torch._prims_common import compute_elementwise_output_strides
+from torch._prims_common import (
+    ELEMENTWISE_TYPE_PROMOTION_KIND,
+    compute_elementwise_output_strides,
+    elementwise_dtypes,
+)
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -61,6 +65,7 @@ is_non_overlapping_and_dense = ops.aten.is_non_overlapping_and_dense.default
 tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
 
 __all__ = [
+    "ELEMENTWISE_TYPE_PROMOTION_KIND",
     "_VF",
     "BackwardCFunction",
     "DataDependentOutputException",
@@ -98,6 +103,7 @@ __all__ = [
     "_standard_gamma",
     "_storage_Use_Count",
     "compute_elementwise_output_strides",
+    "elementwise_dtypes",
     "forward_ad",
     "get_interpreter_stack",
     "in_kernel_invocation_manager",
