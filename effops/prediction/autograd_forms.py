@@ -23,11 +23,7 @@ IN_PLACE = {
     aten.scatter.src: (aten.scatter_.src, SOLE_OWNER_COUNTS),
     aten.scatter_add.default: (aten.scatter_add_.default, SOLE_OWNER_COUNTS),
 }
-OUT_OF_PLACE = {  # formulas that do not
-    ("ScatterReduceBackward0", aten.scatter_add.default),
-    ("StdMeanBackward0", aten.add.Tensor),
-    ("VarMeanBackward0", aten.add.Tensor),
-}
+OUT_OF_PLACE = {("ScatterReduceBackward0", aten.scatter_add.default)}  # a formula that does not
 # Formulas that go another way while observed, since they look at values or at the places of a mask, or compute many
 # things in place; with an operator that tells this way.
 OTHER_WAYS = {
@@ -40,8 +36,11 @@ OTHER_WAYS = {
     ("MedianBackward0", aten.isnan.default),
     ("MinBackward1", aten.isnan.default),
     ("NanmedianBackward0", aten.isnan.default),
+    ("NativeGroupNormBackward0", aten.clamp_min.default),
     ("ProdBackward0", aten.cumprod.default),
     ("ProdBackward1", aten.cumprod.default),
+    ("StdMeanBackward0", aten.add.Tensor),
+    ("VarMeanBackward0", aten.add.Tensor),
 }
 
 

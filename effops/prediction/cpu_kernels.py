@@ -124,6 +124,38 @@ def _distance(args: Sequence[Any], result: Tensor) -> Workspace:
     return Workspace(elements_bytes(args, result))
 
 
+def _places(args: Sequence[Any], result: Tensor) -> Workspace:
+    """Indices that are not 64 bits wide are copied."""
+    return Workspace(0 if args[2].dtype is torch.int64 else PLACE_BYTES * args[2].numel())
+
+
+def _sort(args: Sequence[Any], result: Sequence[Tensor]) -> Workspace:
+    """It holds the places along the axis, which is the only integer among its arguments."""
+    axis = next((one for one in args[1:] if type(one) is int), -1)
+    return Workspace(PLACE_BYTES * (args[0].shape[axis] if args[0].shape else 1))
+
+
+def _roll(args: Sequence[Any], result: Tensor) -> Workspace:
+    """It holds a copy for each axis but the last."""
+    axes = args[2] if len(args) > 2 else ()
+    return Workspace(max(0, len(axes) - 1) * result.nbytes)
+
+
+def _repeat(args: Sequence[Any], result: Tensor) -> Workspace:
+    """It computes with tensors of the sizes of all axes."""
+    return Workspace(4 * PLACE_BYTES * (result.ndim + 1) if result.numel() else 0)
+
+
+def _scatter_reduce(args: Sequence[Any], result: Tensor) -> Workspace:
+    """A mean counts what it adds to each element."""
+    return Workspace(result.nbytes + args[3].nbytes + result.numel() if args[4] == "mean" else 0)
+
+
+def _index_put(args: Sequence[Any], result: Tensor) -> Workspace:
+    """The places of a mask are as many as it has true values."""
+    return Workspace(known=not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]))
+
+
 CPU_RULES: dict[Any, Rule] = {
     aten._efficientzerotensor.default: _zeros_without_storage,
     aten._safe_softmax.default: _safe_softmax,
@@ -138,6 +170,23 @@ CPU_RULES: dict[Any, Rule] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.index_put.default: _index_put,
+    aten.index_put_.default: _index_put,
+    aten.repeat.default: _repeat,
+    aten.roll.default: _roll,
+    aten.scatter_reduce.two: _scatter_reduce,
+    **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
+    **dict.fromkeys(
+        (
+            aten.gather.default,
+            aten.scatter.src,
+            aten.scatter.value,
+            aten.scatter_.src,
+            aten.scatter_add.default,
+            aten.scatter_add_.default,
+        ),
+        _places,
+    ),
     **dict.fromkeys((aten.mv.default, aten.addmv.default), _mv),
     **dict.fromkeys((aten.tril.default, aten.triu.default), _triangle),
     **dict.fromkeys(

@@ -43,7 +43,10 @@ ONEDNN_MULTIPLICATIONS = 16**3  # products of up to so many go to other kernels
 PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys from so many queries and keys on
 
 
-WITH_OPTIONS = {aten.gelu_backward.default}  # operators whose rules look at what they are given by name
+WITH_OPTIONS = {
+    aten.gelu_backward.default,
+    aten.sort.stable,
+}  # operators whose rules look at what they are given by name
 BODIES: dict[str, Callable[..., Any]] = {}  # what our operators run, by their names
 CPU_ONLY = {
     aten.convolution.default,
@@ -293,7 +296,6 @@ RULES: dict[Any, Rule] = {
             aten.embedding_dense_backward.default,
             aten.fractional_max_pool2d_backward.default,
             aten.fractional_max_pool3d_backward.default,
-            aten.native_channel_shuffle.default,
             aten.pixel_shuffle.default,
             aten.pixel_unshuffle.default,
             aten.reflection_pad1d_backward.default,

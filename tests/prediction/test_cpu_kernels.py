@@ -78,3 +78,20 @@ def test_places_and_weights_of_positions(mode, shape):
 )
 def test_functions_and_their_gradients(function, shape):
     assert is_exact(anatomy(passed(function, *shape), 3, measure=True))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sort(),
+        lambda x: x.sort(0),
+        lambda x: x.flatten().argsort(stable=True),
+        lambda x: x.roll((1, 2), (0, 1)),
+        lambda x: x.repeat(2, 1),
+        lambda x: x.gather(0, torch.zeros(30, 40, dtype=torch.int32)),
+        lambda x: torch.zeros(30, 40).scatter_reduce(0, torch.zeros(30, 40, dtype=torch.long), x, "mean"),
+    ],
+)
+def test_places_and_copies(function):
+    workload = Workload(nn.Identity, torch.zeros, generate=lambda model, x: function(torch.randn(30, 40)))
+    assert is_exact(anatomy(workload, 1, measure=True))
