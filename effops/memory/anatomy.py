@@ -227,6 +227,12 @@ def _predicted(
             step.run(batches=1)
             recorder.begin()
             step.run()
+        except CompiledFunctionError as error:
+            raise NotImplementedError(
+                f"anatomy: {modules.where()} must not be compiled, since a prediction does not know what TorchInductor "
+                f"allocates; got torch.compile of {error}; predict it uncompiled, under "
+                '`torch.compiler.set_stance("force_eager")`, or let `max_batch_size(..., mode="probe")` run it'
+            ) from error
         except RuntimeError as error:
             reads = any(message in str(error) for message in READS_VALUES)
             if not (reads or isinstance(error, UNPREDICTABLE)):
@@ -236,12 +242,6 @@ def _predicted(
                 f"anatomy: {modules.where()} must not depend on the values of tensors, which a prediction does not "
                 f"have; got {found}; make shapes and branches there independent "
                 'of them, or let `max_batch_size(..., mode="probe")` run the model'
-            ) from error
-        except CompiledFunctionError as error:
-            raise NotImplementedError(
-                f"anatomy: {modules.where()} must not be compiled, since a prediction does not know what TorchInductor "
-                f"allocates; got torch.compile of {error}; predict it uncompiled, under "
-                '`torch.compiler.set_stance("force_eager")`, or let `max_batch_size(..., mode="probe")` run it'
             ) from error
         return recorder.timeline(), dict(recorder.operations), tuple(sorted(recorder.unknown))
 
