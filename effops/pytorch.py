@@ -34,7 +34,12 @@ from torch._C._functorch import (
 )
 from torch._C._profiler import _ExperimentalConfig
 from torch._guards import TracingContext
-from torch._prims_common import compute_elementwise_output_strides
+from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._prims_common import (
+    ELEMENTWISE_TYPE_PROMOTION_KIND,
+    compute_elementwise_output_strides,
+    elementwise_dtypes,
+)
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -49,7 +54,11 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.init import _no_grad_trunc_normal_
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.types import _size
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 is_non_overlapping_and_dense = ops.aten.is_non_overlapping_and_dense.default
@@ -57,6 +66,7 @@ softmax_backward = ops.aten._softmax_backward_data.out
 tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
 
 __all__ = [
+    "ELEMENTWISE_TYPE_PROMOTION_KIND",
     "_VF",
     "BackwardCFunction",
     "DataDependentOutputException",
@@ -74,11 +84,13 @@ __all__ = [
     "_ExperimentalConfig",
     "_TorchDispatchModeKey",
     "_are_functorch_transforms_active",
+    "_create_grouped_mm_output_tensor",
     "_current_autograd_node",
     "_disable_current_modes",
     "_disabled_torch_function_impl",
     "_engine_run_backward",
     "_fused_sdp_choice",
+    "_get_current_dispatch_mode_stack",
     "_get_dispatch_mode",
     "_get_float32_matmul_precision",
     "_get_tracing_state",
@@ -92,6 +104,7 @@ __all__ = [
     "_standard_gamma",
     "_storage_Use_Count",
     "compute_elementwise_output_strides",
+    "elementwise_dtypes",
     "forward_ad",
     "get_interpreter_stack",
     "in_kernel_invocation_manager",

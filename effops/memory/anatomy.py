@@ -17,6 +17,7 @@ from effops.memory.building import build_model
 from effops.memory.measured import measured_timeline
 from effops.memory.surroundings import apart
 from effops.memory.workload import Step, Workload, called_as, check_step
+from effops.prediction.compiled import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.prediction.inside import caution
 from effops.prediction.operations import CLASSES
@@ -32,6 +33,8 @@ from effops.pytorch import (
 from effops.text import aligned, format_bytes
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+# PyTorch says so of fake tensors; those errors have no class of their own.
+READS_VALUES = "its data is not allocated yet", ".numpy() is not supported"
 SHOWN_DIFFERENCES = 8
 
 
@@ -173,7 +176,8 @@ def anatomy(
 
     Raises:
         ValueError: the batch does not depend on its size, the model is not built anew, or the device is unknown
-        NotImplementedError: the model depends on values, which fake tensors do not have; names the module
+        NotImplementedError: the model depends on values, which fake tensors do not have, or is compiled by
+            torch.compile; names the module
 
     Example:
         >>> print(effops.memory.anatomy(workload, 32))
@@ -208,8 +212,10 @@ def _predicted(
         CudaForms(recorder.unknown) if cuda else nullcontext(),
         recorder,
         GENERATOR_STATES,
-        register_module_forward_pre_hook(modules.enter),
-        register_module_forward_hook(modules.leave),
+        COMPILED_REFUSED,
+        # torch.compile leaves hooks alone, so that the first function that it finds is one of the model.
+        register_module_forward_pre_hook(torch.compiler.disable(modules.enter)),
+        register_module_forward_hook(torch.compiler.disable(modules.leave)),
     ):
         try:
             _check_batch(workload, batch_size)
@@ -221,10 +227,20 @@ def _predicted(
             step.run(batches=1)
             recorder.begin()
             step.run()
-        except UNPREDICTABLE as error:
+        except CompiledFunctionError as error:
+            raise NotImplementedError(
+                f"anatomy: {modules.where()} must not be compiled, since a prediction does not know what TorchInductor "
+                f"allocates; got torch.compile of {error}; predict it uncompiled, under "
+                '`torch.compiler.set_stance("force_eager")`, or let `max_batch_size(..., mode="probe")` run it'
+            ) from error
+        except RuntimeError as error:
+            reads = any(message in str(error) for message in READS_VALUES)
+            if not (reads or isinstance(error, UNPREDICTABLE)):
+                raise
+            found = "an operator that reads them" if reads else f"{type(error).__name__} from {error.func}"
             raise NotImplementedError(
                 f"anatomy: {modules.where()} must not depend on the values of tensors, which a prediction does not "
-                f"have; got {type(error).__name__} from {error.func}; make shapes and branches there independent "
+                f"have; got {found}; make shapes and branches there independent "
                 'of them, or let `max_batch_size(..., mode="probe")` run the model'
             ) from error
         return recorder.timeline(), dict(recorder.operations), tuple(sorted(recorder.unknown))
@@ -263,7 +279,8 @@ def _build_in_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.M
                 if isinstance(tensor, nn.Parameter) and not isinstance(tensor, FakeTensor):
                     raise ValueError(
                         f"Workload: `model` must build the model anew at each call; got one whose parameter `{name}` "
-                        "exists already; construct the module inside of the function"
+                        "exists already; construct the module inside of the function, and load weights into it without "
+                        "`assign=True`"
                     )
                 if isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode:
                     if id(tensor) not in made:

@@ -3,13 +3,13 @@
 What a constructor computes from numbers alone keeps its values, such as a rate of dropout for each layer.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from effops.prediction.shared import Shared
 from effops.pytorch import (
@@ -63,7 +63,9 @@ class _KnownValues(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known = WeakTensorKeyDictionary()  # the value of a fake tensor, and its storage then
+        # Of the storage of fake tensors, by their layouts. What refers to a tensor itself would keep `Module.to` from
+        # putting another one in its place.
+        self.known: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
         self.changed: list[Tensor] = []  # real tensors that are out of date: a fake one was changed instead
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,21 +85,23 @@ class _KnownValues(TorchDispatchMode):
         result = func(*args, **kwargs)
         for fake, real in zip(tree_leaves(result), tree_leaves(value)):
             if isinstance(real, Tensor) and real.numel() <= MOST_ELEMENTS:
-                self.known[fake] = real, fake.untyped_storage()._cdata
+                self.known.setdefault(fake.untyped_storage(), {})[_layout(fake)] = real
         return result
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         if isinstance(tensor, FakeTensor):
-            value, storage = self.known.get(tensor, (None, 0))
-            value = value if tensor.untyped_storage()._cdata == storage else None  # else `.data` was exchanged
-        else:
-            value = None if any(tensor is other for other in self.changed) else tensor
-        return value if value is not None and value.numel() <= MOST_ELEMENTS else None
+            return self.known.get(tensor.untyped_storage(), {}).get(_layout(tensor))
+        is_changed = any(tensor is other for other in self.changed)
+        return None if is_changed or tensor.numel() > MOST_ELEMENTS else tensor
 
     def _forget(self, changed: list[Tensor]) -> None:
         """Forget the values of all that shares a storage with changed tensors: the new ones are not known."""
         self.changed += [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
-        storages = {tensor.untyped_storage()._cdata for tensor in changed}
-        for tensor in list(self.known):
-            if tensor.untyped_storage()._cdata in storages:
-                del self.known[tensor]
+        for tensor in changed:
+            self.known.pop(tensor.untyped_storage(), None)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells the values of a tensor, beside those of its storage."""
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()

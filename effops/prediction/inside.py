@@ -7,16 +7,18 @@ is wrong.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from effops.numerics.shapes import broadcast_shapes
 from effops.prediction.allocations import Allocations, Workspace, round_up
+from effops.prediction.conversions import converted_bytes
 from effops.prediction.convolutions import convolution, convolution_backward, is_measured_cpu
+from effops.prediction.cpu_kernels import CPU_RULES, Rule, contiguous_copies, elements_bytes, has_ordered_rows
+from effops.prediction.unknown import UNKNOWN
 from effops.pytorch import tree_leaves
 
 aten = torch.ops.aten
@@ -24,31 +26,6 @@ aten = torch.ops.aten
 FLASH_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 KNOWN_NAMESPACES = "aten", "prim", "prims", "profiler", "effops"
-UNKNOWN = {
-    aten._native_multi_head_attention.default,
-    aten._transformer_encoder_layer_fwd.default,
-    aten._euclidean_dist.default,
-    aten._embedding_bag.default,
-    aten._embedding_bag_forward_only.default,
-    aten._fft_c2c.default,
-    aten._fft_c2r.default,
-    aten._fft_r2c.default,
-    aten._trilinear.default,
-    aten._upsample_bicubic2d_aa.default,
-    aten._upsample_bilinear2d_aa.default,
-    aten.affine_grid_generator.default,
-    aten.bucketize.Tensor,
-    aten.col2im.default,
-    aten.im2col.default,
-    aten.kthvalue.default,
-    aten.linalg_cholesky_ex.default,
-    aten.linalg_inv_ex.default,
-    aten.linalg_matrix_exp.default,
-    aten.multinomial.default,
-    aten.searchsorted.Tensor,
-    aten.upsample_bicubic2d.default,
-    aten.upsample_bilinear2d.default,
-}
 
 PRODUCTS = {
     aten.mm.default,
@@ -61,11 +38,15 @@ PRODUCTS = {
     aten.dot.default,
     aten.vdot.default,
 }
+GROUPED_PRODUCT = aten._grouped_mm.default
 ONEDNN_MULTIPLICATIONS = 16**3  # products of up to so many go to other kernels
 PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys from so many queries and keys on
 
 
-Rule = Callable[[Sequence[Any], Any], Workspace]
+WITH_OPTIONS = {
+    aten.gelu_backward.default,
+    aten.sort.stable,
+}  # operators whose rules look at what they are given by name
 BODIES: dict[str, Callable[..., Any]] = {}  # what our operators run, by their names
 CPU_ONLY = {
     aten.convolution.default,
@@ -75,15 +56,22 @@ CPU_ONLY = {
 }
 
 
-def workspace(func: Any, args: Sequence[Any], result: Any, cuda: bool = False) -> Workspace:
+def workspace(func: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any, cuda: bool = False) -> Workspace:
     """The workspace of a call on fake tensors; with `cuda` they stand for tensors of a CUDA device."""
     if cuda and func in CPU_ONLY:
         return Workspace(known=False)
     if func.namespace == "effops":
         return Workspace(_body_bytes(func, args))
     is_known = func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN
-    found = RULES[func](args, result) if func in RULES else Workspace(known=is_known)
-    return found._replace(known=False) if not cuda and _is_onednn_product(func, args, result) else found
+    rule = RULES.get(func) if cuda else CPU_RULES.get(func, RULES.get(func))
+    given = (*args, *options.values()) if func in WITH_OPTIONS else args
+    found = rule(given, result) if rule else Workspace(known=is_known)
+    if cuda:
+        return found
+    return found._replace(
+        temporary_bytes=found.temporary_bytes + converted_bytes(func, args, result),
+        known=found.known and not _is_onednn_product(func, args, result),
+    )
 
 
 def caution(unknown: Iterable[str]) -> str:
@@ -94,22 +82,18 @@ def caution(unknown: Iterable[str]) -> str:
 
 def _loss(args: Sequence[Any], result: Tensor) -> Workspace:
     """A reduced loss keeps its scalar on a storage of all elements, and holds as much again during the call."""
-    nbytes = _elements_bytes(args, result)
+    nbytes = elements_bytes(args, result)
     return Workspace(0 if result.shape else nbytes, {0: nbytes})
 
 
-def _huber_loss(args: Sequence[Any], result: Tensor) -> Workspace:
-    return Workspace(0 if result.shape else _elements_bytes(args, result))
-
-
-def _elements_bytes(args: Sequence[Any], result: Tensor) -> int:
-    return int(result.element_size() * math.prod(broadcast_shapes(args[0].shape, args[1].shape)))
+def _reduced_loss(args: Sequence[Any], result: Tensor) -> Workspace:
+    return Workspace(0 if result.shape else elements_bytes(args, result))
 
 
 def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Workspace:
     """It holds the logarithm of the sigmoid and the loss of all elements, and a copy of the positives' weights."""
     weights_bytes = args[3].nbytes if len(args) > 3 and args[3] is not None else 0
-    return Workspace(_elements_bytes(args, result) * (1 if result.shape else 2) + weights_bytes)
+    return Workspace(elements_bytes(args, result) * (1 if result.shape else 2) + weights_bytes)
 
 
 def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
@@ -155,8 +139,8 @@ def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
     A product has a scratchpad, and attention packs keys and values. No rule tells how much that is: oneDNN decides by
     sizes, threads and instructions of the CPU.
     """
-    if func in PRODUCTS:
-        left = args[-2]
+    if func in PRODUCTS or func is GROUPED_PRODUCT:
+        left = args[0] if func is GROUPED_PRODUCT else args[-2]
         return left.dtype in _onednn_dtypes() and result.numel() * left.shape[-1] > ONEDNN_MULTIPLICATIONS
     if func is FLASH_ATTENTION:
         query, key = args[:2]
@@ -186,12 +170,6 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype, is_supported in supported.items() if is_supported)
 
 
-def _contiguous_copies(args: Sequence[Any], result: Any) -> Workspace:
-    """Arguments that are not contiguous are copied, such as the gradient that comes from a sum."""
-    given = (one for one in args if isinstance(one, Tensor) and not one.is_contiguous())
-    return Workspace(sum(one.nbytes for one in given))
-
-
 def _logsumexp(args: Sequence[Any], result: Tensor) -> Workspace:
     """It holds the exponentials, and the maxima beside the result."""
     return Workspace((args[0].numel() + result.numel()) * result.element_size())
@@ -199,17 +177,13 @@ def _logsumexp(args: Sequence[Any], result: Tensor) -> Workspace:
 
 def _matrix_copies(args: Sequence[Any], result: Tensor) -> Workspace:
     """A matrix is copied if neither its rows nor its columns lie in order; in a batch one at a time."""
-    copied = (one for one in args[-2:] if not (_has_ordered_rows(one) or _has_ordered_rows(one.mT)))
+    copied = (one for one in args[-2:] if not (has_ordered_rows(one) or has_ordered_rows(one.mT)))
     return Workspace(sum(math.prod(one.shape[-2:]) * one.element_size() for one in copied))
-
-
-def _has_ordered_rows(matrix: Tensor) -> bool:
-    return matrix.stride(-1) == 1 and matrix.stride(-2) >= max(1, matrix.shape[-1])
 
 
 def _layer_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     """Mean and deviation have the dtype of the weight if it is wider than that of the input."""
-    copied, (weight, mean) = _contiguous_copies(args, result), (args[2], result[1])
+    copied, (weight, mean) = contiguous_copies(args, result), (args[2], result[1])
     if weight is None or weight.dtype == mean.dtype:
         return copied
     nbytes = weight.element_size() * mean.numel()
@@ -295,16 +269,11 @@ class _Inside(Allocations):
 
 
 RULES: dict[Any, Rule] = {
+    aten.mse_loss.default: _loss,
+    aten.smooth_l1_loss.default: _loss,
     **dict.fromkeys(
-        (
-            aten.mse_loss.default,
-            aten.smooth_l1_loss.default,
-            aten.binary_cross_entropy.default,
-            aten.soft_margin_loss.default,
-        ),
-        _loss,
+        (aten.huber_loss.default, aten.binary_cross_entropy.default, aten.soft_margin_loss.default), _reduced_loss
     ),
-    aten.huber_loss.default: _huber_loss,
     aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
     FLASH_ATTENTION: _attention,
     FLASH_ATTENTION_BACKWARD: _attention_backward,
@@ -317,13 +286,37 @@ RULES: dict[Any, Rule] = {
             aten.native_layer_norm_backward.default,
             aten.gelu_backward.default,
             aten.max_pool2d_with_indices_backward.default,
+            aten.max_pool3d_with_indices_backward.default,
             aten.avg_pool2d_backward.default,
+            aten.avg_pool3d_backward.default,
             aten._adaptive_avg_pool2d_backward.default,
+            aten._adaptive_avg_pool3d_backward.default,
+            aten.adaptive_max_pool2d_backward.default,
+            aten.adaptive_max_pool3d_backward.default,
+            aten.embedding_dense_backward.default,
+            aten.fractional_max_pool2d_backward.default,
+            aten.fractional_max_pool3d_backward.default,
+            aten.pixel_shuffle.default,
+            aten.pixel_unshuffle.default,
             aten.reflection_pad1d_backward.default,
             aten.reflection_pad2d_backward.default,
+            aten.reflection_pad3d_backward.default,
+            aten.replication_pad1d_backward.default,
+            aten.replication_pad2d_backward.default,
+            aten.replication_pad3d_backward.default,
+            aten._upsample_nearest_exact1d_backward.default,
+            aten._upsample_nearest_exact2d_backward.default,
+            aten._upsample_nearest_exact3d_backward.default,
+            aten.upsample_linear1d_backward.default,
+            aten.upsample_bicubic2d_backward.default,
+            aten.upsample_bilinear2d_backward.default,
+            aten.upsample_trilinear3d_backward.default,
+            aten.upsample_nearest1d_backward.default,
+            aten.upsample_nearest2d_backward.default,
+            aten.upsample_nearest3d_backward.default,
             aten.grid_sampler_2d_backward.default,
         ),
-        _contiguous_copies,
+        contiguous_copies,
     ),
     aten.logsumexp.default: _logsumexp,
     **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), _matrix_copies),

@@ -12,32 +12,37 @@ from torch import Tensor
 from torch.random import get_rng_state, set_rng_state
 
 from effops.prediction.allocations import Allocations, Workspace
+from effops.prediction.autograd_forms import unobserved
 from effops.prediction.inside import workspace
 from effops.prediction.operations import operations
 from effops.prediction.outcomes import OperatorCall, Outcome
 from effops.prediction.shared import Shared
 from effops.prediction.timeline import Allocation, Timeline
 from effops.pytorch import (
-    BackwardCFunction,
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
-    _current_autograd_node,
+    _create_grouped_mm_output_tensor,
     _DisableTorchDispatch,
     _get_dispatch_mode,
-    _storage_Use_Count,
     _TorchDispatchModeKey,
-    tensor_use_count,
     tree_leaves,
     tree_map_only,
 )
 
+aten = torch.ops.aten
+
 # These operators make tensors of new constants, which have values.
-NEW_CONSTANTS = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
-ITEM = torch.ops.aten._local_scalar_dense.default
+NEW_CONSTANTS = aten.lift_fresh.default, aten.lift_fresh_copy.default
+ITEM = aten._local_scalar_dense.default
 NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
 STATE_BYTES = get_rng_state().nbytes  # of the CPU's random number generator
-SOLE_OWNER_COUNTS = 4, 2  # references to a gradient and to its storage, where autograd alone has it
+# These operators refuse fake tensors that a CPU takes: PyTorch's grouped product takes the dtypes and strides of CUDA.
+RESULTS = {
+    aten._grouped_mm.default: lambda left, right, offs=None, bias=None, out_dtype=None: (
+        _create_grouped_mm_output_tensor(left, right, offs, out_dtype)
+    )
+}
 
 
 class Recorder(Allocations):
@@ -85,8 +90,9 @@ class Recorder(Allocations):
             with _DisableTorchDispatch():
                 value = func(*(arg.constant if isinstance(arg, FakeTensor) else arg for arg in args))
             return value if func is ITEM else args[0]
-        if func is torch.ops.aten.add.Tensor and _accumulates(args):
-            func = torch.ops.aten.add_.Tensor
+        func, formula = unobserved(func, args)
+        if formula:
+            self.unknown.add(formula)
         self.operator = func._schema.name
         call = OperatorCall(func, args, kwargs)
         if call.key is None and func not in NEW_CONSTANTS and _has_real((*args, *kwargs.values())):
@@ -123,8 +129,9 @@ class Recorder(Allocations):
             outcome, allocated, counted = self.remembered[call.key]
             return outcome(call.tensors), allocated, counted
         func, args, kwargs = call.func, call.args, call.kwargs
-        result = func(*args, **kwargs)
-        allocated, counted = workspace(func, args, result, self.cuda), operations(func, args, kwargs, result)
+        result = RESULTS.get(func, func)(*args, **kwargs)
+        allocated = workspace(func, args, kwargs, result, self.cuda)
+        counted = operations(func, args, kwargs, result)
         made = call.outcome(result)
         if made is not None:
             self.remembered[call.key] = made, allocated, counted
@@ -166,7 +173,11 @@ def _is_fake() -> bool:
 
 
 def _generator_state() -> Tensor:
-    return torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu") if _is_fake() else get_rng_state()
+    if _is_fake():
+        state = torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu")
+        if isinstance(state, FakeTensor):  # it is none where modes are on, but kept from dispatching
+            return state
+    return get_rng_state()
 
 
 def _set_generator_state(new_state: Tensor) -> None:
@@ -190,21 +201,6 @@ def _are_constants(args: Sequence[Any]) -> bool:
         and all(arg.constant is not None for arg in args if isinstance(arg, FakeTensor))
         and not any(isinstance(arg, (list, tuple)) for arg in args)
     )
-
-
-def _accumulates(args: Sequence[Any]) -> bool:
-    """Whether autograd adds to a gradient that nobody else holds.
-
-    It does so in place, unless a mode observes its operators, as here.
-    """
-    node = _current_autograd_node()
-    if node is None or isinstance(node, BackwardCFunction) or torch.is_grad_enabled():
-        return False
-    first, second = args[:2]
-    if not isinstance(second, Tensor) or (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    users = tensor_use_count(first), _storage_Use_Count(first.untyped_storage()._cdata)
-    return users == SOLE_OWNER_COUNTS and torch.ops.aten.is_non_overlapping_and_dense.default(first)
 
 
 def _is_real(value: Any) -> bool:

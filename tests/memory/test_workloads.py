@@ -80,14 +80,84 @@ def test_constants_may_be_changed_by_what_has_no_values():
     assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
 
 
-def test_values_of_exchanged_data_are_not_known():
-    def model():
+def test_values_of_exchanged_data_are_those_of_the_new_data():
+    def model(make):
         width = torch.full((2,), 3)
-        width.data = torch.full((2,), 4)
+        width.data = make((2,))
         return nn.Linear(7, int(width.sum().item()))
 
+    made = anatomy(workload(model=lambda: model(lambda shape: torch.full(shape, 4))), 9)
+    assert made.peak_bytes == anatomy(workload(model=lambda: nn.Linear(7, 8)), 9).peak_bytes
     with pytest.raises(NotImplementedError, match="must not depend on the values"):
-        anatomy(workload(model=model), 9)
+        anatomy(workload(model=lambda: model(lambda shape: torch.randint(4, 5, shape))), 9)
+
+
+class Scaled(nn.Module):
+    """Parameters of known values, as the scale of a normalisation and the token of a class are."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(7))
+        self.token = nn.Parameter(torch.zeros(1, 7))
+        self.layer = nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.layer(x * self.scale + self.token)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_models_may_be_converted(dtype):
+    """This once raised that a parameter could not be swapped."""
+    parts = {"model": lambda: Scaled().to(dtype), "batch": lambda size: torch.randn(size, 7, dtype=dtype)}
+    found = anatomy(workload(**parts), 9, measure=True)
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
+
+
+def test_weights_that_exist_may_be_loaded():
+    weights = Scaled().state_dict()
+
+    def model(**options):
+        model = Scaled()
+        model.load_state_dict(weights, **options)
+        return model
+
+    assert anatomy(workload(model=model), 9).peak_bytes == anatomy(workload(model=Scaled), 9).peak_bytes
+    with pytest.raises(ValueError, match=r"`scale` exists already; .* load weights into it without `assign=True`"):
+        anatomy(workload(model=lambda: model(assign=True)), 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_grouped_products(dtype, is_transposed):
+    """Fake tensors take them in bfloat16 alone."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 24, 16, dtype=dtype))
+
+        def forward(self, x):
+            weight = self.weight.mT.contiguous().mT if is_transposed else self.weight
+            ends = torch.tensor([2, 7, len(x)], dtype=torch.int32)
+            return torch._grouped_mm(x, weight, offs=ends).square().sum()
+
+    found = anatomy(workload(model=Experts, batch=lambda size: torch.randn(size, 24, dtype=dtype)), 40, measure=True)
+    marked = "aten::_grouped_mm" in found.unknown
+    assert marked or abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
+    assert not (marked and dtype is torch.float32)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.tensor_split(torch.tensor([2, 4])),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+    ],
+)
+def test_values_of_a_batch_are_not_known(function):
+    with pytest.raises(NotImplementedError, match="anatomy: the workload must not depend on the values of tensors"):
+        anatomy(Workload(nn.Identity, lambda size: torch.zeros(size, 7), generate=lambda model, x: function(x)), 5)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "ASGD", "NAdam", "RAdam", "Rprop"])

@@ -1,0 +1,67 @@
+"""What autograd does otherwise while modes observe its operators, as they do in a prediction; seen in torch 2.13.
+
+It then computes nothing in place, and no formula looks at values.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.pytorch import BackwardCFunction, _current_autograd_node, _storage_Use_Count, tensor_use_count
+
+aten = torch.ops.aten
+
+SOLE_OWNER_COUNTS = 4, 2  # references to a tensor and to its storage, where autograd alone has it
+# Unobserved, autograd computes these in place where nobody else holds the first operand.
+IN_PLACE = {
+    aten.add.Tensor: (aten.add_.Tensor, SOLE_OWNER_COUNTS),
+    aten.index_add.default: (aten.index_add_.default, SOLE_OWNER_COUNTS),
+    aten.index_fill.int_Tensor: (aten.index_fill_.int_Tensor, SOLE_OWNER_COUNTS),
+    aten.index_put.default: (aten.index_put_.default, (5, 2)),
+    aten.scatter.src: (aten.scatter_.src, SOLE_OWNER_COUNTS),
+    aten.scatter_add.default: (aten.scatter_add_.default, SOLE_OWNER_COUNTS),
+}
+OUT_OF_PLACE = {("ScatterReduceBackward0", aten.scatter_add.default)}  # a formula that does not
+# Formulas that go another way while observed, since they look at values or at the places of a mask, or compute many
+# things in place; with an operator that tells this way.
+OTHER_WAYS = {
+    ("BinaryCrossEntropyBackward0", aten.logit.default),
+    ("BinaryCrossEntropyWithLogitsBackward0", aten.add.Scalar),
+    ("ClampBackward0", aten.ge.Tensor),
+    ("CumprodBackward0", aten.cumsum.default),
+    ("MaskedFillBackward1", aten.where.self),
+    ("MaxBackward1", aten.isnan.default),
+    ("MedianBackward0", aten.isnan.default),
+    ("MinBackward1", aten.isnan.default),
+    ("NanmedianBackward0", aten.isnan.default),
+    ("NativeGroupNormBackward0", aten.clamp_min.default),
+    ("ProdBackward0", aten.cumprod.default),
+    ("ProdBackward1", aten.cumprod.default),
+    ("StdMeanBackward0", aten.add.Tensor),
+    ("VarMeanBackward0", aten.add.Tensor),
+}
+
+
+def unobserved(func: Any, args: Sequence[Any]) -> tuple[Any, str]:
+    """The operator that autograd calls where it is not observed; and the formula, if that goes another way there."""
+    node = _current_autograd_node()
+    if node is None or isinstance(node, BackwardCFunction):
+        return func, ""
+    name = node.name()
+    formula = name if (name, func) in OTHER_WAYS else ""
+    is_in_place = func in IN_PLACE and (name, func) not in OUT_OF_PLACE and _is_in_place(func, args)
+    return IN_PLACE[func][0] if is_in_place else func, formula
+
+
+def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
+    if torch.is_grad_enabled():
+        return False
+    first = args[0]
+    if func is aten.add.Tensor:  # of gradients of a tensor that is used several times
+        second = args[1]
+        is_alike = isinstance(second, Tensor) and (first.shape, first.dtype) == (second.shape, second.dtype)
+        if not is_alike or not aten.is_non_overlapping_and_dense.default(first):
+            return False
+    return (tensor_use_count(first), _storage_Use_Count(first.untyped_storage()._cdata)) == IN_PLACE[func][1]

@@ -1,0 +1,219 @@
+"""What the kernels of a CPU allocate inside, where those of a CUDA device do otherwise; measured with torch 2.13."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.numerics.shapes import broadcast_shapes
+from effops.prediction.allocations import Workspace
+
+aten = torch.ops.aten
+
+FLOAT_BYTES, PLACE_BYTES = 4, 8
+Rule = Callable[[Sequence[Any], Any], Workspace]
+
+
+def elements_bytes(args: Sequence[Any], result: Tensor) -> int:
+    return int(result.element_size() * math.prod(broadcast_shapes(args[0].shape, args[1].shape)))
+
+
+def contiguous_copies(args: Sequence[Any], result: Any) -> Workspace:
+    """Arguments that are not contiguous are copied, such as the gradient that comes from a sum."""
+    given = (one for one in args if isinstance(one, Tensor) and not one.is_contiguous())
+    return Workspace(sum(one.nbytes for one in given))
+
+
+def has_ordered_rows(matrix: Tensor) -> bool:
+    return matrix.stride(-1) == 1 and matrix.stride(-2) >= max(1, matrix.shape[-1])
+
+
+def _gelu_backward(args: Sequence[Any], result: Tensor) -> Workspace:
+    """By the hyperbolic tangent it computes on tensors of any layout."""
+    return Workspace() if "tanh" in args else contiguous_copies(args, result)
+
+
+def _isinf(args: Sequence[Any], result: Tensor) -> Workspace:
+    """It compares the magnitudes of floats."""
+    return Workspace(args[0].nbytes if args[0].is_floating_point() else 0)
+
+
+def _layer_norm_backward(args: Sequence[Any], result: tuple[Tensor | None, ...]) -> Workspace:
+    """Each thread sums gradients of weight and bias by itself."""
+    parameters = [one for one in result[1:] if one is not None]
+    sums_bytes = 2 * torch.get_num_threads() * parameters[0].nbytes if parameters else 0
+    return Workspace(contiguous_copies(args, result).temporary_bytes + sums_bytes)
+
+
+def _group_norm_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
+    """It holds two sums of each channel."""
+    return Workspace(contiguous_copies(args, result).temporary_bytes + 2 * args[5] * args[6] * args[2].element_size())
+
+
+def _batch_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
+    """It holds a factor and a summand of each channel."""
+    return Workspace(2 * args[0].shape[1] * max(FLOAT_BYTES, args[0].element_size()))
+
+
+def _batch_norm_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
+    """It holds a sum of each channel."""
+    return Workspace(args[1].shape[1] * max(FLOAT_BYTES, args[1].element_size()))
+
+
+def _zeros_without_storage(args: Sequence[Any], result: Tensor) -> Workspace:
+    return Workspace(result_bytes={0: 0})
+
+
+def _safe_softmax(args: Sequence[Any], result: Tensor) -> Workspace:
+    """It holds which elements are minus infinity, and of which rows all are."""
+    rows = result.numel() // max(1, result.shape[args[1]]) if result.shape else 1
+    return Workspace(result.numel() + rows)
+
+
+def _interpolation(taps: int) -> Rule:
+    """It holds a place and a weight of each tap, for each position along each axis."""
+
+    def rule(args: Sequence[Any], result: Tensor) -> Workspace:
+        held = taps * (PLACE_BYTES + FLOAT_BYTES) * sum(result.shape[2:])
+        return Workspace(held, known=args[0].is_contiguous())
+
+    return rule
+
+
+def _image_interpolation(args: Sequence[Any], result: Tensor) -> Workspace:
+    """It computes on images with channels last, and copies others into that layout and back."""
+    is_last = args[0].is_contiguous(memory_format=torch.channels_last)
+    return Workspace(0 if is_last else args[0].nbytes + result.nbytes)
+
+
+def _pooling_backward(args: Sequence[Any], result: Tensor) -> Workspace:
+    """Images in another layout than that of their batch, channels and rows were not measured."""
+    return contiguous_copies(args, result)._replace(known=args[1].is_contiguous())
+
+
+def _mv(args: Sequence[Any], result: Tensor) -> Workspace:
+    matrix = args[-2]
+    is_copied = not (has_ordered_rows(matrix) or has_ordered_rows(matrix.mT))
+    return Workspace(matrix.nbytes * is_copied)
+
+
+def _triangle(args: Sequence[Any], result: Tensor) -> Workspace:
+    """A batch of matrices is copied if it is not laid out in order."""
+    return contiguous_copies(args, result) if result.ndim > 2 else Workspace()
+
+
+def _count_nonzero(args: Sequence[Any], result: Tensor) -> Workspace:
+    """Along some axes it sums what is not zero, as integers."""
+    is_whole = len(args) < 2 or args[1] is None
+    return Workspace(0 if is_whole else (1 + PLACE_BYTES) * args[0].numel())
+
+
+def _ldexp(args: Sequence[Any], result: Tensor) -> Workspace:
+    """It holds the powers of two."""
+    return Workspace(args[1].numel() * result.element_size())
+
+
+def _abs(args: Sequence[Any], result: Tensor) -> Workspace:
+    """The magnitudes of complex numbers are complex numbers first."""
+    return Workspace(args[0].nbytes if args[0].is_complex() else 0)
+
+
+def _distance(args: Sequence[Any], result: Tensor) -> Workspace:
+    return Workspace(elements_bytes(args, result))
+
+
+def _places(args: Sequence[Any], result: Tensor) -> Workspace:
+    """Indices that are not 64 bits wide are copied."""
+    return Workspace(0 if args[2].dtype is torch.int64 else PLACE_BYTES * args[2].numel())
+
+
+def _sort(args: Sequence[Any], result: Sequence[Tensor]) -> Workspace:
+    """It holds the places along the axis, which is the only integer among its arguments."""
+    axis = next((one for one in args[1:] if type(one) is int), -1)
+    return Workspace(PLACE_BYTES * (args[0].shape[axis] if args[0].shape else 1))
+
+
+def _roll(args: Sequence[Any], result: Tensor) -> Workspace:
+    """It holds a copy for each axis but the last."""
+    axes = args[2] if len(args) > 2 else ()
+    return Workspace(max(0, len(axes) - 1) * result.nbytes)
+
+
+def _repeat(args: Sequence[Any], result: Tensor) -> Workspace:
+    """It computes with tensors of the sizes of all axes."""
+    return Workspace(4 * PLACE_BYTES * (result.ndim + 1) if result.numel() else 0)
+
+
+def _scatter_reduce(args: Sequence[Any], result: Tensor) -> Workspace:
+    """A mean counts what it adds to each element."""
+    return Workspace(result.nbytes + args[3].nbytes + result.numel() if args[4] == "mean" else 0)
+
+
+def _index_put(args: Sequence[Any], result: Tensor) -> Workspace:
+    """The places of a mask are as many as it has true values."""
+    return Workspace(known=not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]))
+
+
+CPU_RULES: dict[Any, Rule] = {
+    aten._efficientzerotensor.default: _zeros_without_storage,
+    aten._safe_softmax.default: _safe_softmax,
+    aten.abs.default: _abs,
+    aten.count_nonzero.default: _count_nonzero,
+    aten.count_nonzero.dim_IntList: _count_nonzero,
+    aten.dist.default: _distance,
+    aten.gelu_backward.default: _gelu_backward,
+    aten.isinf.default: _isinf,
+    aten.ldexp.Tensor: _ldexp,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.index_put.default: _index_put,
+    aten.index_put_.default: _index_put,
+    aten.repeat.default: _repeat,
+    aten.roll.default: _roll,
+    aten.scatter_reduce.two: _scatter_reduce,
+    **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
+    **dict.fromkeys(
+        (
+            aten.gather.default,
+            aten.scatter.src,
+            aten.scatter.value,
+            aten.scatter_.src,
+            aten.scatter_add.default,
+            aten.scatter_add_.default,
+        ),
+        _places,
+    ),
+    **dict.fromkeys((aten.mv.default, aten.addmv.default), _mv),
+    **dict.fromkeys((aten.tril.default, aten.triu.default), _triangle),
+    **dict.fromkeys(
+        (
+            aten.max_pool2d_with_indices_backward.default,
+            aten.avg_pool2d_backward.default,
+            aten._adaptive_avg_pool2d_backward.default,
+        ),
+        _pooling_backward,
+    ),
+    **dict.fromkeys(
+        (
+            aten._upsample_nearest_exact2d.default,
+            aten.upsample_bilinear2d.default,
+            aten.upsample_nearest2d.default,
+        ),
+        _image_interpolation,
+    ),
+    **dict.fromkeys(
+        (
+            aten._upsample_nearest_exact1d.default,
+            aten._upsample_nearest_exact3d.default,
+            aten.upsample_nearest1d.default,
+            aten.upsample_nearest3d.default,
+        ),
+        _interpolation(1),
+    ),
+    **dict.fromkeys((aten.upsample_linear1d.default, aten.upsample_trilinear3d.default), _interpolation(2)),
+    aten.upsample_bicubic2d.default: _interpolation(4),
+}

@@ -1,0 +1,65 @@
+"""What autograd does in place, or by values, while nobody observes its operators."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from effops.memory import Workload, anatomy
+
+PLACES = torch.arange(4)
+EXACT = {
+    "maximum along an axis": lambda x: x.max(1)[0],
+    "largest": lambda x: x.topk(3, 1)[0],
+    "median along an axis": lambda x: x.median(1)[0],
+    "maxout": lambda x: x.unflatten(1, (5, 10)).max(1)[0],
+    "cumulative maximum": lambda x: x.cummax(1)[0],
+    "gathered": lambda x: x.gather(1, torch.zeros(70, 3, dtype=torch.long)),
+    "selected": lambda x: x.index_select(0, PLACES),
+    "indexed": lambda x: x[PLACES],
+    "trace": lambda x: x.trace(),
+    "maxima": lambda x: x.amax(1),
+    "scattered maxima": lambda x: torch.zeros(70, 50).scatter_reduce(
+        0, torch.zeros(70, 50, dtype=torch.long), x, "amax"
+    ),
+}
+MARKED = {
+    "maximum": (lambda x: x.max(), "MaxBackward1"),
+    "median": (lambda x: x.median(), "MedianBackward0"),
+    "product": (lambda x: x.prod(), "ProdBackward0"),
+    "cumulative product": (lambda x: x.cumprod(1), "CumprodBackward0"),
+    "bounds in tensors": (lambda x: x.clamp(torch.zeros(50), torch.ones(50)), "ClampBackward0"),
+    "weighted logits": (
+        lambda x: functional.binary_cross_entropy_with_logits(x, torch.ones(70, 50), pos_weight=torch.ones(50)),
+        "BinaryCrossEntropyWithLogitsBackward0",
+    ),
+    "deviation and mean": (lambda x: sum(torch.std_mean(x, 1)), "StdMeanBackward0"),
+    "filled": (lambda x: torch.ones(70, 50).masked_fill(torch.ones(70, 50) > 0, x.sum()), "MaskedFillBackward1"),
+}
+
+
+def training(function):
+    return Workload(
+        lambda: nn.Linear(50, 50),
+        lambda size: torch.randn(size, 50),
+        lambda model, x: function(model(x)).sum(),
+        torch.optim.SGD,
+    )
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_autograd_fills_in_place_is_held_once(name):
+    found = anatomy(training(EXACT[name]), 70, measure=True)
+    assert found.unknown == ()
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
+
+
+def test_powers_have_gradients_of_another_shape():
+    found = anatomy(training(lambda x: x[:, :1] ** x.abs()), 70, measure=True)
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_formulas_that_look_at_values_are_named(name):
+    function, formula = MARKED[name]
+    assert anatomy(training(function), 70).unknown == (formula,)
