@@ -39,6 +39,8 @@ OTHER_WAYS = {
     ("NativeGroupNormBackward0", aten.clamp_min.default),
     ("ProdBackward0", aten.cumprod.default),
     ("ProdBackward1", aten.cumprod.default),
+    ("ProdBackward1", aten.detach.default),
+    ("SpecialI1EBackward0", aten.special_i0e.default),
     ("StdMeanBackward0", aten.add.Tensor),
     ("VarMeanBackward0", aten.add.Tensor),
 }

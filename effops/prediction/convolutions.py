@@ -28,7 +28,8 @@ def convolution(args: Sequence[Any], result: Tensor) -> Workspace:
     groups = args[8]
     depthwise = groups == input.shape[1] == weight.shape[0] and input.ndim < 5
     pointwise = math.prod(weight.shape[2:]) == 1 and not _is_dense(args)
-    if not _is_blocked(input) or pointwise or (groups > 1 and not depthwise):
+    dilated = input.ndim == 5 and max(args[5]) > 1
+    if not _is_blocked(input) or pointwise or dilated or (groups > 1 and not depthwise):
         return Workspace(known=False)
     blocked = _blocked_bytes(result)
     computing = _blocked_input_bytes(input, groups) + _blocked_weight_bytes(weight, groups) + blocked
