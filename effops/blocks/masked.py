@@ -143,7 +143,7 @@ class Masked(Scores):
 
     def _terms_of(self, included: Tensor) -> Tensor:
         """What to add for a part of a boolean mask: 0 or -inf. It is kept for blocks that share this part."""
-        place = included.storage_offset(), included.shape
+        place = int(included.storage_offset()), tuple(included.shape)
         if place != self.place:
             self.terms = None  # frees the former terms before others are made
             self.place, self.terms = place, included.to(self.arithmetic).reciprocal_().neg_().add_(1)

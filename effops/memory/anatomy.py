@@ -237,7 +237,8 @@ def _predicted(
             reads = any(message in str(error) for message in READS_VALUES)
             if not (reads or isinstance(error, UNPREDICTABLE)):
                 raise
-            found = "an operator that reads them" if reads else f"{type(error).__name__} from {error.func}"
+            operator = getattr(error, "func", "an operator that reads them")
+            found = operator if reads else f"{type(error).__name__} from {operator}"
             raise NotImplementedError(
                 f"anatomy: {modules.where()} must not depend on the values of tensors, which a prediction does not "
                 f"have; got {found}; make shapes and branches there independent "

@@ -46,7 +46,7 @@ def converted_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
         return 0 if is_norm else _copied_bytes(args[:1], result.dtype)
     if torch.Tag.pointwise not in func.tags and func.overloadpacket not in UNTAGGED:
         return 0
-    operands = [one for one in args if isinstance(one, (Tensor, float, int))]
+    operands: Sequence[Any] = [one for one in args if isinstance(one, (Tensor, float, int))]
     tensors = [one for one in operands if isinstance(one, Tensor)]
     if func.overloadpacket in MASKED:
         operands = tensors = [one for one in tensors if one.dtype is not torch.bool]
