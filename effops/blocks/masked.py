@@ -1,6 +1,6 @@
-"""Scores under a mask, block by block: that of attention, or the log weights of a mixture, which are added alike.
+"""Scores of attention under a mask, block by block.
 
-In attention rows are the queries, columns the keys: the last axis of the plan is that of the keys.
+Rows are the queries, columns the keys: the last axis of the plan is that of the keys.
 
 Pairs are excluded by adding -inf: to fill them where a boolean mask says so takes 15 to 30 times as long on a CPU. The
 sum is NaN where the score is NaN or infinite. A block with a NaN is filled too.
