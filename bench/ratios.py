@@ -54,6 +54,9 @@ TARGET, TARGET_ELSEWHERE = 1.0, 1.1  # of the ratio, at the default size and els
 # A peer that takes so many times as long as the automatic choice has its place after one run. In further cases of the
 # same op and pass it is left out, which saves half of the time of a run: most of these are compiled for each case.
 HOPELESS = 3.0
+# A peer may hold more temporaries than the variant whose memory stands for its own: `torch.distributions.Normal` took
+# more than 23 GiB for the default call and its gradients, so that the system ended the process.
+PEER_FACTOR = 3
 SECONDS_PER_STEP = 12.0  # a first guess, mostly what compilers take
 
 Arguments = tuple[Tensor, ...]
@@ -354,7 +357,10 @@ class Bench:
         hopeless = self.hopeless.get((op.name, pass_name), ()) if step.case.name != DEFAULT else ()
         shown_elsewhere = [name for name, peer in PEERS.get(op.name, {}).items() if peer.always]
         for one in contenders_of(workload, args, names, with_peers=True):
-            obstacle = one.obstacle or shortage(workload, args, one.cost)
+            cost = one.cost
+            if cost is not None and one.is_peer:
+                cost = cost._replace(temporary_bytes=PEER_FACTOR * cost.temporary_bytes)
+            obstacle = one.obstacle or shortage(workload, args, cost)
             if one.name in hopeless:
                 obstacle = f"took {HOPELESS:g} times as long at the default size"
             if one.name in shown_elsewhere:
