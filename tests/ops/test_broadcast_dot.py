@@ -9,7 +9,7 @@ import effops
 from effops.measure import Pass, memory
 from effops.numerics import pages
 from effops.ops.broadcast_dot import op
-from effops.reference import reference_of
+from effops.reference import gradient_error_ratio, reference_of
 
 
 @pytest.mark.parametrize("variant", [v for v in op.variants if v != "compile"])
@@ -50,8 +50,7 @@ def test_one_product_where_no_operand_needs_a_copy(layout, generator):
         gradients = torch.autograd.grad(out, leaves, dout)
     products = [event for event in profiler.events() if event.name in ("aten::bmm", "aten::baddbmm_")]
     assert len(products) == 2
-    expected = torch.autograd.grad((leaves[0] * leaves[1]).sum(-1), leaves, dout)
-    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+    assert gradient_error_ratio(op, (a, b), dout, gradients) <= 1
 
 
 def test_an_empty_batch():

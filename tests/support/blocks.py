@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 SIZES = {
-    **dict.fromkeys(("BLOCK_BYTES", "PAIR_BYTES", "PIECE_BYTES", "PRODUCT_BYTES", "WIDE_BYTES"), 1024),
+    **dict.fromkeys(("BLOCK_BYTES", "PAIR_BYTES", "PIECE_BYTES", "PRODUCT_BYTES"), 1024),
     **{"WHOLE_KEYS": 16, "QUERIES": 8, "KEYS": 16},
 }
 

@@ -25,8 +25,6 @@ from effops.ops.attention.call import SETTINGS, AttentionCall, given, join_argum
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
 
-# The size of the pairs of a block. Blocks of 512 KiB took 1.5 times as long, those of 3 MiB 1.16 times.
-WIDE_BYTES = 2 * 1024 * 1024
 # Up to 1,024 keys whole rows, whose softmax is one pass, are fastest. Of more keys few rows would fit in a block:
 # products of 128 queries by 4,096 keys run at 0.75 of the speed of 256 by 512. A block has those of four heads.
 WHOLE_KEYS, QUERIES, KEYS = 1024, 256, 512
@@ -213,7 +211,9 @@ def scaled_dots(call: AttentionCall, wanted: Sequence[bool]) -> Products:
         arithmetic.itemsize,
         copies=float(copied),
         values_per_row=2 * (softmax.VALUES_PER_ROW + sum(value.shape[-1] for value in summed)),  # half of `pair_bytes`
-        pair_bytes=WIDE_BYTES // 2 if copied and summed else WIDE_BYTES,  # copies and dropout take as much again
+        pair_bytes=tiling.PAIR_BYTES // 2
+        if copied and summed
+        else tiling.PAIR_BYTES,  # copies and dropout take as much again
         width=plan.shape[-1] if plan.shape[-1] <= WHOLE_KEYS else KEYS,
         height=QUERIES if summed else None,
     )
