@@ -23,14 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from effops.blocks import limits
 from effops.blocks.operand import point_operand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Slices
 from effops.blocks.tiling import Block, Buffer, cut, depths, fit, part, pieces, sizes
 from effops.numerics.values import observed
-
-PAIR_BYTES = 128 * 1024  # size of the scores of a block: 64 x 512 in float32, for callers that reduce them
-PIECE_BYTES = 3 * 2**20  # size of a computation: more than an L2 cache, since a smaller one is not worth its calls
 
 
 class _Weights(NamedTuple):
@@ -68,7 +66,8 @@ class AdditiveScores(Scores):
         )
         self.differentiated = any(wanted)
         dimension, itemsize = max(1, query.shape[-1]), arithmetic.itemsize
-        extents = cut(plan, dimension, itemsize, copies=1, values_per_row=values_per_row, pair_bytes=PAIR_BYTES)
+        pair_bytes = limits.ADDITIVE_PAIR_BYTES
+        extents = cut(plan, dimension, itemsize, copies=1, values_per_row=values_per_row, pair_bytes=pair_bytes)
         super().__init__(plan, arithmetic, extents)
         self.depths = list(depths(dimension, extents.depth)) if query.shape[-1] else []
         self.keeps_exponentials = min(math.prod(extents.rows), math.prod(extents.columns)) > 1
@@ -76,7 +75,7 @@ class AdditiveScores(Scores):
         self.largest = torch.finfo(arithmetic).max / 8  # up to this sum |weight| no partial sum overflows
         self.weight_of_pairs = plan.varies(weight, plan.rows + plan.columns, trailing=1)
         self.weight_varies = plan.varies(weight, plan.order, trailing=1)
-        values = PIECE_BYTES // itemsize
+        values = limits.ADDITIVE_PIECE_BYTES // itemsize
         if self.differentiated or self.weight_varies:  # a second buffer is needed, for terms or converted weights
             values //= 2
         self.piece = fit(extents.pairs, values // extents.depth)

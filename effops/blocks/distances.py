@@ -41,18 +41,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effops.blocks import limits
 from effops.blocks.operand import PairOperand, point_operand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import BLOCK_BYTES, Block, Buffer, Extents, cut, depths, fit, merge, pieces, sizes
+from effops.blocks.tiling import Block, Buffer, Extents, cut, depths, fit, merge, pieces, sizes
 from effops.numerics.precision import contraction_error, unit_roundoff
 from effops.numerics.values import observed
 
 TOLERANCE = 2.0**-22  # relative error of a squared distance by the direct form in float32
-PRODUCT_BYTES = 3 * 2**19  # size of the scores of a block of the product form: large, as a block costs two dozen calls
-PRODUCT_WIDTH = 1024  # columns of such a block, for a fast matrix product
-NARROW = 8  # with fewer rows or columns the factors cost more than their product saves
-PAIRS_PER_DUPLICATE = 16  # a block with a near-duplicate for every so many pairs is computed directly
 SAMPLE = 8  # columns whose median is the centre of a block
 HALF_LOG_2PI = math.log(2 * math.pi) / 2
 
@@ -77,8 +74,8 @@ class Distances(Scores):
         by_rows, by_columns = (plan.varies(scale, axes, trailing=1) for axes in (plan.rows, plan.columns))
         as_product = (
             arithmetic == torch.float32
-            and min(plan.numel(plan.rows), plan.numel(plan.columns)) >= NARROW
-            and plan.numel(plan.order) * dimension * arithmetic.itemsize > BLOCK_BYTES
+            and min(plan.numel(plan.rows), plan.numel(plan.columns)) >= limits.LEAST_SIDE
+            and plan.numel(plan.order) * dimension * arithmetic.itemsize > limits.BLOCK_BYTES
             and not (by_rows and by_columns)
         )
         if as_product:
@@ -88,11 +85,11 @@ class Distances(Scores):
                 dimension,
                 torch.float64.itemsize,
                 copies=features / dimension,
-                pair_bytes=PRODUCT_BYTES,
-                width=PRODUCT_WIDTH,
+                pair_bytes=limits.DISTANCE_BYTES,
+                width=limits.DISTANCE_WIDTH,
             )
         else:
-            extents = cut(plan, max(1, dimension), arithmetic.itemsize)
+            extents = cut(plan, max(1, dimension), arithmetic.itemsize, pair_bytes=limits.BLOCK_BYTES)
         super().__init__(plan, arithmetic, extents)
         self.direct = _Direct(extents, self.loc, self.scale, self.x, arithmetic, self.differentiated)
         self.product = _Product(plan, extents, self.direct, by_rows) if as_product else None
@@ -132,7 +129,7 @@ class _Direct:
         self.loc, self.scale, self.x = loc, scale, x
         self.arithmetic, self.differentiated = arithmetic, differentiated
         self.dimension = x.view.shape[-1]
-        self.piece = BLOCK_BYTES // arithmetic.itemsize
+        self.piece = limits.BLOCK_BYTES // arithmetic.itemsize
         self.depths = list(depths(self.dimension, self.piece))
         pairs = max(1, self.piece // max(1, self.dimension))
         rows = fit(extents.rows, math.isqrt(pairs))
@@ -141,7 +138,7 @@ class _Direct:
         self.extents = fit(extents.batch, pairs // math.prod(rows + columns)) + rows + columns
         # The logarithm of a scale is taken once for all pairs of a block that share the scale.
         varying = [size != 1 for size in scale.view.shape[:-1]]
-        scales = max(1, BLOCK_BYTES // torch.float64.itemsize // max(1, scale.view.shape[-1]))
+        scales = max(1, limits.BLOCK_BYTES // torch.float64.itemsize // max(1, scale.view.shape[-1]))
         pieces = iter(fit(tuple(itertools.compress(extents.pairs, varying)), scales))
         self.constant_extents = tuple(next(pieces) if axis else whole for axis, whole in zip(varying, extents.pairs))
         self.quotients, self.pulls = Buffer(x.view, arithmetic), Buffer(x.view, arithmetic)
@@ -224,7 +221,7 @@ class _Product:
         if not observed(certain.all(), ordinary=True):
             least = torch.where(certain, math.inf, constant.sub(squares, alpha=0.5))
             doubtful = (matrices <= least.unsqueeze(2 if self.by_rows else 1)).logical_not_()
-            if observed(doubtful.count_nonzero(), ordinary=0) * PAIRS_PER_DUPLICATE > doubtful.numel():
+            if observed(doubtful.count_nonzero(), ordinary=0) * limits.PAIRS_PER_DUPLICATE > doubtful.numel():
                 return False
             near = doubtful.view(out.shape).nonzero(as_tuple=True)
         out.copy_(matrices.view(out.shape))

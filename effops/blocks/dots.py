@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from effops.blocks import limits
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.tiling import (
-    BLOCK_BYTES,
-    DEPTH,
-    TEMPORARY_BYTES,
     Block,
     Buffer,
     Extents,
@@ -36,12 +34,7 @@ from effops.blocks.tiling import (
 )
 from effops.numerics.precision import converted
 
-SLAB = 16384  # how many values of a normaliser are kept for the blocks that share them
-SMALL = 8192  # how many values a matrix has below which a BLAS call for it alone costs more than to add the matrix
-# How many values of a normaliser are computed at once, in float64. Pieces of 3072 take 1.5 to 1.7 times as long, as
-# they are more calls; pieces of 16384 take 0.85 of the time, and twice the memory.
-PIECE = 8192
-PIECE_BYTES = 112 * PIECE  # temporaries of a piece
+PIECE_BYTES = 14 * 8 * limits.NORMALISER_PIECE  # temporaries of a piece of a normaliser: 14 float64 for each value
 
 Function = Callable[[Tensor], Tensor]
 
@@ -110,11 +103,11 @@ class ProductSum(MatrixOperand):
         target = part(self.view, axes)
         if self.is_slow is None:
             matrix = math.prod(target.shape[self.batch_axes :])
-            self.is_slow = matrix < min(target.numel(), SMALL) and not self.view.is_contiguous()
+            self.is_slow = matrix < min(target.numel(), limits.SLOW_MATRIX) and not self.view.is_contiguous()
         if self.copied:
             self._add_by_buffer(target, left, right, alpha)
         elif self.is_slow:
-            step = max(1, BLOCK_BYTES // self.total.itemsize // max(1, left.shape[1] * right.shape[2]))
+            step = max(1, limits.BLOCK_BYTES // self.total.itemsize // max(1, left.shape[1] * right.shape[2]))
             for some in zip(self.merge(target).split(step), left.split(step), right.split(step)):
                 self._add_by_buffer(*some, alpha)
         else:
@@ -187,9 +180,9 @@ class Products(Scores):
         self.dloc = ProductSum(plan, loc, plan.columns, arithmetic, buffer) if wants_loc else None
         copies = float(any(one is not None and one.copied for one in (self.left, self.right, self.dx, self.dloc)))
         if extents is None:
-            held += int(2 * BLOCK_BYTES * copies)
-            buffers += self.dimension > (DEPTH // 2 if copies else DEPTH)  # `partial`
-            limit = 2 * TEMPORARY_BYTES if wants_loc or wants_x else TEMPORARY_BYTES
+            held += int(2 * limits.BLOCK_BYTES * copies)
+            buffers += self.dimension > (limits.DEPTH // 2 if copies else limits.DEPTH)  # `partial`
+            limit = 2 * limits.TEMPORARY_BYTES if wants_loc or wants_x else limits.TEMPORARY_BYTES
             pair_bytes = pair_bytes_beside(held, buffers, limit)
             extents = cut(plan, self.dimension, arithmetic.itemsize, copies=copies, pair_bytes=pair_bytes)
         super().__init__(plan, arithmetic, extents)
@@ -276,7 +269,7 @@ class DotScores(Scores):
             loc,
             x,
             arithmetic,
-            held=held + PIECE_BYTES + 2 * SLAB * arithmetic.itemsize,
+            held=held + PIECE_BYTES + 2 * limits.NORMALISER_SLAB * arithmetic.itemsize,
             buffers=buffers + self._own_buffers(plan, loc, arithmetic),
             wants_loc=wants_loc,
             wants_x=wants_x,
@@ -299,7 +292,7 @@ class DotScores(Scores):
         """Many small blocks share one computation of the constants of their scales."""
         batch = math.prod(self.extents.batch)
         by_columns = any(self.plan.varies(operand, self.plan.columns) for operand in operands)
-        shared = max(batch, SLAB // max(1, math.prod(self.extents.columns) if by_columns else 1))
+        shared = max(batch, limits.NORMALISER_SLAB // max(1, math.prod(self.extents.columns) if by_columns else 1))
         is_own = batch == 1 or self.scale_by_rows
         self.slab = self.extents.batch if is_own else fit(self.plan.sizes(self.plan.batch), shared)
 
@@ -382,12 +375,12 @@ def _in_pieces(function: Function, scale: Tensor, factor: Tensor) -> Tensor:
 
     `factor` is the same scale, contiguous and in the dtype of the arithmetic.
     """
-    if scale.numel() <= PIECE:
+    if scale.numel() <= limits.NORMALISER_PIECE:
         return function(scale).to(factor.dtype)
     flat = factor.view(-1)
     values = torch.empty_like(flat)
-    for i in range(0, flat.numel(), PIECE):
-        values[i : i + PIECE] = function(flat[i : i + PIECE])
+    for i in range(0, flat.numel(), limits.NORMALISER_PIECE):
+        values[i : i + limits.NORMALISER_PIECE] = function(flat[i : i + limits.NORMALISER_PIECE])
     return values.view(scale.shape)
 
 

@@ -16,16 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from effops.blocks import limits
 from effops.blocks.logsumexp import absorb
 from effops.blocks.plan import Shape, Slices
-from effops.blocks.tiling import BLOCK_BYTES, fit, is_prediction, part, shortened_if_predicted, tiles, whole
+from effops.blocks.tiling import fit, is_prediction, part, shortened_if_predicted, tiles, whole
 from effops.numerics.exponentials import exp_
 from effops.numerics.shapes import broadcast_shapes
-
-EDGE = 64  # rows of a block of a diagonal
-MIN_DENSITY = 1 / 8  # above this share of the offsets of a block, one matrix product of all offsets is faster
-SHIFTS_PER_TILE = 16  # how many single offsets have their scores kept at a time
-SCORE_BLOCKS = 8  # how many blocks of scores backward keeps
 
 
 class Pattern(NamedTuple):
@@ -161,18 +157,18 @@ class Blocks:
         self.batch, self.arithmetic = batch, arithmetic
         self.length = tensors[0].shape[-2]
         self.device = tensors[0].device
-        limit = BLOCK_BYTES // arithmetic.itemsize
+        limit = limits.BLOCK_BYTES // arithmetic.itemsize
         width = max(1, *(tensor.shape[-1] for tensor in tensors))
-        self.edge = min(EDGE, max(1, limit // width))
+        self.edge = min(limits.DIAGONAL_ROWS, max(1, limit // width))
         offsets = pattern.offsets(self.length)
         spans = [list(span) for _, span in itertools.groupby(offsets, lambda offset: offset // self.edge)]
-        dense = [span for span in spans if len(span) >= MIN_DENSITY * self.edge]
+        dense = [span for span in spans if len(span) >= limits.DENSE_SHARE * self.edge]
         self.dense_offsets = set(itertools.chain(*dense))
         self.single_offsets = [offset for offset in offsets if offset not in self.dense_offsets]
         # A span of offsets covers the lower half of one diagonal of blocks and the upper half of the next diagonal.
         self.diagonals = sorted({span[0] // self.edge + half for span in dense for half in (0, 1)})
         columns = len(self.single_offsets) + self.edge * len(self.diagonals) if keeps_scores else 0
-        self.rows = max(1, limit // max(width, self.edge, columns // SCORE_BLOCKS) // self.edge) * self.edge
+        self.rows = max(1, limit // max(width, self.edge, columns // limits.SCORE_BLOCKS) // self.edge) * self.edge
         self.extents = fit(batch, max(1, self.rows // max(1, self.length)))
         places = torch.arange(self.edge, device=self.device)
         self.distances = places.unsqueeze(-1) - places + self.edge - 1
@@ -203,9 +199,9 @@ class Blocks:
 
     def _shifts(self, rows: slice) -> Iterator[Tile]:
         offsets = [offset for offset in self.single_offsets if offset < rows.stop]
-        for i in range(0, len(offsets), SHIFTS_PER_TILE):
+        for i in range(0, len(offsets), limits.SHIFTS_PER_TILE):
             inside = slice(max(0, offsets[i] - rows.start), rows.stop - rows.start)
-            yield Shifts(rows.start, inside, offsets[i : i + SHIFTS_PER_TILE])
+            yield Shifts(rows.start, inside, offsets[i : i + limits.SHIFTS_PER_TILE])
 
     def _diagonals(self, rows: slice) -> Iterator[Tile]:
         edge, last = self.edge, -(-rows.stop // self.edge)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effops.blocks import limits
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Shape, Slices
-from effops.blocks.tiling import BLOCK_BYTES, Block, all_pairs, fit, is_prediction, pieces, tiles
+from effops.blocks.tiling import Block, all_pairs, fit, is_prediction, pieces, tiles
 from effops.numerics.values import observed
 
 
@@ -155,7 +156,7 @@ class Masked(Scores):
         assert self.mask is not None
         extents, shape = self.extents.pairs, self.mask.view.shape
         varying = tuple(1 if size == 1 else extent for size, extent in zip(shape, extents))
-        limited = fit(varying, BLOCK_BYTES // self.arithmetic.itemsize)
+        limited = fit(varying, limits.BLOCK_BYTES // self.arithmetic.itemsize)
         return tuple(extent if size == 1 else limit for size, extent, limit in zip(shape, extents, limited))
 
     def _reached(self, blocks: Iterable[Block]) -> Iterator[Block]:

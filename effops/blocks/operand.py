@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from effops.blocks import limits
 from effops.blocks.plan import Plan, Slices
-from effops.blocks.tiling import BLOCK_BYTES, part
+from effops.blocks.tiling import part
 
 
 class PairOperand:
@@ -36,6 +37,6 @@ class PairOperand:
 def point_operand(plan: Plan, tensor: Tensor, arithmetic: torch.dtype, is_wanted: bool) -> PairOperand:
     """An operand whose last axis is that of the coordinates."""
     # Many blocks add to each value of a small gradient, and its sum in float64 costs little.
-    is_small = tensor.numel() * torch.float64.itemsize <= BLOCK_BYTES
+    is_small = tensor.numel() * torch.float64.itemsize <= limits.BLOCK_BYTES
     sum_dtype = torch.float64 if is_small else arithmetic
     return PairOperand(plan, tensor, sum_dtype if is_wanted else None, trailing=1)

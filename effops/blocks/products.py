@@ -12,15 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from effops.blocks import pairs
+from effops.blocks import limits, pairs
 from effops.blocks.dots import Products, are_matrices
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import DEPTH, PAIR_BYTES, Block, Buffer, cut, depths, fit, merge, tiles, whole
+from effops.blocks.tiling import Block, Buffer, cut, depths, fit, merge, tiles, whole
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import arithmetic_dtype
-
-# The bytes of each buffer: at most three of them in a forward pass. Half of that takes 1.05 times as long.
-PRODUCT_BYTES = 1024 * 1024
 
 
 class Matrices:
@@ -37,7 +34,7 @@ class Matrices:
         self.bytes = math.prod(view.shape[batch:]) * arithmetic.itemsize  # of one matrix
         self.copied = view.dtype != arithmetic or not are_matrices(view, batch, rows)
         is_apart = not view.is_contiguous() and math.prod(view.shape[:batch]) > 1
-        self.written_by_copy = self.copied or (is_apart and self.bytes <= PRODUCT_BYTES)
+        self.written_by_copy = self.copied or (is_apart and self.bytes <= limits.PRODUCT_BYTES)
         self.buffer = buffer
 
     def part(self, tile: Slices) -> Tensor:
@@ -71,7 +68,7 @@ def forward(plan: Plan, loc: Tensor, x: Tensor, out: Tensor) -> Tensor:
     if batch is None:
         return pairs.forward(_Blocks(plan, loc, x, arithmetic), out)
     for tile in tiles(whole(plan.sizes(plan.batch)), batch):
-        products.write(tile, left.part(tile), right.part(tile).mT, terms=DEPTH)
+        products.write(tile, left.part(tile), right.part(tile).mT, terms=limits.DEPTH)
     return out
 
 
@@ -104,7 +101,7 @@ class _Blocks(Products):
     """The dot products of one call in blocks, with gradients for one of any layout and dtype."""
 
     def __init__(self, plan: Plan, loc: Tensor, x: Tensor, arithmetic: torch.dtype, **wanted: bool) -> None:
-        extents = cut(plan, x.shape[-1], arithmetic.itemsize, copies=1, pair_bytes=PAIR_BYTES)
+        extents = cut(plan, x.shape[-1], arithmetic.itemsize, copies=1, pair_bytes=limits.PAIR_BYTES)
         super().__init__(plan, loc, x, arithmetic, extents=extents, **wanted)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
@@ -130,7 +127,7 @@ def _batch_extents(plan: Plan, read: Sequence[Matrices], written: Sequence[Matri
     buffered = [one.bytes for one in read if one.copied]
     buffered += [one.bytes for one in written if one is not None and one.written_by_copy]
     largest = max(buffered, default=0)
-    if largest > PRODUCT_BYTES:
+    if largest > limits.PRODUCT_BYTES:
         return None
-    count = PRODUCT_BYTES // max(1, largest) if buffered else plan.numel(plan.batch)
+    count = limits.PRODUCT_BYTES // max(1, largest) if buffered else plan.numel(plan.batch)
     return fit(plan.sizes(plan.batch), count)

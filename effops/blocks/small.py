@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from effops.blocks import limits
 from effops.blocks.dots import DotMap, derivatives_of, normalisers_of
 from effops.blocks.plan import Plan, Shape
-from effops.blocks.tiling import BLOCK_BYTES, DEPTH
 from effops.numerics.layout import as_gradient
 from effops.numerics.precision import arithmetic_dtype, converted
 
@@ -46,7 +46,7 @@ class SmallCall:
         self.column_shape: Shape = (columns, dimension)
         self.pair_shape: Shape = (rows, columns)
         # A longer sum of terms of one sign loses digits. A further operand alone may vary along columns.
-        self.is_product = not plan.batch and dimension <= DEPTH and rows * columns == pairs
+        self.is_product = not plan.batch and dimension <= limits.DEPTH and rows * columns == pairs
         if self.is_product and columns == 1:
             self.column_shape, self.pair_shape = (dimension,), (rows,)  # a vector costs less than a matrix
         # The largest temporary: all products of coordinates, unless copies of a product's operands are smaller.
@@ -57,7 +57,7 @@ class SmallCall:
     @property
     def is_small(self) -> bool:
         """Whether blocks would cost more: no temporary is larger than one. An empty call is none."""
-        return 0 < self.numbers * self.arithmetic.itemsize <= BLOCK_BYTES
+        return 0 < self.numbers * self.arithmetic.itemsize <= limits.BLOCK_BYTES
 
     def forward(self, loc: Tensor, scale: Tensor, x: Tensor, known: Normalisers | None = None) -> Tensor:
         """The scores; `known` may have the normalisers."""

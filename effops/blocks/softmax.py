@@ -21,11 +21,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from effops.blocks import limits
 from effops.blocks.dots import MatrixOperand, Products
 from effops.blocks.logsumexp import absorb, finite
 from effops.blocks.masked import Masked
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import BLOCK_BYTES, DEPTH, Block, Buffer, depths, merge, shortened_if_predicted, sizes
+from effops.blocks.tiling import Block, Buffer, depths, merge, shortened_if_predicted, sizes
 from effops.numerics.exponentials import exp_
 from effops.numerics.values import observed
 from effops.pytorch import softmax_backward
@@ -215,10 +216,10 @@ def backward_sums(
 def _depth(scores: Masked, value: Tensor, is_copied: bool) -> int:
     """How many coordinates of a block of values are taken at once: as many as a copy may have."""
     if not is_copied:
-        return max(1, min(value.shape[-1], DEPTH))
+        return max(1, min(value.shape[-1], limits.DEPTH))
     extents = scores.extents
     longest = math.prod(extents.batch) * max(math.prod(extents.rows), math.prod(extents.columns))
-    return max(1, min(value.shape[-1], DEPTH, BLOCK_BYTES // scores.arithmetic.itemsize // longest))
+    return max(1, min(value.shape[-1], limits.DEPTH, limits.BLOCK_BYTES // scores.arithmetic.itemsize // longest))
 
 
 def _backward(

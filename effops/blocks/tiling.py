@@ -12,17 +12,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from effops.blocks import limits
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.pytorch import _get_dispatch_mode, _TorchDispatchModeKey
 
-BLOCK_BYTES = 512 * 1024  # on common server CPUs, half of the L2 cache of a core or all of it
-TEMPORARY_BYTES = 4 * 2**20  # what a forward pass may allocate beyond inputs and output
-# Pairs of a block where memory allows: a block costs a dozen parallel calls of 5 to 10 us each. Densities and mixtures
-# take 1.1 times as long with blocks of 1 MiB on two threads, and as long with 3 to 8 MiB on one and on two; attention
-# 1.5 times with 512 KiB, and 1.16 times with 3 MiB.
-PAIR_BYTES = 2 * 2**20
 T = TypeVar("T")
-DEPTH = 256  # terms of a dot product summed at once, since a longer sum of terms of one sign loses digits
 
 
 class Block(NamedTuple):
@@ -58,7 +52,7 @@ def cut(
     *,
     copies: float = 0,
     values_per_row: int = 1,
-    pair_bytes: int = BLOCK_BYTES,
+    pair_bytes: int,
     width: int = 512,
     height: int | None = None,
 ) -> Extents:
@@ -69,7 +63,7 @@ def cut(
     entries of the batch if `height` says how many rows of each, else of one.
     """
     limit = pair_bytes // itemsize
-    copied = int(BLOCK_BYTES // itemsize / copies) if copies else 0  # coordinates of an operand
+    copied = int(limits.BLOCK_BYTES // itemsize / copies) if copies else 0  # coordinates of an operand
     longest = max(1, copied // min(dimension, 128)) if copies else limit
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
     columns = min(all_columns, longest, max(width, limit // max(1, all_rows)))
@@ -82,13 +76,13 @@ def cut(
     row_extents = fit(plan.sizes(plan.rows), rows)
     column_extents = fit(plan.sizes(plan.columns), columns)
     widest = math.prod(batch_extents) * max(math.prod(row_extents), math.prod(column_extents))
-    depth = min(dimension, DEPTH, max(1, copied // widest) if copies else DEPTH)
+    depth = min(dimension, limits.DEPTH, max(1, copied // widest) if copies else limits.DEPTH)
     return Extents(batch_extents, row_extents, column_extents, depth)
 
 
-def pair_bytes_beside(held: int, buffers: float, limit: int = TEMPORARY_BYTES) -> int:
+def pair_bytes_beside(held: int, buffers: float, limit: int = limits.TEMPORARY_BYTES) -> int:
     """The size of the pairs of a block if a call allocates `held` bytes, and so many buffers of that size."""
-    return int(min(PAIR_BYTES, (limit - held) / max(1.0, buffers)))
+    return int(min(limits.PAIR_BYTES, (limit - held) / max(1.0, buffers)))
 
 
 def fit(sizes: Shape, target: int) -> Shape:

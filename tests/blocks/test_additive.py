@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from effops.blocks import pairs, tiling
+from effops.blocks import limits, pairs
 from effops.blocks.additive import AdditiveScores
 from effops.blocks.plan import broadcast_plan
 from effops.blocks.tiling import Block, tiles, whole
@@ -292,7 +292,7 @@ def test_memory(shapes, dtype, generator):
     # Gradients are summed in the dtype of the arithmetic, or float64 if they are small.
     itemsize = arithmetic_dtype(dtype).itemsize
     totals = sum(
-        tensor.numel() * (8 if tensor.numel() * 8 <= tiling.BLOCK_BYTES else itemsize)
+        tensor.numel() * (8 if tensor.numel() * 8 <= limits.BLOCK_BYTES else itemsize)
         for tensor in tensors
         if dtype != torch.float64
     )

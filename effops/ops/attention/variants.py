@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from effops.blocks import pairs, softmax, tiling
+from effops.blocks import limits, pairs, softmax, tiling
 from effops.blocks.dots import MatrixOperand, Products
 from effops.blocks.masked import Masked
 from effops.blocks.pairs import Scores
@@ -24,10 +24,6 @@ from effops.numerics.layout import as_gradient
 from effops.ops.attention.call import SETTINGS, AttentionCall, given, join_arguments, split_arguments
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
-
-# Up to 1,024 keys whole rows, whose softmax is one pass, are fastest. Of more keys few rows would fit in a block:
-# products of 128 queries by 4,096 keys run at 0.75 of the speed of 256 by 512. A block has those of four heads.
-WHOLE_KEYS, QUERIES, KEYS = 1024, 256, 512
 
 Form = Callable[..., Tensor]  # a scriptable function of the operands of the scores, the scale, and the arithmetic dtype
 # A function of a call and of which gradients of the operands are wanted. It returns the scores block by block.
@@ -211,11 +207,11 @@ def scaled_dots(call: AttentionCall, wanted: Sequence[bool]) -> Products:
         arithmetic.itemsize,
         copies=float(copied),
         values_per_row=2 * (softmax.VALUES_PER_ROW + sum(value.shape[-1] for value in summed)),  # half of `pair_bytes`
-        pair_bytes=tiling.PAIR_BYTES // 2
+        pair_bytes=limits.PAIR_BYTES // 2
         if copied and summed
-        else tiling.PAIR_BYTES,  # copies and dropout take as much again
-        width=plan.shape[-1] if plan.shape[-1] <= WHOLE_KEYS else KEYS,
-        height=QUERIES if summed else None,
+        else limits.PAIR_BYTES,  # copies and dropout take as much again
+        width=plan.shape[-1] if plan.shape[-1] <= limits.WHOLE_KEYS else limits.KEYS,
+        height=limits.QUERIES if summed else None,
     )
     wants_query, wants_key = wanted
     return Products(

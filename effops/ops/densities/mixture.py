@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effops.blocks import limits
 from effops.blocks import logsumexp as logsumexp_blocks
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Shape, Slices
@@ -32,8 +33,6 @@ from effops.numerics.precision import autocast_enabled, promote
 from effops.ops.densities import triton
 from effops.ops.densities.density import Density, DensityCall, Form, plan_of, prepare
 from effops.ops.densities.log_prob import compiled_bytes, preference, scores, tensor_dims
-
-SLAB = 65536  # how many results have their statistics kept at a time, unless backward needs those of all
 
 SUM_TOLERANCE = 0.01  # of numbers that are taken for weights if their sum is 1
 
@@ -58,7 +57,7 @@ class MixtureCall(DensityCall):
 
     @property
     def held_bytes(self) -> int:
-        return 2 * self.arithmetic.itemsize * min(SLAB, math.prod(self.shape))  # statistics
+        return 2 * self.arithmetic.itemsize * min(limits.STATISTICS_SLAB, math.prod(self.shape))  # statistics
 
     @property
     def pair_buffers(self) -> int:
@@ -218,7 +217,7 @@ class Mixture:
         return predicted(self.split, call, torch.no_grad()(functools.partial(self._by_slabs, custom)))
 
     def _keeps_statistics(self, call: MixtureCall) -> bool:
-        return requires_grad(call.tensors) or math.prod(call.shape) <= SLAB
+        return requires_grad(call.tensors) or math.prod(call.shape) <= limits.STATISTICS_SLAB
 
     def _by_slabs(self, custom: CustomOp, call: MixtureCall) -> Tensor:
         """The result, computed with the statistics of one slab of results at a time."""
@@ -230,7 +229,7 @@ class Mixture:
     def _slabs(self, call: MixtureCall) -> Iterator[tuple[Slices, MixtureCall]]:
         """Blocks of results with the call of each. No block is larger than the first."""
         core_dims = self.op.core_dims.values()
-        for block in tiles(whole(call.shape), fit(call.shape, SLAB)):
+        for block in tiles(whole(call.shape), fit(call.shape, limits.STATISTICS_SLAB)):
             pairs = (*block[: call.axis], slice(None), *block[call.axis :])
             own_axes = (tensor.ndim - dims for tensor, dims in zip(call.tensors, core_dims))
             parts = (part(tensor, pairs[len(pairs) - own :]) for tensor, own in zip(call.tensors, own_axes))
