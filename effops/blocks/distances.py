@@ -235,11 +235,10 @@ class _Product:
         for depth in depths(self.dimension, self.depth):
             self.load(block, depth)
             terms = torch.addcmul(self.scaled.distance, self.plain.most.sum(-1, keepdim=True), self.scaled.most_weight)
+            multiply(matrices, self.rows.features, self.columns.features.mT, beta=int(depth.start > 0))
             if depth.start == 0:
-                matrices.baddbmm_(self.rows.features, self.columns.features.mT, beta=0)
                 constant, squares = self.scaled.constant, terms
             else:
-                matrices.baddbmm_(self.rows.features, self.columns.features.mT)
                 constant, squares = constant + self.scaled.constant, squares + terms
         return matrices, constant, squares
 
@@ -312,7 +311,7 @@ class _Factor(ABC):
         """Add weights @ features to the sums of the loaded block, if a gradient depends on them."""
         if self.is_wanted():
             sums = self.merge(self.sums_buffer.room(self.shape))
-            sums.baddbmm_(weights, features, beta=1 if self.is_pending else 0)
+            multiply(sums, weights, features, beta=int(self.is_pending))
             self.is_pending = True
 
     def finish(self) -> None:
@@ -382,6 +381,20 @@ class _Scaled(_Factor):
 
     def is_wanted(self) -> bool:
         return super().is_wanted() or self.scale.total is not None
+
+
+def multiply(out: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
+    """out = beta out + left @ right, for matrices in float64.
+
+    BLAS cuts a single matrix by columns, but elementwise operations give a thread some of its rows. So that a core
+    finds what it has written itself, a single matrix becomes several of fewer rows: one for each thread.
+    """
+    rows = left.shape[1]
+    if out.shape[0] == 1:
+        parts = math.gcd(rows, min(torch.get_num_threads(), max(1, rows // limits.LEAST_ROWS)))
+        out, left = (tensor[0].unflatten(0, (parts, rows // parts)) for tensor in (out, left))
+        right = right.expand(parts, *right.shape[1:])
+    out.baddbmm_(left, right, beta=beta)
 
 
 def _constant(scale: Tensor, depth: slice) -> Tensor:

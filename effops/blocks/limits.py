@@ -19,6 +19,7 @@ SLOW_MATRIX = 8192  # values of a matrix below which a BLAS call for it alone co
 # Densities of points
 DISTANCE_BYTES = 3 * 2**19  # pairs of a block of the product form, which costs two dozen calls
 DISTANCE_WIDTH = 1024  # columns of such a block
+LEAST_ROWS = 64  # of each of the matrices, one a thread, that a product is cut into
 LEAST_SIDE = 8  # with fewer rows or columns the factors of the product form cost more than the product saves
 PAIRS_PER_DUPLICATE = 16  # a block with a near-duplicate for every so many pairs is computed directly
 
