@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -80,6 +80,8 @@ CASES = (
     Case("DISTANCE_BYTES", "normal_mixture_log_prob", backward=True),
     Case("DISTANCE_WIDTH", "normal_log_prob"),
     Case("DISTANCE_WIDTH", "normal_mixture_log_prob", backward=True),
+    Case("LEAST_ROWS", "normal_log_prob"),
+    Case("LEAST_ROWS", "normal_log_prob", backward=True),
     Case("LEAST_SIDE", "normal_log_prob", {"N": 65536, "M": 6}),
     Case("LEAST_SIDE", "normal_log_prob", {"N": 65536, "M": 12}),
     Case("PAIRS_PER_DUPLICATE", "normal_log_prob", {"N": 2048, "M": 2048}, distinct=12),
@@ -181,7 +183,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case, and write the rows after each."""
     parser = argparse.ArgumentParser(prog="bench/limits.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", choices=sorted({case.limit for case in CASES}), help="one of them; default: all")
@@ -189,7 +191,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=21, metavar="N", help="timed runs of each, 21; fewer if slow")
     parser.add_argument("--budget", type=float, default=3.0, metavar="SECONDS", help="for each of the four, 3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     cases = [case for case in CASES if options.limit in (None, case.limit)]
     console, head = plain_or_rich_console(LEAST_WIDTH), header(CPU, measure.copy_bandwidth_gbps(CPU))
