@@ -173,6 +173,8 @@ class Products(Scores):
         wants_x: bool = False,
     ) -> None:
         self.dimension, self.factor = x.shape[-1], factor
+        # Not 0: then BLAS does not see NaN, and oneDNN in bfloat16 leaves the result as it was.
+        self.alpha = factor or 1.0
         self.left = MatrixOperand(plan, x, plan.rows, arithmetic)
         self.right = MatrixOperand(plan, loc, plan.columns, arithmetic)
         buffer = Buffer(x, arithmetic)  # one serves both sums, by turns
@@ -201,15 +203,18 @@ class Products(Scores):
         for rows, columns in self._steps(block):
             left, right = self.left.block(rows), self.right.block(columns)
             # BLAS sums the terms of a step by themselves, and then adds the sum to those before.
-            matrices.baddbmm_(left, right.mT, beta=int(rows[-1].start > 0), alpha=self.factor)
+            matrices.baddbmm_(left, right.mT, beta=int(rows[-1].start > 0), alpha=self.alpha)
+        if self.factor == 0:
+            matrices.mul_(0)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
+        weight = weight if self.factor else weight * 0
         matrices = merge(weight, len(self.plan.batch), len(self.plan.rows))
         for rows, columns in self._steps(block):
             if self.dx is not None:
-                self.dx.add(rows, matrices, self.right.block(columns), self.factor)
+                self.dx.add(rows, matrices, self.right.block(columns), self.alpha)
             if self.dloc is not None:
-                self.dloc.add(columns, matrices.mT, self.left.block(rows), self.factor)
+                self.dloc.add(columns, matrices.mT, self.left.block(rows), self.alpha)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         dx, dloc = (None if total is None else total.gradient() for total in (self.dx, self.dloc))

@@ -226,7 +226,7 @@ MISTAKES = {
     "sparse": lambda tensor: tensor.as_subclass(Tensor).to_sparse(),
     "a list": lambda tensor: tensor.tolist(),
     "a number": lambda tensor: 1.0,
-    "an array": lambda tensor: tensor.float().numpy(),
+    "an array": lambda tensor: tensor.resolve_neg().float().numpy(),
     "None": lambda tensor: None,
     "a subclass": lambda tensor: tensor.as_subclass(Overriding),
 }

@@ -210,7 +210,7 @@ def hold(call: RandomCall, tally: Tally) -> None:
             assert_explained(call, built, found, error)
         # Of empty tensors, PyTorch's attention has results of another shape; under autocast it has its own dtypes.
         if found is not None and plain is not None and not built.has_empty and call.surroundings not in MODES:
-            assert_alike(found, plain)
+            assert_alike(call, found, plain)
 
 
 def called(call: RandomCall, built: Built) -> Callable[..., Tensor]:
@@ -359,9 +359,13 @@ def memory_order(tensor: Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1 and tensor.numel()]
 
 
-def assert_alike(found: Found, plain: Found) -> None:
-    """Shapes and dtypes are those of the plain expression, but for tangents, which PyTorch makes of another dtype."""
+def assert_alike(call: RandomCall, found: Found, plain: Found) -> None:
+    """Shapes and dtypes are those of the plain expression, but for tangents, which PyTorch makes of another dtype.
+
+    So are the Jacobians that it makes of tangents: beside a number in float64, these are in float64.
+    """
     shapes, expected = (
-        [(tuple(one.shape), one.dtype) for one in replace(each, tangent=None).tensors] for each in (found, plain)
+        [(tuple(one.shape), call.transform == "jacfwd" or one.dtype) for one in replace(each, tangent=None).tensors]
+        for each in (found, plain)
     )
     assert shapes == expected, f"{shapes}, plainly {expected}"

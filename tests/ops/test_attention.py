@@ -167,6 +167,35 @@ def test_causal_and_scale(function, variant, dtype, device, generator):
             check(function, variant, args, options, generator)
 
 
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("variant", ["chunked", "einsum", "naive"])
+def test_scale_of_zero(variant, precision, generator):
+    """All scores are 0, or NaN where an operand is, also where products take float32 as bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    query, key = (torch.randn(3, size, 33, generator=generator) for size in (3, 5))
+    query[0, 0, 0] = math.nan
+    query, key = query.requires_grad_(), key.requires_grad_()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        scores = effops.attention_scores(query, key, scale=0.0, variant=variant)
+        found = scores.detach(), *torch.autograd.grad(scores, (query, key), torch.ones_like(scores))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    expected = [torch.zeros_like(one) for one in found]
+    expected[0][0, 0], expected[2][0, :, 0] = math.nan, math.nan
+    torch.testing.assert_close(found, tuple(expected), rtol=0, atol=0, equal_nan=True)
+
+
+def test_explain_names_the_same_mistake(generator):
+    args = *(torch.randn(1, 3, 5, 8, generator=generator) for _ in range(2)), torch.randn((), generator=generator)
+    messages = []
+    for function in (effops.attention, functools.partial(effops.explain, effops.attention)):
+        with pytest.raises(ValueError, match=r"`value` must have at least 3 dimensions; got shape \(\)") as raised:
+            function(*args, enable_gqa=True)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
 @pytest.mark.parametrize("variant", effops.variants(effops.attention))
 def test_is_a_drop_in(variant, device, generator):
     """The same arguments as PyTorch's function, and the same result."""

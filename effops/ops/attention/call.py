@@ -189,9 +189,9 @@ def prepare_sums(
     enable_gqa: bool = False,
 ) -> AttentionCall:
     """The call of `attention` with these arguments."""
-    check_operand(function, "value", value, dims=2)
     if enable_gqa:
         query, key, value, attn_mask = group_heads(query, key, value, attn_mask)
+    check_operand(function, "value", value, dims=2)
     return prepare(function, output, {"query": query, "key": key}, value, attn_mask, is_causal, scale, dropout_p)
 
 
