@@ -159,6 +159,6 @@ class AdditiveScores(Scores):
         if not is_summable:  # the sum of the weights may be infinite where that of the terms is not
             return torch.sum(ratios.mul_(-2).add_(1).mul_(values), -1, out=sums)
         # Not a product of a matrix and a vector: that runs on one thread, and the others wait for what it has read when
-        # they overwrite `ratios`. On cores without a common cache that took six times as long as the sums.
+        # they overwrite `ratios`.
         torch.sum(ratios.mul_(values), -1, out=sums)
         return torch.add(total, sums, alpha=-2, out=sums)

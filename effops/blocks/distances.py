@@ -235,7 +235,7 @@ class _Product:
         for depth in depths(self.dimension, self.depth):
             self.load(block, depth)
             terms = torch.addcmul(self.scaled.distance, self.plain.most.sum(-1, keepdim=True), self.scaled.most_weight)
-            multiply(matrices, self.rows.features, self.columns.features.mT, beta=int(depth.start > 0))
+            multiply_by_rows(matrices, self.rows.features, self.columns.features.mT, beta=int(depth.start > 0))
             if depth.start == 0:
                 constant, squares = self.scaled.constant, terms
             else:
@@ -311,7 +311,7 @@ class _Factor(ABC):
         """Add weights @ features to the sums of the loaded block, if a gradient depends on them."""
         if self.is_wanted():
             sums = self.merge(self.sums_buffer.room(self.shape))
-            multiply(sums, weights, features, beta=int(self.is_pending))
+            multiply_by_rows(sums, weights, features, beta=int(self.is_pending))
             self.is_pending = True
 
     def finish(self) -> None:
@@ -383,18 +383,23 @@ class _Scaled(_Factor):
         return super().is_wanted() or self.scale.total is not None
 
 
-def multiply(out: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
+def multiply_by_rows(out: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
     """out = beta out + left @ right, for matrices in float64.
 
     BLAS cuts a single matrix by columns, but elementwise operations give a thread some of its rows. So that a core
-    finds what it has written itself, a single matrix becomes several of fewer rows: one for each thread.
+    finds what it has written itself, a single matrix becomes several of fewer rows: one for each thread, as long as
+    these have `LEAST_ROWS` rows. What does not divide among them is a product of its own.
     """
     rows = left.shape[1]
-    if out.shape[0] == 1:
-        parts = math.gcd(rows, min(torch.get_num_threads(), max(1, rows // limits.LEAST_ROWS)))
-        out, left = (tensor[0].unflatten(0, (parts, rows // parts)) for tensor in (out, left))
-        right = right.expand(parts, *right.shape[1:])
-    out.baddbmm_(left, right, beta=beta)
+    parts = min(torch.get_num_threads(), rows // limits.LEAST_ROWS) if out.shape[0] == 1 else 1
+    if parts < 2:
+        out.baddbmm_(left, right, beta=beta)
+        return
+    even = rows - rows % parts
+    some_out, some_left = (tensor[0, :even].unflatten(0, (parts, -1)) for tensor in (out, left))
+    some_out.baddbmm_(some_left, right.expand(parts, *right.shape[1:]), beta=beta)
+    if even < rows:
+        out[:, even:].baddbmm_(left[:, even:], right, beta=beta)
 
 
 def _constant(scale: Tensor, depth: slice) -> Tensor:

@@ -34,7 +34,7 @@ from effops.blocks.tiling import (
 )
 from effops.numerics.precision import converted
 
-PIECE_BYTES = 14 * 8 * limits.NORMALISER_PIECE  # temporaries of a piece of a normaliser: 14 float64 for each value
+PIECE_VALUES = 14  # temporaries of a piece of a normaliser, in float64 for each of its values
 
 Function = Callable[[Tensor], Tensor]
 
@@ -173,8 +173,10 @@ class Products(Scores):
         wants_x: bool = False,
     ) -> None:
         self.dimension, self.factor = x.shape[-1], factor
-        # Not 0: then BLAS does not see NaN, and oneDNN in bfloat16 leaves the result as it was.
-        self.alpha = factor or 1.0
+        # BLAS is given no factor that its dtype rounds to 0: it would not see NaN, and oneDNN in bfloat16 would leave
+        # the result as it was.
+        self.is_tiny = abs(factor) < torch.finfo(arithmetic).smallest_normal
+        self.alpha = 1.0 if self.is_tiny else factor
         self.left = MatrixOperand(plan, x, plan.rows, arithmetic)
         self.right = MatrixOperand(plan, loc, plan.columns, arithmetic)
         buffer = Buffer(x, arithmetic)  # one serves both sums, by turns
@@ -204,11 +206,11 @@ class Products(Scores):
             left, right = self.left.block(rows), self.right.block(columns)
             # BLAS sums the terms of a step by themselves, and then adds the sum to those before.
             matrices.baddbmm_(left, right.mT, beta=int(rows[-1].start > 0), alpha=self.alpha)
-        if self.factor == 0:
-            matrices.mul_(0)
+        if self.is_tiny:
+            matrices.mul_(self.factor)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
-        weight = weight if self.factor else weight * 0
+        weight = weight * self.factor if self.is_tiny else weight
         matrices = merge(weight, len(self.plan.batch), len(self.plan.rows))
         for rows, columns in self._steps(block):
             if self.dx is not None:
@@ -274,7 +276,7 @@ class DotScores(Scores):
             loc,
             x,
             arithmetic,
-            held=held + PIECE_BYTES + 2 * limits.NORMALISER_SLAB * arithmetic.itemsize,
+            held=held + 8 * PIECE_VALUES * limits.NORMALISER_PIECE + 2 * limits.NORMALISER_SLAB * arithmetic.itemsize,
             buffers=buffers + self._own_buffers(plan, loc, arithmetic),
             wants_loc=wants_loc,
             wants_x=wants_x,

@@ -1,12 +1,11 @@
-"""Every size of a block and every crossover on a CPU, in one table. Nothing else decides how a call is cut.
+"""Sizes of blocks and crossovers on a CPU, in one table.
 
-They are constants, so that what is computed, and in which order, follows from shapes, strides and dtypes. Nothing is
-timed when a call runs. `python bench/limits.py` runs each again at half and at twice its value, and its committed
-results tell what that costs. Where a larger size is no faster, the smaller one is taken.
+They are constants, so that nothing is timed when a call runs. `python bench/limits.py` runs a call at half and at twice
+each of them. Where a larger size is no faster, the smaller one is taken.
 """
 
 # All ops
-TEMPORARY_BYTES = 4 * 2**20  # the most that a forward pass may allocate besides inputs and output: the contract
+TEMPORARY_BYTES = 4 * 2**20  # the most that a forward pass may allocate beyond inputs and output: the contract
 BLOCK_BYTES = 512 * 1024  # copies of an operand, and whole calls that are too small for blocks
 PAIR_BYTES = 2 * 2**20  # pairs of a block where the contract leaves as much: a block costs a dozen parallel calls
 DEPTH = 256  # terms of a dot product summed at once: a longer sum of terms of one sign loses digits
@@ -19,7 +18,7 @@ SLOW_MATRIX = 8192  # values of a matrix below which a BLAS call for it alone co
 # Densities of points
 DISTANCE_BYTES = 3 * 2**19  # pairs of a block of the product form, which costs two dozen calls
 DISTANCE_WIDTH = 1024  # columns of such a block
-LEAST_ROWS = 64  # of each of the matrices, one a thread, that a product is cut into
+LEAST_ROWS = 64  # rows of each matrix that a product is cut into, one for each thread
 LEAST_SIDE = 8  # with fewer rows or columns the factors of the product form cost more than the product saves
 PAIRS_PER_DUPLICATE = 16  # a block with a near-duplicate for every so many pairs is computed directly
 

@@ -167,17 +167,18 @@ def test_causal_and_scale(function, variant, dtype, device, generator):
             check(function, variant, args, options, generator)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-46])
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 @pytest.mark.parametrize("variant", ["chunked", "einsum", "naive"])
-def test_scale_of_zero(variant, precision, generator):
-    """All scores are 0, or NaN where an operand is, also where products take float32 as bfloat16."""
+def test_scale_of_zero(variant, precision, scale, generator):
+    """All scores are 0, or NaN where an operand is, also where products take float32 as bfloat16, if the CPU does."""
     before = torch.get_float32_matmul_precision()
-    query, key = (torch.randn(3, size, 33, generator=generator) for size in (3, 5))
+    query, key = (torch.randn(3, size, 33, generator=generator) for size in (64, 65))
     query[0, 0, 0] = math.nan
     query, key = query.requires_grad_(), key.requires_grad_()
     torch.set_float32_matmul_precision(precision)
     try:
-        scores = effops.attention_scores(query, key, scale=0.0, variant=variant)
+        scores = effops.attention_scores(query, key, scale=scale, variant=variant)
         found = scores.detach(), *torch.autograd.grad(scores, (query, key), torch.ones_like(scores))
     finally:
         torch.set_float32_matmul_precision(before)

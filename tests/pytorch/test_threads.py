@@ -13,7 +13,17 @@ from effops.reference import error_ratio, gradient_error_ratio, reference_of
 from ..support.calls import leaves
 
 NUMBERS = (1, 3)  # of threads; other tests run with as many as there are cores
-SIZES = {"M": 101, "T": 41, "N": 333, "L": 131, "S": 517, "D": 37, "H": 3, "B": 2, "E": 37}  # no thread's share is even
+SIZES = {
+    "M": 101,
+    "T": 41,
+    "N": 333,
+    "L": 131,
+    "S": 517,
+    "D": 37,
+    "H": 3,
+    "B": 2,
+    "E": 37,
+}  # unequal shares
 VARIANTS = [
     pytest.param(op, variant, id=f"{op.name}-{variant}")
     for op in ops().values()
@@ -49,7 +59,7 @@ def upstream(out):
 
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_any_number_of_threads(op, variant, threads):
-    """A number has its own bits, and the same ones again: products and ends of vector loops are PyTorch's."""
+    """Each number of threads gives its own bits, and the same ones again."""
     args = workload(op)
     for number in NUMBERS:
         threads(number)
@@ -63,7 +73,7 @@ def test_any_number_of_threads(op, variant, threads):
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in ops().values()])
-def test_blocks_are_cut_without_regard_to_threads(op, threads):
+def test_bytes_of_blocks_do_not_follow_threads(op, threads):
     args, taken = workload(op), []
     for number in NUMBERS:
         threads(number)
