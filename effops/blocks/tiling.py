@@ -1,6 +1,6 @@
 """Cut pairs into blocks that fit the cache, and find the parts of a tensor that belong to a block.
 
-Temporaries of a call are a few buffers of about `BLOCK_BYTES`, whatever its shapes.
+Temporaries of a call are a few buffers, whatever its shapes. `limits.py` says how large they are.
 """
 
 import itertools

@@ -362,10 +362,13 @@ def memory_order(tensor: Tensor) -> list[int]:
 def assert_alike(call: RandomCall, found: Found, plain: Found) -> None:
     """Shapes and dtypes are those of the plain expression, but for tangents, which PyTorch makes of another dtype.
 
-    So are the Jacobians that it makes of tangents: beside a number in float64, these are in float64.
+    The dtype of a Jacobian that it makes of tangents is float64 where an operand is a Python number.
     """
-    shapes, expected = (
-        [(tuple(one.shape), call.transform == "jacfwd" or one.dtype) for one in replace(each, tangent=None).tensors]
-        for each in (found, plain)
-    )
+    is_of_tangents = call.transform == "jacfwd" and any(one.kind == "number" for one in call.operands)
+
+    def described(each: Found) -> list[tuple[Any, ...]]:
+        tensors = replace(each, tangent=None).tensors
+        return [(tuple(one.shape), None if is_of_tangents else one.dtype) for one in tensors]
+
+    shapes, expected = described(found), described(plain)
     assert shapes == expected, f"{shapes}, plainly {expected}"
