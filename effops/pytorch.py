@@ -21,6 +21,7 @@ from torch._C import (  # type: ignore[attr-defined]
 )
 from torch._C._autograd import (
     DeviceType,
+    _profiler_enabled,
     _saved_tensors_hooks_disable,
     _saved_tensors_hooks_enable,
     _saved_tensors_hooks_get_disabled_error_message,
@@ -96,6 +97,7 @@ __all__ = [
     "_get_tracing_state",
     "_len_torch_dispatch_stack",
     "_no_grad_trunc_normal_",
+    "_profiler_enabled",
     "_saved_tensors_hooks_disable",
     "_saved_tensors_hooks_enable",
     "_saved_tensors_hooks_get_disabled_error_message",

@@ -69,6 +69,7 @@ def _anatomy(options: argparse.Namespace) -> tuple[object, Any]:
         _workload(options),
         options.batch_size,
         device=options.device,
+        probe=options.probe,
         measure=options.measure,
         context_bytes=parse_bytes(options.context, "argument --context"),
     )
@@ -96,6 +97,7 @@ def _max_batch(options: argparse.Namespace) -> tuple[object, Any]:
         options.budget,
         budget_means=options.budget_means,
         device=options.device,
+        probe=options.probe,
         mode=options.mode,
         multiple_of=options.multiple_of,
         power_of_two=options.power_of_two,
@@ -111,6 +113,7 @@ def _advise(options: argparse.Namespace) -> tuple[object, Any]:
         options.budget,
         devices=options.devices,
         device=options.device,
+        probe=options.probe,
         alternatives=_alternatives(options),
     )
     return found, {**dataclasses.asdict(found), "fits": found.fits}
@@ -143,6 +146,7 @@ def _sweep(options: argparse.Namespace) -> tuple[object, Any]:
         base=base,
         power_of_two=options.power_of_two,
         device=options.device,
+        probe=options.probe,
     )
     if options.plot:
         found.plot(options.plot)
@@ -244,6 +248,9 @@ SIZES = "options of the architecture"
 STEP = "options of the step"
 DEVICES = ("cpu", "cuda")
 DEVICE = _argument("--device", choices=DEVICES, default="cpu", help="whose forms of operations are predicted")
+PROBE = _argument(
+    "--no-probe", dest="probe", action="store_false", help="do not run single operators to find what they hold"
+)
 CONTEXT = _argument(
     "--context", default=CONTEXT_BYTES, metavar="BYTES", help="what a CUDA device holds before there are tensors"
 )
@@ -294,6 +301,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
         (
             *WORKLOAD,
             DEVICE,
+            PROBE,
             CONTEXT,
             BATCH_SIZE,
             _argument("--measure", action="store_true", help="also run the step on this CPU"),
@@ -306,6 +314,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
         (
             *WORKLOAD,
             DEVICE,
+            PROBE,
             CONTEXT,
             _argument("--budget", required=True, help="such as 6G"),
             _argument(
@@ -325,6 +334,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
         (
             *WORKLOAD,
             DEVICE,
+            PROBE,
             BATCH_SIZE,
             _argument("--budget", help="of tensors, such as 6G; asks which methods together fit it"),
             _argument("--devices", type=int, default=1, metavar="N", help="for ZeRO"),
@@ -336,6 +346,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
         (
             *WORKLOAD,
             DEVICE,
+            PROBE,
             _argument(
                 "--axis",
                 action="append",

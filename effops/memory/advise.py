@@ -18,7 +18,9 @@ from effops.memory.surroundings import apart
 from effops.memory.workload import Workload, check_step
 from effops.nn import MultiheadAttention
 from effops.prediction.inside import caution
+from effops.prediction.known_values import KnownValues
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
+from effops.prediction.recorder import Recorder
 from effops.prediction.timeline import Timeline
 from effops.pytorch import FakeTensorMode, _BatchNorm
 from effops.text import aligned, format_bytes, parse_bytes
@@ -118,6 +120,7 @@ def advise(
     *,
     devices: int = 1,
     device: str = "cpu",
+    probe: bool = True,
     alternatives: Mapping[str, Workload] | None = None,
 ) -> Advice:
     """What would lower the memory of a step, and by how much.
@@ -133,6 +136,7 @@ def advise(
         budget: bytes of tensors, as a number such as 6e9, or as a text such as "6G" or "6 GiB"
         devices: for ZeRO
         device: "cpu" or "cuda", as in `anatomy`
+        probe: as in `anatomy`
         alternatives: workloads that may stand in for this one, by name: first one that computes the same
 
     Raises:
@@ -156,7 +160,7 @@ def advise(
     if devices < 1:
         raise ValueError(f"advise: `devices` must be at least 1; got {devices}")
     budget_bytes = None if budget is None else parse_bytes(budget, "advise: `budget`")
-    predict = _Predictor(devices, device)
+    predict = _Predictor(devices, device, probe)
     start = _Setting(workload, batch_size)
     present = predict(start)
     model = fake_model(workload)
@@ -199,8 +203,8 @@ class _Prediction:
 class _Predictor:
     """Predicts settings, each once."""
 
-    def __init__(self, devices: int, device: str) -> None:
-        self.devices, self.device = devices, device
+    def __init__(self, devices: int, device: str, probe: bool) -> None:
+        self.devices, self.device, self.probe = devices, device, probe
         self.known: dict[tuple[Workload, int], _Prediction] = {}
 
     def __call__(self, setting: _Setting) -> _Prediction:
@@ -219,7 +223,8 @@ class _Predictor:
 
     def _predicted(self, workload: Workload, batch_size: int) -> _Prediction:
         steps = min(workload.accumulation_steps, 2)  # each batch after the second one finds what the second one does
-        found = anatomy(replace(workload, accumulation_steps=steps), batch_size, device=self.device)
+        step = replace(workload, accumulation_steps=steps)
+        found = anatomy(step, batch_size, device=self.device, probe=self.probe)
         computed = {key: count for key, count in found.operations.items() if key[0] not in ("optimizer", "release")}
 
         def total(kind: str) -> int:
@@ -413,7 +418,10 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
 
 def fake_model(workload: Workload) -> nn.Module:
     """The workload's model without any memory."""
-    with apart(), FakeTensorMode(allow_non_fake_inputs=True):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(mode)
+    recorder.enter("setup")
+    with apart(), mode, recorder, KnownValues():
         return build_model(workload.model)
 
 

@@ -4,7 +4,6 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -20,6 +19,8 @@ from effops.memory.workload import Step, Workload, called_as, check_step
 from effops.prediction.compiled import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.prediction.inside import caution
+from effops.prediction.known_values import TOLD_TO_TRANSFORMERS, KnownValues
+from effops.prediction.observed_forms import UnobservedForms
 from effops.prediction.operations import CLASSES
 from effops.prediction.recorder import GENERATOR_STATES, Recorder
 from effops.prediction.timeline import Timeline
@@ -159,19 +160,23 @@ def anatomy(
     *,
     device: str = "cpu",
     measure: bool = False,
+    probe: bool = True,
     context_bytes: int = CONTEXT_BYTES,
 ) -> Anatomy:
     """The memory of one step, predicted without running it.
 
-    Model, batch, loss and optimizer run on fake tensors, which have shapes and no values: nothing is allocated and
-    no GPU is needed. Two steps are recorded, so that the second one finds what training leaves between steps. All sizes
-    are bytes of storages, whatever the dtypes.
+    Model, batch, loss and optimizer run on fake tensors, which have shapes and no memory, and no GPU is needed. Values
+    that follow from numbers are known, such as those of `torch.arange` and of a mask of ones. Two steps are recorded,
+    so that the second one finds what training leaves between steps. All sizes are bytes of storages, whatever the
+    dtypes.
 
     Args:
         workload: what a step runs
         batch_size: of each of its forward passes
         device: "cpu", or "cuda" for the forms and overheads that a CUDA device has
         measure: also run the step, on this CPU, and put what it allocates beside the prediction
+        probe: run single operators on this CPU, once each in a process, to find what they allocate inside where no rule
+            tells; those of convolutions and of products in bfloat16 depend on the CPU. Nothing of "cuda" is probed.
         context_bytes: what a CUDA device holds before there are tensors
 
     Raises:
@@ -187,30 +192,30 @@ def anatomy(
         raise ValueError(f'anatomy: `device` must be "cpu" or "cuda"; got {device!r}')
     if measure and device != "cpu":
         raise ValueError('anatomy: `measure` runs the step on the CPU; leave `device="cpu"`, or `measure=False`')
-    timeline, operations, unknown = _predicted(workload, batch_size, device == "cuda")
+    recorder, timeline = _followed(workload, batch_size, device == "cuda", probe)
     return Anatomy(
         batch_size,
         timeline,
-        overheads(timeline, context_bytes) if device == "cuda" else {},
-        operations,
-        unknown,
+        overheads(timeline, recorder.convolution_bytes, context_bytes) if device == "cuda" else {},
+        dict(recorder.operations),
+        tuple(sorted(recorder.unknown)),
         Anatomy(batch_size, measured_timeline(workload, batch_size)) if measure else None,
     )
 
 
-def _predicted(
-    workload: Workload, batch_size: int, cuda: bool
-) -> tuple[Timeline, Mapping[tuple[str, str], int], tuple[str, ...]]:
+def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> tuple[Recorder, Timeline]:
+    """What has followed two steps, with what it tells of the second, and the timeline."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(mode, cuda)
+    recorder = Recorder(mode, cuda, probe)
     recorder.enter("setup")
     modules = _CalledModules()
     workload = replace(workload, model=functools.partial(_build_in_mode, workload.model, mode))
     with (
         apart(),
         mode,
-        CudaForms(recorder.unknown) if cuda else nullcontext(),
+        CudaForms(recorder.unknown) if cuda else UnobservedForms(),
         recorder,
+        KnownValues(),
         GENERATOR_STATES,
         COMPILED_REFUSED,
         # torch.compile leaves hooks alone, so that the first function that it finds is one of the model.
@@ -224,9 +229,10 @@ def _predicted(
             for group in step.optimizer.param_groups if cuda and step.optimizer else ():
                 if group.get("foreach", True) is None and not group.get("fused"):
                     group["foreach"] = True
-            step.run(batches=1)
-            recorder.begin()
-            step.run()
+            with TOLD_TO_TRANSFORMERS:  # the model has imported it by now
+                step.run(batches=1)
+                recorder.begin()
+                step.run()
         except CompiledFunctionError as error:
             raise NotImplementedError(
                 f"anatomy: {modules.where()} must not be compiled, since a prediction does not know what TorchInductor "
@@ -244,7 +250,7 @@ def _predicted(
                 f"have; got {found}; make shapes and branches there independent "
                 'of them, or let `max_batch_size(..., mode="probe")` run the model'
             ) from error
-        return recorder.timeline(), dict(recorder.operations), tuple(sorted(recorder.unknown))
+        return recorder, recorder.timeline()
 
 
 def _check_batch(workload: Workload, batch_size: int) -> None:

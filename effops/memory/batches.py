@@ -70,6 +70,7 @@ def max_batch_size(
     mode: str = "predict",
     multiple_of: int = 1,
     power_of_two: bool = False,
+    probe: bool = True,
     context_bytes: int = CONTEXT_BYTES,
 ) -> MaxBatch:
     """The largest batch size of a forward pass whose step fits a budget.
@@ -79,12 +80,13 @@ def max_batch_size(
         budget: bytes, as a number such as 6e9, or as a text such as "6G" or "6 GiB"
         budget_means: "tensors", what tensors take; or "device", what a CUDA device holds, its overheads included
         device: whose forms of operations are predicted, "cpu" or "cuda"; probing runs on PyTorch's default device
-        mode: "predict" runs nothing. The peak is nearly affine in the batch size, so that a few predictions lead to a
+        mode: "predict" runs no step. The peak is nearly affine in the batch size, so that a few predictions lead to a
             size that fits beside a next one that does not. "probe" runs steps on PyTorch's default device. It doubles
             the size until memory runs out, and then halves the gap. On CUDA without a budget the memory of the device
             is the limit.
         multiple_of: the batch size is a multiple of that
         power_of_two: the batch size is a power of two
+        probe: as in `anatomy`, where `mode` is "predict"
         context_bytes: what a CUDA device holds before there are tensors
 
     Raises:
@@ -106,13 +108,13 @@ def max_batch_size(
     budget_bytes = None if budget is None else parse_bytes(budget, "max_batch_size: `budget`")
     unknown: set[str] = set()
     if mode == "predict":
-        peak_of = _predictor(workload, budget_bytes, budget_means, device, context_bytes, unknown)
+        peak_of = _predictor(workload, budget_bytes, budget_means, device, probe, context_bytes, unknown)
     else:
         peak_of = _prober(workload, budget_bytes, budget_means, context_bytes)
     search = _Search(peak_of, _Sizes(multiple_of, power_of_two), budget_bytes)
     if not search.fits(0):
         smallest = search.sizes.at(0)
-        parts = anatomy(workload, smallest).instants["peak"] if mode == "predict" else {}
+        parts = anatomy(workload, smallest, probe=probe).instants["peak"] if mode == "predict" else {}
         raise BudgetTooSmallError(_budget_too_small(smallest, search.tried[smallest], budget_bytes, parts))
     largest, following = search.run(LINE_STEPS if mode == "predict" else 0)
     return MaxBatch(
@@ -217,6 +219,7 @@ def _predictor(
     budget_bytes: int | None,
     budget_means: str,
     device: str,
+    probe: bool,
     context_bytes: int,
     unknown: set[str],
 ) -> Callable[[int], int | None]:
@@ -231,7 +234,7 @@ def _predictor(
 
     def peak_bytes(size: int) -> int:
         try:
-            found = anatomy(workload, size, device=device, context_bytes=context_bytes)
+            found = anatomy(workload, size, device=device, probe=probe, context_bytes=context_bytes)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise

@@ -64,6 +64,7 @@ def sweep(
     base: Mapping[str, Any] | None = None,
     power_of_two: bool = False,
     device: str = "cpu",
+    probe: bool = True,
 ) -> Sweep:
     """Vary each axis alone around a base, and predict the largest batch that fits a budget, or the peak of a batch.
 
@@ -75,6 +76,7 @@ def sweep(
         base: the value of each axis while another one is varied; an axis that is not given has its first value
         power_of_two: the largest batch is a power of two
         device: "cpu" or "cuda", as in `anatomy`
+        probe: as in `anatomy`
 
     Raises:
         ValueError: not exactly one of `budget` and `batch_size` is given, an axis has no values, or `base` has a name
@@ -106,11 +108,11 @@ def sweep(
     def result(*values: Any) -> int:
         workload = workload_of(**dict(zip(base_values, values)))
         if batch_size is not None:
-            predicted = anatomy(workload, batch_size, device=device)
+            predicted = anatomy(workload, batch_size, device=device, probe=probe)
             unknown.update(predicted.unknown)
             return predicted.peak_bytes
         try:
-            largest = max_batch_size(workload, budget_bytes, power_of_two=power_of_two, device=device)
+            largest = max_batch_size(workload, budget_bytes, power_of_two=power_of_two, device=device, probe=probe)
         except BudgetTooSmallError:
             return 0
         unknown.update(largest.unknown)

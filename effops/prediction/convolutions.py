@@ -14,6 +14,8 @@ from torch import Tensor
 from effops.prediction.allocations import Workspace, round_up
 from effops.pytorch import _ConvBackend, _select_conv_backend
 
+aten = torch.ops.aten
+
 FLOAT_BYTES = 4
 BLOCK_CHANNELS = 8  # floats in a register of AVX2
 SCRATCH_BYTES = 128  # what oneDNN allocates in front of a bias that it pads
@@ -22,7 +24,7 @@ SCRATCH_BYTES = 128  # what oneDNN allocates in front of a bias that it pads
 def convolution(args: Sequence[Any], result: Tensor) -> Workspace:
     """The workspace of `aten.convolution`."""
     input, weight, bias = args[:3]
-    backend = _select_conv_backend(*args[:9], None if bias is None else bias.shape)
+    backend = backend_of(aten.convolution.default, args)
     if backend != _ConvBackend.Mkldnn:
         return _unfolded(backend, args, result)
     groups = args[8]
@@ -40,9 +42,9 @@ def convolution(args: Sequence[Any], result: Tensor) -> Workspace:
 
 def convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> Workspace:
     """The workspace of `aten.convolution_backward`."""
-    upstream, input, weight, bias_sizes = args[:4]
+    upstream, input, weight = args[:3]
     forward = (input, weight, None, *args[4:10])
-    backend = _select_conv_backend(*forward, bias_sizes)
+    backend = backend_of(aten.convolution_backward.default, args)
     copied = 0 if upstream.is_contiguous() else upstream.nbytes
     if backend != _ConvBackend.Mkldnn:
         unfolded = _unfolded(backend, forward, upstream)
@@ -61,6 +63,13 @@ def convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -
         inputs + blocked[2] + weights + 2 * biases,
     )
     return Workspace(copied + max(0, most - inputs - weights - biases))
+
+
+def backend_of(func: Any, args: Sequence[Any]) -> Any:
+    """The kernels that PyTorch takes for a convolution, or for its backward pass."""
+    if func is aten.convolution_backward.default:
+        return _select_conv_backend(*args[1:3], None, *args[4:10], args[3])
+    return _select_conv_backend(*args[:9], None if args[2] is None else args[2].shape)
 
 
 def is_measured_cpu() -> bool:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from effops.prediction.allocations import round_up
+from effops.prediction.observed_forms import UnobservedForms
 from effops.prediction.timeline import Timeline
-from effops.pytorch import _VF, _engine_run_backward
+from effops.pytorch import _VF, tree_map_only
 
 MIB = 2**20
 CUDA_BLOCK_BYTES = 512
@@ -27,8 +27,57 @@ ASSUMPTIONS = {
     "allocator": "segments that PyTorch's caching allocator reserves, replayed allocation by allocation",
     "context": "kernels and driver; 600 MiB unless `context_bytes` says what the first kernel leaves occupied",
     "kernels": "of a CPU but for dropout and attention, without the workspaces of oneDNN and of cuDNN",
-    "autocast": "by the lists of a CPU: CUDA's also have softmax, normalisations and sums in float32",
+    "autocast": "by the lists of CUDA, with softmax, normalisations, losses and sums in float32",
+    "cuDNN workspace": "a convolution's operands and results in another layout; some algorithms need more",
 }
+# What CUDA's autocast computes in float32, by the names of functions and methods. The first ones have a `dtype`, and
+# read numbers of another one; the others get copies.
+BY_DTYPE = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"}
+BY_COPIES = {
+    "acos",
+    "asin",
+    "binary_cross_entropy_with_logits",
+    "cdist",
+    "cosh",
+    "cosine_embedding_loss",
+    "cosine_similarity",
+    "cross_entropy",
+    "dist",
+    "erfinv",
+    "exp",
+    "expm1",
+    "group_norm",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "layer_norm",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "nll_loss",
+    "norm",
+    "pdist",
+    "poisson_nll_loss",
+    "pow",
+    "reciprocal",
+    "renorm",
+    "rms_norm",
+    "rsqrt",
+    "sinh",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "softmin",
+    "softplus",
+    "tan",
+    "triplet_margin_loss",
+}
+NARROW = torch.bfloat16, torch.float16
 RECURRENT_FUNCTIONS = _VF.gru, _VF.lstm, _VF.rnn_relu, _VF.rnn_tanh
 
 
@@ -80,14 +129,18 @@ class CachingAllocator:
         bisect.insort(pool, Block(size, start, block.small))
 
 
-def overheads(timeline: Timeline, context_bytes: int) -> Mapping[str, int]:
-    """The bytes occupied beside the tensors at the peak of the last step, by the names of `ASSUMPTIONS`."""
+def overheads(timeline: Timeline, convolution_bytes: int, context_bytes: int) -> Mapping[str, int]:
+    """The bytes occupied beside the tensors at the peak of the last step, by the names of `ASSUMPTIONS`.
+
+    `convolution_bytes` are those of the operands and results of the largest convolution.
+    """
     peak_bytes = timeline.peak_bytes
     rounded = [replace(one, nbytes=round_up(one.nbytes, CUDA_BLOCK_BYTES)) for one in timeline.allocations]
     rounded_bytes = replace(timeline, allocations=rounded).peak_bytes
     return {
         "rounding": rounded_bytes - peak_bytes,
         "cuBLAS workspace": CUBLAS_WORKSPACE_BYTES,
+        "cuDNN workspace": convolution_bytes,
         "allocator": reserved_bytes(timeline) - rounded_bytes,
         "context": context_bytes,
     }
@@ -107,11 +160,12 @@ def reserved_bytes(timeline: Timeline) -> int:
     return allocator.reserved_bytes
 
 
-class CudaForms(TorchFunctionMode):
+class CudaForms(UnobservedForms):
     """Gives functions the form that they have on CUDA, where they save other tensors for backward than on a CPU.
 
     Dropout saves booleans, and `scaled_dot_product_attention` never holds all pairs. cuDNN computes a recurrent layer
-    as a whole. Here such a layer keeps the form of a CPU, and its name is added to `unknown`.
+    as a whole. Here such a layer keeps the form of a CPU, and its name is added to `unknown`. Under autocast some
+    functions compute in float32 that do not on a CPU.
     """
 
     def __init__(self, unknown: set[str]) -> None:
@@ -126,28 +180,28 @@ class CudaForms(TorchFunctionMode):
             return _dropout(*args, **options)
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _attention(*args, **options)
-        if func is torch.autograd.backward:
-            with self:  # so that what checkpointing computes again has the same forms
-                return _backward(*args, **options)
-        return func(*args, **options)
+        if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in BY_DTYPE | BY_COPIES:
+            return _autocast(func, args, options)
+        return super().__torch_function__(func, types, args, options)
 
 
-def _backward(
-    losses: Sequence[Tensor],
-    grad_tensors: Sequence[Tensor | None] | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Sequence[Tensor] | None = None,
-) -> None:
-    """Do what `torch.autograd.backward` does, but leave modes on."""
-    upstream = tuple(
-        torch.ones_like(loss) if gradient is None else gradient
-        for loss, gradient in zip(losses, grad_tensors or [None] * len(losses))
-    )
-    keep = create_graph if retain_graph is None else retain_graph
-    _engine_run_backward(
-        tuple(losses), upstream, keep, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
-    )
+def _autocast(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """What `func` gives under CUDA's autocast."""
+    name = getattr(func, "__name__", "")
+    given = args[0] if args else options.get("input")
+    if name in BY_DTYPE and isinstance(given, Tensor) and given.dtype in NARROW and options.get("dtype") is None:
+        axis = options.get("dim", args[1] if len(args) > 1 else None)
+        if given.dtype is torch.float16 and "softmax" in name and axis is not None:  # its kernels read float16
+            kernel = torch.ops.aten._softmax if name == "softmax" else torch.ops.aten._log_softmax
+            return kernel(given, axis, True)
+        return func(*args, **{**options, "dtype": torch.float32})
+    if name in BY_COPIES:
+        args, options = tree_map_only(Tensor, _widened, (args, options))
+    return func(*args, **options)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in NARROW else tensor
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -1,9 +1,9 @@
 """The workspace of PyTorch's operators on a CPU: what they allocate inside, which fake tensors do not show.
 
 All of it was measured with torch 2.13. `RULES` tell how much some operators allocate; the rules of those in `CPU_ONLY`
-say nothing of a CUDA device. The operators in `UNKNOWN` were seen to allocate more than their results, and no rule
-tells how much. Any other operator is taken to allocate its results alone. `anatomy(..., measure=True)` shows where that
-is wrong.
+say nothing of a CUDA device. The operators in `UNKNOWN` and `PROBED` were seen to allocate more than their results,
+and no rule tells how much. Any other operator is taken to allocate its results alone. `anatomy(..., measure=True)`
+shows where that is wrong.
 """
 
 import math
@@ -15,10 +15,16 @@ import torch
 from torch import Tensor
 
 from effops.prediction.allocations import Allocations, Workspace, round_up
-from effops.prediction.conversions import converted_bytes
 from effops.prediction.convolutions import convolution, convolution_backward, is_measured_cpu
-from effops.prediction.cpu_kernels import CPU_RULES, Rule, contiguous_copies, elements_bytes, has_ordered_rows
-from effops.prediction.unknown import UNKNOWN
+from effops.prediction.cpu_kernels import (
+    CPU_RULES,
+    Rule,
+    contiguous_copies,
+    converted_bytes,
+    elements_bytes,
+    has_ordered_rows,
+)
+from effops.prediction.probes import PROBED, UNKNOWN
 from effops.pytorch import tree_leaves
 
 aten = torch.ops.aten
@@ -62,7 +68,7 @@ def workspace(func: Any, args: Sequence[Any], options: Mapping[str, Any], result
         return Workspace(known=False)
     if func.namespace == "effops":
         return Workspace(_body_bytes(func, args))
-    is_known = func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN
+    is_known = func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN and func not in PROBED
     rule = RULES.get(func) if cuda else CPU_RULES.get(func, RULES.get(func))
     given = (*args, *options.values()) if func in WITH_OPTIONS else args
     found = rule(given, result) if rule else Workspace(known=is_known)
@@ -202,6 +208,8 @@ def _lstm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     the weights into its own layout.
     """
     input, hidden_size, trains = args[0], args[10], args[15]
+    if input.dtype is not torch.float32:
+        return Workspace(known=False)
     steps, batch, size = input.shape
     rows, inputs, outputs = (steps * batch, 3, 2) if trains else (batch, 1, 1)
     states = 2 * (steps + 1) * batch
@@ -224,6 +232,8 @@ def _lstm_backward(args: Sequence[Any], result: Any) -> Workspace:
     The weights are copied into that layout if they have another one.
     """
     input, hx, output, upstream, hidden_size = args[0], args[5], args[7], args[10], args[15]
+    if input.dtype is not torch.float32:
+        return Workspace(known=False)
     elements, gates = input.shape[0] * input.shape[1], 4 * hidden_size
     copied = output.numel() if upstream is None or not upstream.is_contiguous() else 0
     floats = 2 * hx.numel() + gates + copied

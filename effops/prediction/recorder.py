@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.random import get_rng_state, set_rng_state
 
 from effops.prediction.allocations import Allocations, Workspace
-from effops.prediction.autograd_forms import unobserved
 from effops.prediction.inside import workspace
+from effops.prediction.observed_forms import unobserved
 from effops.prediction.operations import operations
 from effops.prediction.outcomes import OperatorCall, Outcome
+from effops.prediction.probes import PREFERRED, probed
 from effops.prediction.shared import Shared
 from effops.prediction.timeline import Allocation, Timeline
 from effops.pytorch import (
@@ -35,26 +36,39 @@ aten = torch.ops.aten
 # These operators make tensors of new constants, which have values.
 NEW_CONSTANTS = aten.lift_fresh.default, aten.lift_fresh_copy.default
 ITEM = aten._local_scalar_dense.default
+CONVOLUTIONS = aten.convolution.default, aten.convolution_backward.default
 NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
 STATE_BYTES = get_rng_state().nbytes  # of the CPU's random number generator
-# These operators refuse fake tensors that a CPU takes: PyTorch's grouped product takes the dtypes and strides of CUDA.
+
+
+def _batch_norm_backward(upstream: Tensor, input: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    gradient, *parameters = aten.native_batch_norm_backward.default(upstream, input, *others)
+    return None if gradient is None else torch.empty_like(input), *parameters
+
+
+# Fake tensors do otherwise than real ones: PyTorch's grouped product takes the dtypes and strides of CUDA alone, and
+# the gradient of a normalised batch has the layout of what comes from above, not of the batch.
 RESULTS = {
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten._grouped_mm.default: lambda left, right, offs=None, bias=None, out_dtype=None: (
         _create_grouped_mm_output_tensor(left, right, offs, out_dtype)
-    )
+    ),
 }
 
 
 class Recorder(Allocations):
     """Observes a step on the fake tensors of `mode`. It is a mode itself, so that it sees all operators.
 
-    Two attributes tell of the last step: `operations` counts those of each phase and class, and `unknown` names the
-    operators that may allocate more than is recorded.
+    With `probe`, operators of which no rule tells enough are run once by themselves.
+
+    Some attributes tell of the last step: `operations` counts those of each phase and class, `unknown` names the
+    operators that may allocate more than is recorded, and `convolution_bytes` are those of the operands and results of
+    the largest convolution.
     """
 
-    def __init__(self, mode: FakeTensorMode, cuda: bool = False) -> None:
+    def __init__(self, mode: FakeTensorMode, cuda: bool = False, probe: bool = False) -> None:
         super().__init__()
-        self.mode, self.cuda = mode, cuda
+        self.mode, self.cuda, self.probe = mode, cuda, probe and not cuda
         self.tick = 0
         self.records: list[Allocation] = []
         self.living: dict[weakref.ref[Any], Allocation] = {}
@@ -65,12 +79,14 @@ class Recorder(Allocations):
         self.operator = ""
         self.remembered: dict[Any, tuple[Outcome, Workspace, tuple[str, int]]] = {}
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        self.convolution_bytes = 0
 
     def begin(self) -> None:
         """Begin the last step: forget what was counted and named before."""
         self.start = self.tick
         self.operations.clear()
         self.unknown.clear()
+        self.convolution_bytes = 0
 
     def enter(self, phase: str) -> None:
         self.phases.append((phase, self.tick + 1))
@@ -119,8 +135,15 @@ class Recorder(Allocations):
         if not allocated.known:
             self.unknown.add(self.operator)
         self.operations[phase, kind] += count
-        # What the mode remembers of a tensor would keep `Module.to` from putting another one in its place.
-        self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        if func in CONVOLUTIONS:
+            used = (leaf for leaf in tree_leaves((call.args, result)) if isinstance(leaf, Tensor))
+            self.convolution_bytes = max(self.convolution_bytes, sum(one.nbytes for one in used))
+        # What a mode remembers of a tensor would keep `Module.to` from putting another one in its place. Tensors that
+        # were copied deeply have a mode of their own.
+        for mode in {self.mode, *(tensor.fake_mode for tensor in call.tensors)}:
+            converter = mode.fake_tensor_converter.meta_converter
+            converter.tensor_memo.clear()
+            converter.describer.lookup_tensor.clear()
         return result
 
     def _run(self, call: OperatorCall) -> tuple[Any, Workspace, tuple[str, int]]:
@@ -129,8 +152,15 @@ class Recorder(Allocations):
             outcome, allocated, counted = self.remembered[call.key]
             return outcome(call.tensors), allocated, counted
         func, args, kwargs = call.func, call.args, call.kwargs
+        if "nested" in func._schema.name:
+            raise NotImplementedError(
+                f"anatomy: tensors must be dense; got a nested one from {func._schema.name}; leave padding in place, "
+                "as `enable_nested_tensor=False` does in nn.TransformerEncoder"
+            )
         result = RESULTS.get(func, func)(*args, **kwargs)
         allocated = workspace(func, args, kwargs, result, self.cuda)
+        if self.probe and (not allocated.known or func in PREFERRED):
+            allocated = probed(call, result) or allocated
         counted = operations(func, args, kwargs, result)
         made = call.outcome(result)
         if made is not None:

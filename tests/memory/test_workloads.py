@@ -147,6 +147,33 @@ def test_grouped_products(dtype, is_transposed):
     assert not (marked and dtype is torch.float32)
 
 
+def encoder(**options):
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 2, 40, 0.0, batch_first=True), 3, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_copies_of_a_layer_can_be_converted(dtype):
+    """Each clone of a layer has a fake mode of its own, which remembered its parameters."""
+
+    def batch(size):
+        return torch.randn(size, 7, 24, dtype=dtype)
+
+    found = anatomy(workload(model=lambda: encoder().to(dtype), batch=batch), 9, measure=True)
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
+
+
+def test_nested_tensors_are_refused():
+    padded = Workload(
+        encoder,
+        lambda size: (torch.randn(size, 7, 24), torch.zeros(size, 7)),
+        generate=lambda model, batch: model(batch[0], src_key_padding_mask=torch.randn(*batch[1].shape) > 0),
+    )
+    with pytest.raises(
+        NotImplementedError, match=r"tensors must be dense; got a nested one .*enable_nested_tensor=False"
+    ):
+        anatomy(padded, 5)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -157,7 +184,7 @@ def test_grouped_products(dtype, is_transposed):
 )
 def test_values_of_a_batch_are_not_known(function):
     with pytest.raises(NotImplementedError, match="anatomy: the workload must not depend on the values of tensors"):
-        anatomy(Workload(nn.Identity, lambda size: torch.zeros(size, 7), generate=lambda model, x: function(x)), 5)
+        anatomy(Workload(nn.Identity, lambda size: torch.randn(size, 7), generate=lambda model, x: function(x)), 5)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "ASGD", "NAdam", "RAdam", "Rprop"])

@@ -1,6 +1,6 @@
-"""What autograd does otherwise while modes observe its operators, as they do in a prediction; seen in torch 2.13.
+"""What PyTorch does otherwise while modes observe its operators, as they do in a prediction; seen in torch 2.13.
 
-It then computes nothing in place, and no formula looks at values.
+Autograd then computes nothing in place, and no formula looks at values. A linear layer has no sum in place either.
 """
 
 from collections.abc import Sequence
@@ -8,18 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
-from effops.pytorch import BackwardCFunction, _current_autograd_node, _storage_Use_Count, tensor_use_count
+from effops.pytorch import (
+    BackwardCFunction,
+    _current_autograd_node,
+    _engine_run_backward,
+    _storage_Use_Count,
+    tensor_use_count,
+)
 
 aten = torch.ops.aten
 
-SOLE_OWNER_COUNTS = 4, 2  # references to a tensor and to its storage, where autograd alone has it
+# References to a tensor and to its storage, where autograd alone has it: each mode that sees a call holds one.
+SOLE_OWNER_COUNTS = 5, 2
 # Unobserved, autograd computes these in place where nobody else holds the first operand.
 IN_PLACE = {
     aten.add.Tensor: (aten.add_.Tensor, SOLE_OWNER_COUNTS),
     aten.index_add.default: (aten.index_add_.default, SOLE_OWNER_COUNTS),
     aten.index_fill.int_Tensor: (aten.index_fill_.int_Tensor, SOLE_OWNER_COUNTS),
-    aten.index_put.default: (aten.index_put_.default, (5, 2)),
+    aten.index_put.default: (aten.index_put_.default, (6, 2)),
     aten.scatter.src: (aten.scatter_.src, SOLE_OWNER_COUNTS),
     aten.scatter_add.default: (aten.scatter_add_.default, SOLE_OWNER_COUNTS),
 }
@@ -67,3 +76,44 @@ def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
         if not is_alike or not aten.is_non_overlapping_and_dense.default(first):
             return False
     return (tensor_use_count(first), _storage_Use_Count(first.untyped_storage()._cdata)) == IN_PLACE[func][1]
+
+
+class UnobservedForms(TorchFunctionMode):
+    """Gives functions the form that they have unobserved.
+
+    A linear layer adds its bias in place, where its input is not laid out in order.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is linear:
+            return _linear(*args, **options)
+        if func is torch.autograd.backward:
+            with self:  # so that what checkpointing computes again has the same forms
+                return _backward(*args, **options)
+        return func(*args, **options)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    is_one_product = input.ndim == 2 or (input.ndim > 2 and input.is_contiguous())
+    if bias is None or is_one_product:
+        return linear(input, weight, bias)
+    return torch.matmul(input, weight.t()).add_(bias)
+
+
+def _backward(
+    losses: Sequence[Tensor],
+    grad_tensors: Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """Do what `torch.autograd.backward` does, but leave modes on."""
+    upstream = tuple(
+        torch.ones_like(loss) if gradient is None else gradient
+        for loss, gradient in zip(losses, grad_tensors or [None] * len(losses))
+    )
+    keep = create_graph if retain_graph is None else retain_graph
+    _engine_run_backward(
+        tuple(losses), upstream, keep, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
+    )

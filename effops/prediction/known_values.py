@@ -1,0 +1,150 @@
+"""Values that follow from numbers alone, computed beside fake tensors, which have none.
+
+Such are the positions that `arange` makes, a mask of ones, or a rate of dropout for each layer.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from effops.prediction.shared import Shared
+from effops.pytorch import (
+    FakeTensor,
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    tree_leaves,
+    tree_map_only,
+)
+
+MOST_FLOATS, MOST_INTEGERS = 2**12, 2**20  # elements; positions and masks are integers or booleans
+aten = torch.ops.aten
+ASKING = aten._local_scalar_dense.default, aten.equal.default  # operators whose results are no tensors
+FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.full.default,
+    aten.linspace.default,
+    aten.logspace.default,
+    aten.ones.default,
+    aten.zeros.default,
+}
+LIKE_ANOTHER = {  # factories that take the shape of a tensor, and no values
+    aten.full_like.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.zeros_like.default,
+}
+
+
+class KnownValues(TorchDispatchMode):
+    """Computes beside fake tensors the values that follow from numbers; a program may ask for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of the storage of fake tensors, by their layouts. What refers to a tensor itself would keep `Module.to` from
+        # putting another one in its place.
+        self.known: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+        self.changed: list[Tensor] = []  # real tensors that are out of date: a fake one was changed instead
+
+    def knows(self, tensor: Tensor) -> bool:
+        return self._value(tensor) is not None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [*_tensors(args), *_tensors(kwargs.values())]
+        if not self._follows(func, given):
+            if func._schema.is_mutable:
+                self._forget(given)
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            values, options = tree_map_only(Tensor, self._value_or_shape, (args, kwargs))
+            if func in ASKING:
+                return func(*values, **options)
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
+        if not all(map(_is_small, made)):
+            return result
+        with _disable_current_modes():
+            found = func(*values, **options)
+        for fake, real in zip(made, (leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))):
+            self.known.setdefault(fake.untyped_storage(), {})[_layout(fake)] = real
+        return result
+
+    def _follows(self, func: Any, given: list[Tensor]) -> bool:
+        """Whether the values of a result follow from those that are known."""
+        if func in LIKE_ANOTHER:
+            return _is_small(given[0])
+        if not (all(map(self.knows, given)) if given else func in FACTORIES):
+            return False
+        changes_real = func._schema.is_mutable and not all(isinstance(tensor, FakeTensor) for tensor in given)
+        return not changes_real and torch.Tag.nondeterministic_seeded not in func.tags
+
+    def _value_or_shape(self, tensor: Tensor) -> Tensor:
+        value = self._value(tensor)
+        if value is not None:
+            return value
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        if isinstance(tensor, FakeTensor):
+            found = self.known.get(tensor.untyped_storage(), {}).get(_layout(tensor))
+            return tensor.constant if found is None else found
+        is_changed = any(tensor is other for other in self.changed)
+        return None if is_changed or not _is_small(tensor) else tensor
+
+    def _forget(self, changed: list[Tensor]) -> None:
+        """Forget the values of all that shares a storage with changed tensors: the new ones are not known."""
+        self.changed += [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
+        for tensor in changed:
+            self.known.pop(tensor.untyped_storage(), None)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operator, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (one for one in value if isinstance(one, Tensor))
+
+
+def _is_small(tensor: Tensor) -> bool:
+    has_fraction = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor.numel() <= (MOST_FLOATS if has_fraction else MOST_INTEGERS)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells the values of a tensor, beside those of its storage."""
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _told_to_transformers() -> AbstractContextManager[Any]:
+    """Let transformers read values that are known: it leaves out a mask that hides nothing.
+
+    It takes any fake tensor for one without values, and then computes attention as for a batch with padding.
+    """
+    library = sys.modules.get("transformers.utils.import_utils")
+    is_fake_tensor = getattr(library, "is_fake_tensor", None)
+    if library is None or is_fake_tensor is None:
+        return nullcontext()
+
+    def is_without_values(tensor: Any) -> bool:
+        modes = _get_current_dispatch_mode_stack()
+        is_known = any(isinstance(mode, KnownValues) and mode.knows(tensor) for mode in modes)
+        return bool(is_fake_tensor(tensor)) and not is_known
+
+    return mock.patch.object(library, "is_fake_tensor", is_without_values)
+
+
+TOLD_TO_TRANSFORMERS = Shared(_told_to_transformers)

@@ -1,0 +1,255 @@
+"""Probes: what an operator allocates inside, found by running that one operator on this CPU.
+
+A probe gives the operator tensors of the same shapes, strides and dtypes, and follows the allocator meanwhile. What it
+finds is remembered in the process. A convolution that is too large is probed with smaller batches, which tell how its
+workspace grows with the batch.
+"""
+
+import itertools
+import statistics
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.prediction.allocations import Workspace, running_bytes
+from effops.prediction.convolutions import backend_of
+from effops.prediction.operations import CONTRACTION, operations
+from effops.prediction.outcomes import OperatorCall
+from effops.pytorch import (
+    _disable_current_modes,
+    _get_float32_matmul_precision,
+    _profiler_enabled,
+    tree_leaves,
+    tree_map_only,
+)
+
+aten = torch.ops.aten
+
+# What may run takes about a tenth of a second on two cores.
+MOST_BYTES = 2**28  # of operands and results
+MOST_OPERATIONS = 2**32  # of a contraction
+LEAST_BATCH, MOST_BATCH, PROBED_BATCHES = 2, 32, 4  # of a convolution: a batch of one goes to other kernels
+BATCHES = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}  # arguments that have one
+# Operators that draw numbers on other devices.
+WITHOUT_DROPOUT = {aten._scaled_dot_product_flash_attention_for_cpu.default}
+# Operators that were seen to allocate more than their results on a CPU, with torch 2.13, by no rule that is known.
+# A probe tells what the first ones allocate.
+PROBED = {
+    aten._cdist_forward.default,
+    aten._chunk_cat.default,
+    aten._euclidean_dist.default,
+    aten._fft_c2c.default,
+    aten._fft_c2r.default,
+    aten._fft_r2c.default,
+    aten._native_multi_head_attention.default,
+    aten._scaled_mm.default,
+    aten._scaled_mm_v2.default,
+    aten._transformer_encoder_layer_fwd.default,
+    aten._trilinear.default,
+    aten.affine_grid_generator.default,
+    aten.bucketize.Tensor,
+    aten.channel_shuffle.default,
+    aten.col2im.default,
+    aten.histc.default,
+    aten.im2col.default,
+    aten.kthvalue.default,
+    aten.mvlgamma.default,
+    aten.nanmedian.dim,
+    aten.native_channel_shuffle.default,
+    aten.renorm.default,
+    aten.searchsorted.Tensor,
+    aten.unfold_backward.default,
+}
+# Of these a probe does not: values decide, or the formula of their gradient goes another way while modes observe it.
+UNKNOWN = {
+    aten._cholesky_solve_helper.default,
+    aten._embedding_bag.default,
+    aten._embedding_bag_forward_only.default,
+    aten._linalg_det.default,
+    aten._linalg_eigh.default,
+    aten._linalg_eigvals.default,
+    aten._linalg_slogdet.default,
+    aten._linalg_solve_ex.default,
+    aten._linalg_svd.default,
+    aten._unsafe_masked_index.default,
+    aten._unsafe_masked_index_put_accumulate.default,
+    aten._upsample_bicubic2d_aa.default,
+    aten._upsample_bilinear2d_aa.default,
+    aten.cholesky.default,
+    aten.cholesky_solve.default,
+    aten.index_copy.default,
+    aten.index_reduce.default,
+    aten.isin.Tensor_Tensor,
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_eig.default,
+    aten.linalg_householder_product.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_ldl_factor_ex.default,
+    aten.linalg_ldl_solve.default,
+    aten.linalg_lu.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_matrix_exp.default,
+    aten.linalg_pinv.atol_rtol_float,
+    aten.linalg_pinv.atol_rtol_tensor,
+    aten.lu_unpack.default,
+    aten.masked_scatter.default,
+    aten.masked_scatter_backward.default,
+    aten.multinomial.default,
+    aten.segment_reduce.default,
+    aten.soft_margin_loss_backward.default,
+}
+# The memory of these depends on the CPU in many ways: a probe tells it better than a rule.
+PREFERRED = {aten.convolution.default, aten.convolution_backward.default}
+NOT_PROBED = UNKNOWN | {
+    # Values decide what these allocate.
+    aten._grouped_mm.default,
+    aten.index_put.default,
+    aten.index_put_.default,
+    # It reads what the forward pass has left in memory of its own layout.
+    aten.mkldnn_rnn_layer_backward.default,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a probe keeps of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Layout":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def elements(self) -> int:
+        """The number of elements in memory."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
+
+    def tensor(self) -> Tensor:
+        """Ones, or zeros where they are integers: those are places in another tensor."""
+        value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        memory = torch.full((self.elements,), value, dtype=self.dtype, device="cpu")
+        return memory.as_strided(self.shape, self.stride)
+
+
+def probed(call: OperatorCall, result: Any) -> Workspace | None:
+    """The workspace of a call that has `result`, both on fake tensors; None where a probe cannot tell."""
+    func = call.func
+    if func.namespace != "aten" or func in NOT_PROBED:
+        return None
+    draws = torch.Tag.nondeterministic_seeded in func.tags and func not in WITHOUT_DROPOUT
+    if draws or _profiler_enabled():  # a second profiler would end the first
+        return None
+    given = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+    if not given or any(one.layout is not torch.strided or one.is_neg() or one.is_conj() for one in given):
+        return None
+    args, kwargs = tree_map_only(Tensor, Layout.of, (call.args, call.kwargs))
+    key = (
+        f"{func} {args} {kwargs} {torch.is_grad_enabled()} {torch.get_num_threads()} {_get_float32_matmul_precision()}"
+    )
+    with _LOCK:
+        if key not in _found:
+            _found[key] = _workspace(call, args, kwargs, result)
+        return _found[key]
+
+
+_found: dict[str, Workspace | None] = {}
+_LOCK = threading.Lock()  # there is one profiler
+
+
+def _workspace(call: OperatorCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Workspace | None:
+    scale = _largest_part(call, result)
+    if scale >= 1:
+        return _run(call.func, args, kwargs, result)
+    if call.func not in BATCHES:
+        return None
+    return _of_larger_batch(call, args, min(MOST_BATCH, int(scale * args[0].shape[0])))
+
+
+def _largest_part(call: OperatorCall, result: Any) -> float:
+    """The part of a call that is small enough to run; 1 or more for the whole call."""
+    given = [leaf for leaf in tree_leaves((call.args, call.kwargs, result)) if isinstance(leaf, Tensor)]
+    nbytes = sum(Layout.of(one).elements * one.element_size() for one in given)
+    return min(MOST_BYTES / max(1, nbytes), MOST_OPERATIONS / max(1, _operations(call, result)))
+
+
+def _operations(call: OperatorCall, result: Any) -> int:
+    """How many operations a contraction makes; 0 for other calls."""
+    if call.func is aten.convolution_backward.default:  # PyTorch counts its groups wrongly
+        upstream, input, weight = call.args[:3]
+        images = input if call.args[7] else upstream
+        return 4 * int(images.numel()) * int(weight[0].numel())
+    kind, count = operations(call.func, call.args, call.kwargs, result)
+    return count if kind == CONTRACTION else 0
+
+
+def _of_larger_batch(call: OperatorCall, args: Sequence[Any], fitting: int) -> Workspace | None:
+    """The workspace of a convolution, from those of the batches of up to `fitting`, which may run.
+
+    It grows by the same bytes with each item of a batch, but for some batches that occupy more threads. None if it does
+    not, or if smaller batches go to other kernels.
+    """
+    sizes = range(fitting - PROBED_BATCHES + 1, fitting + 1)
+    if sizes[0] < LEAST_BATCH:
+        return None
+    backend = backend_of(call.func, call.args)
+    found: list[int] = []
+    for size in sizes:
+        fewer = [
+            replace(one, shape=(size, *one.shape[1:])) if place in BATCHES[call.func] else one
+            for place, one in enumerate(args)
+        ]
+        ran = _run(call.func, fewer, call.kwargs, backend=backend)
+        if ran is None:
+            return None
+        found.append(ran.temporary_bytes)
+    growth = [after - before for before, after in itertools.pairwise(found)]
+    usual = statistics.mode(growth)
+    if growth.count(usual) < 2:
+        return None
+    return Workspace(found[-1] + usual * (args[0].shape[0] - fitting))
+
+
+def _run(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Any = None, backend: Any = None
+) -> Workspace | None:
+    """The workspace of a call on tensors of these layouts; None if it fails, or is not of the backend that is given.
+
+    With `fake`, its result on fake tensors, the bytes of results are told too.
+    """
+    with _disable_current_modes(), torch.autocast("cpu", enabled=False):
+        given, options = tree_map_only(Layout, Layout.tensor, (args, kwargs))
+        if backend is not None and backend_of(func, given) != backend:
+            return None
+        try:
+            with running_bytes() as ran:
+                result = func(*given, **options)
+        except RuntimeError:  # it does not take the values of a probe
+            return None
+        own = {_address(one) for one in tree_leaves((given, options)) if isinstance(one, Tensor)}
+        pairs = zip(_leaves(result), _leaves(fake))
+        result_bytes = {
+            index: real.untyped_storage().nbytes()
+            for index, (real, other) in enumerate(pairs)
+            if isinstance(real, Tensor)
+            and isinstance(other, Tensor)
+            and _address(real) not in own
+            and real.untyped_storage().nbytes() != other.untyped_storage().nbytes()
+        }
+    return Workspace(ran.peak_bytes - ran.retained_bytes, result_bytes)
+
+
+def _leaves(result: Any) -> Sequence[Any]:
+    return (result,) if isinstance(result, Tensor) else tree_leaves(result)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
