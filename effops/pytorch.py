@@ -21,7 +21,6 @@ from torch._C import (  # type: ignore[attr-defined]
 )
 from torch._C._autograd import (
     DeviceType,
-    _profiler_enabled,
     _saved_tensors_hooks_disable,
     _saved_tensors_hooks_enable,
     _saved_tensors_hooks_get_disabled_error_message,
@@ -49,7 +48,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     in_kernel_invocation_manager,
 )
-from torch.autograd import forward_ad  # its `_current_level` changes: read it from the module, when it is needed
+from torch.autograd import (
+    forward_ad,  # its `_current_level` changes: read it from the module, when it is needed
+    profiler,  # so does its `_is_profiler_enabled`, which is that of all threads
+)
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.init import _no_grad_trunc_normal_
@@ -97,7 +99,6 @@ __all__ = [
     "_get_tracing_state",
     "_len_torch_dispatch_stack",
     "_no_grad_trunc_normal_",
-    "_profiler_enabled",
     "_saved_tensors_hooks_disable",
     "_saved_tensors_hooks_enable",
     "_saved_tensors_hooks_get_disabled_error_message",
@@ -113,6 +114,7 @@ __all__ = [
     "is_gradtrackingtensor",
     "is_legacy_batchedtensor",
     "is_non_overlapping_and_dense",
+    "profiler",
     "softmax_backward",
     "tensor_use_count",
     "tree_leaves",

@@ -22,7 +22,7 @@ from effops.prediction.outcomes import OperatorCall
 from effops.pytorch import (
     _disable_current_modes,
     _get_float32_matmul_precision,
-    _profiler_enabled,
+    profiler,
     tree_leaves,
     tree_map_only,
 )
@@ -145,18 +145,18 @@ def probed(call: OperatorCall, result: Any) -> Workspace | None:
     func = call.func
     if func.namespace != "aten" or func in NOT_PROBED:
         return None
-    draws = torch.Tag.nondeterministic_seeded in func.tags and func not in WITHOUT_DROPOUT
-    if draws or _profiler_enabled():  # a second profiler would end the first
+    if torch.Tag.nondeterministic_seeded in func.tags and func not in WITHOUT_DROPOUT:  # a probe draws no numbers
         return None
     given = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     if not given or any(one.layout is not torch.strided or one.is_neg() or one.is_conj() for one in given):
         return None
     args, kwargs = tree_map_only(Tensor, Layout.of, (call.args, call.kwargs))
-    key = (
-        f"{func} {args} {kwargs} {torch.is_grad_enabled()} {torch.get_num_threads()} {_get_float32_matmul_precision()}"
-    )
+    settings = torch.get_num_threads(), _get_float32_matmul_precision(), torch.backends.mkldnn.enabled
+    key = f"{func} {args} {kwargs} {torch.is_grad_enabled()} {settings}"
     with _LOCK:
         if key not in _found:
+            if profiler._is_profiler_enabled:  # a second one would end it
+                return None
             _found[key] = _workspace(call, args, kwargs, result)
         return _found[key]
 

@@ -123,12 +123,24 @@ def test_probes_draw_no_numbers_and_leave_settings(unremembered):
     assert torch.get_num_threads() == threads
 
 
-def test_under_a_profiler_a_probe_tells_nothing(unremembered):
+@pytest.mark.parametrize("of_another_thread", [False, True])
+def test_a_profile_is_left_alone(of_another_thread, unremembered):
+    """There is one profiler: a probe would end the profile."""
     model, *shape = CONVOLUTIONS["groups"]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        found = anatomy(training(model, *shape), 5)
-    assert "aten::convolution" in found.unknown
-    assert anatomy(training(model, *shape), 5).unknown == ()
+    workload = training(model, *shape)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(3)
+        found = []
+        if of_another_thread:
+            thread = threading.Thread(target=lambda: found.append(anatomy(workload, 5)))
+            thread.start()
+            thread.join()
+        else:
+            found.append(anatomy(workload, 5))
+        torch.linspace(0, 1, 3)
+    assert "aten::convolution" in found[0].unknown
+    assert {"aten::ones", "aten::linspace"} <= {event.name for event in profile.events()}
+    assert anatomy(workload, 5).unknown == ()
 
 
 def test_threads_probe_in_turn(unremembered):
