@@ -3,8 +3,9 @@
 python bench/ratios.py --json FILE
 
 A line is one call: the time of the automatic choice, its best peer, the ratio of the two, and the ratio of the
-automatic choice to itself, which tells how exact the ratios of this run are. The default sizes come first. What would
-begin after --minutes is left out, and the file tells what. It is written after every call.
+automatic choice to itself, which tells how exact the ratios of this run are. The default sizes come first, and then
+each other case in one dtype and with one number of threads, by turns. What would begin after --minutes is left out, and
+the file tells what. It is written after every call.
 """
 
 from __future__ import annotations
@@ -178,14 +179,13 @@ def chosen_steps(options: argparse.Namespace) -> Iterator[Step]:
     cases = [case for op in chosen for case in cases_of(op) if options.case is None or case.name in options.case]
     defaults = [case for case in cases if case.name == DEFAULT]
     others = [] if options.quick else [case for case in cases if case.name != DEFAULT]
-    yield from (Step(case, dtype, count) for count in threads for dtype in dtypes for case in defaults)
-    for count in threads:
-        for dtype in dtypes:
-            yield from (
-                Step(case, dtype, count)
-                for case in others
-                if case.name != FIRST_CALL or (dtype, count) == (dtypes[0], threads[0])
-            )
+    ways = [(dtype, count) for count in threads for dtype in dtypes]
+    yield from (Step(case, *way) for way in ways for case in defaults)
+    first_calls = [case for case in others if case.name == FIRST_CALL]
+    others = [case for case in others if case.name != FIRST_CALL]
+    for turn in range(len(ways)):  # each case in one way, and then in another one
+        yield from (Step(case, *ways[(number + turn) % len(ways)]) for number, case in enumerate(others))
+        yield from (Step(case, *ways[0]) for case in first_calls if turn == 0)
 
 
 def cases_of(op: Op) -> Iterator[Case]:
