@@ -4,6 +4,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from effops.prediction.compiled import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.prediction.inside import caution
 from effops.prediction.known_values import TOLD_TO_TRANSFORMERS, KnownValues
-from effops.prediction.observed_forms import UnobservedForms
+from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.operations import CLASSES
 from effops.prediction.recorder import GENERATOR_STATES, Recorder
 from effops.prediction.timeline import Timeline
@@ -213,10 +214,11 @@ def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> t
     with (
         apart(),
         mode,
-        CudaForms(recorder.unknown) if cuda else UnobservedForms(),
+        CudaForms(recorder.unknown) if cuda else nullcontext(),
         recorder,
         KnownValues(),
         GENERATOR_STATES,
+        SUMS_IN_PLACE,
         COMPILED_REFUSED,
         # torch.compile leaves hooks alone, so that the first function that it finds is one of the model.
         register_module_forward_pre_hook(torch.compiler.disable(modules.enter)),

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from effops.prediction.allocations import round_up
-from effops.prediction.observed_forms import UnobservedForms
 from effops.prediction.timeline import Timeline
-from effops.pytorch import _VF, tree_map_only
+from effops.pytorch import _VF, _engine_run_backward, tree_map_only
 
 MIB = 2**20
 CUDA_BLOCK_BYTES = 512
@@ -160,7 +160,7 @@ def reserved_bytes(timeline: Timeline) -> int:
     return allocator.reserved_bytes
 
 
-class CudaForms(UnobservedForms):
+class CudaForms(TorchFunctionMode):
     """Gives functions the form that they have on CUDA, where they save other tensors for backward than on a CPU.
 
     Dropout saves booleans, and `scaled_dot_product_attention` never holds all pairs. cuDNN computes a recurrent layer
@@ -182,7 +182,28 @@ class CudaForms(UnobservedForms):
             return _attention(*args, **options)
         if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in BY_DTYPE | BY_COPIES:
             return _autocast(func, args, options)
-        return super().__torch_function__(func, types, args, options)
+        if func is torch.autograd.backward:
+            with self:  # so that what checkpointing computes again has the same forms
+                return _backward(*args, **options)
+        return func(*args, **options)
+
+
+def _backward(
+    losses: Sequence[Tensor],
+    grad_tensors: Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """Do what `torch.autograd.backward` does, but leave modes on."""
+    upstream = tuple(
+        torch.ones_like(loss) if gradient is None else gradient
+        for loss, gradient in zip(losses, grad_tensors or [None] * len(losses))
+    )
+    keep = create_graph if retain_graph is None else retain_graph
+    _engine_run_backward(
+        tuple(losses), upstream, keep, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _autocast(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:

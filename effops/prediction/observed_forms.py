@@ -1,20 +1,21 @@
 """What PyTorch does otherwise while modes observe its operators, as they do in a prediction; seen in torch 2.13.
 
-Autograd then computes nothing in place, and no formula looks at values. A linear layer has no sum in place either.
+Autograd then computes nothing in place, and no formula looks at values. Nor has a linear layer a sum in place.
 """
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
 
+from effops.prediction.shared import Shared
 from effops.pytorch import (
     BackwardCFunction,
+    FakeTensor,
     _current_autograd_node,
-    _engine_run_backward,
     _storage_Use_Count,
     tensor_use_count,
 )
@@ -78,42 +79,13 @@ def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
     return (tensor_use_count(first), _storage_Use_Count(first.untyped_storage()._cdata)) == IN_PLACE[func][1]
 
 
-class UnobservedForms(TorchFunctionMode):
-    """Gives functions the form that they have unobserved.
-
-    A linear layer adds its bias in place, where its input is not laid out in order.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        if func is linear:
-            return _linear(*args, **options)
-        if func is torch.autograd.backward:
-            with self:  # so that what checkpointing computes again has the same forms
-                return _backward(*args, **options)
-        return func(*args, **options)
-
-
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     is_one_product = input.ndim == 2 or (input.ndim > 2 and input.is_contiguous())
-    if bias is None or is_one_product:
+    if bias is None or is_one_product or not isinstance(input, FakeTensor):
         return linear(input, weight, bias)
     return torch.matmul(input, weight.t()).add_(bias)
 
 
-def _backward(
-    losses: Sequence[Tensor],
-    grad_tensors: Sequence[Tensor | None] | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Sequence[Tensor] | None = None,
-) -> None:
-    """Do what `torch.autograd.backward` does, but leave modes on."""
-    upstream = tuple(
-        torch.ones_like(loss) if gradient is None else gradient
-        for loss, gradient in zip(losses, grad_tensors or [None] * len(losses))
-    )
-    keep = create_graph if retain_graph is None else retain_graph
-    _engine_run_backward(
-        tuple(losses), upstream, keep, create_graph, inputs or (), allow_unreachable=True, accumulate_grad=True
-    )
+# A linear layer adds its bias in place to what is not laid out in order. PyTorch does not where tensors are fake. A
+# mode that sees functions would tell it too, but attention takes another way under such a mode.
+SUMS_IN_PLACE = Shared(lambda: mock.patch.object(torch.nn.functional, "linear", _linear))

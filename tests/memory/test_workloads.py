@@ -162,6 +162,14 @@ def test_copies_of_a_layer_can_be_converted(dtype):
     assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
 
 
+def test_layers_with_kernels_for_inference():
+    """One kernel computes a whole layer: a mode that sees functions would hinder it."""
+    found = anatomy(Workload(encoder, lambda size: torch.randn(size, 7, 24)), 9, measure=True)
+    assert found.unknown == ()
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found
+    assert "aten::_transformer_encoder_layer_fwd" in {one.operator for one in found.timeline.allocations}
+
+
 def test_nested_tensors_are_refused():
     padded = Workload(
         encoder,
