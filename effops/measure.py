@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.profiler import ProfilerActivity, record_function
 
-from effops.prediction.allocations import RunningBytes, running_bytes
 from effops.prediction.cuda_forms import CUDA_BLOCK_BYTES
 from effops.pytorch import DeviceType, _ExperimentalConfig
 from effops.text import aligned, format_bytes, format_us
@@ -185,20 +184,34 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass
+class _RunningBytes:
+    """Bytes allocated less bytes freed since the start: the most at any instant, and at the end."""
+
+    peak_bytes: int = 0
+    retained_bytes: int = 0
+
+
 @contextmanager
-def _running_bytes(device: torch.device) -> Iterator[RunningBytes]:
-    if device.type != "cuda":
-        with running_bytes() as found:
+def _running_bytes(device: torch.device) -> Iterator[_RunningBytes]:
+    found = _RunningBytes()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        yield found
+        torch.cuda.synchronize(device)
+        found.peak_bytes = torch.cuda.max_memory_allocated(device) - start
+        found.retained_bytes = torch.cuda.memory_allocated(device) - start
+    else:
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield found
-        return
-    found = RunningBytes()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
-    yield found
-    torch.cuda.synchronize(device)
-    found.peak_bytes = torch.cuda.max_memory_allocated(device) - start
-    found.retained_bytes = torch.cuda.memory_allocated(device) - start
+        recorded: Any = profiler.profiler
+        events = (event for event in recorded.kineto_results.events() if event.name() == "[memory]")
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.device_type() == DeviceType.CPU:
+                found.retained_bytes += event.nbytes()  # negative for a release
+                found.peak_bytes = max(found.peak_bytes, found.retained_bytes)
 
 
 def device_model(device: torch.device) -> str:

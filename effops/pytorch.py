@@ -21,6 +21,8 @@ from torch._C import (  # type: ignore[attr-defined]
 )
 from torch._C._autograd import (
     DeviceType,
+    _disable_profiler_legacy,
+    _enable_profiler_legacy,
     _saved_tensors_hooks_disable,
     _saved_tensors_hooks_enable,
     _saved_tensors_hooks_get_disabled_error_message,
@@ -32,7 +34,7 @@ from torch._C._functorch import (
     is_legacy_batchedtensor,
     unwrap_if_dead,
 )
-from torch._C._profiler import _ExperimentalConfig
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._guards import TracingContext
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import (
@@ -77,6 +79,8 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "ProfilerConfig",
+    "ProfilerState",
     "TorchDispatchMode",
     "TracingContext",
     "TransformType",
@@ -90,7 +94,9 @@ __all__ = [
     "_create_grouped_mm_output_tensor",
     "_current_autograd_node",
     "_disable_current_modes",
+    "_disable_profiler_legacy",
     "_disabled_torch_function_impl",
+    "_enable_profiler_legacy",
     "_engine_run_backward",
     "_fused_sdp_choice",
     "_get_current_dispatch_mode_stack",

@@ -1,17 +1,14 @@
-"""The bytes that a function of tensors needs: predicted on fake tensors, or found while it runs on a CPU."""
+"""Predicts the bytes that a function of tensors needs, on fake tensors: nothing is computed or allocated."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity
 
 from effops.prediction.outcomes import run
-from effops.pytorch import DeviceType, FakeTensorMode, TorchDispatchMode, tree_leaves
+from effops.pytorch import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 
 class Bytes(NamedTuple):
@@ -88,25 +85,3 @@ def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor) -> Bytes:
             output_bytes = allocations.storages.get(weakref.ref(output.untyped_storage()), 0)
             saved_bytes = allocations.live_bytes - output_bytes
     return Bytes(output_bytes, saved_bytes, allocations.peak_bytes - output_bytes - saved_bytes)
-
-
-@dataclass
-class RunningBytes:
-    """Bytes allocated less bytes freed since the start: the most at any instant, and at the end."""
-
-    peak_bytes: int = 0
-    retained_bytes: int = 0
-
-
-@contextmanager
-def running_bytes() -> Iterator[RunningBytes]:
-    """Tell after the block what it allocated on the CPU."""
-    found = RunningBytes()
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield found
-    recorded: Any = profiler.profiler
-    events = (event for event in recorded.kineto_results.events() if event.name() == "[memory]")
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.device_type() == DeviceType.CPU:
-            found.retained_bytes += event.nbytes()  # negative for a release
-            found.peak_bytes = max(found.peak_bytes, found.retained_bytes)

@@ -16,6 +16,15 @@ from effops.pytorch import _ConvBackend, _select_conv_backend
 
 aten = torch.ops.aten
 
+CONVOLUTIONS = aten.convolution.default, aten.convolution_backward.default
+UNFOLDING = {
+    _ConvBackend.Slow2d,
+    _ConvBackend.Slow3d,
+    _ConvBackend.SlowDilated2d,
+    _ConvBackend.SlowDilated3d,
+    _ConvBackend.SlowTranspose2d,
+    _ConvBackend.SlowTranspose3d,
+}
 FLOAT_BYTES = 4
 BLOCK_CHANNELS = 8  # floats in a register of AVX2
 SCRATCH_BYTES = 128  # what oneDNN allocates in front of a bias that it pads
@@ -70,6 +79,26 @@ def backend_of(func: Any, args: Sequence[Any]) -> Any:
     if func is aten.convolution_backward.default:
         return _select_conv_backend(*args[1:3], None, *args[4:10], args[3])
     return _select_conv_backend(*args[:9], None if args[2] is None else args[2].shape)
+
+
+def unfolded_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
+    """What the kernels of a convolution may hold that unfold its input, with that of all items; 0 for other kernels.
+
+    A transposed convolution unfolds the gradient of its result, as large as its result.
+    """
+    if backend_of(func, args) not in UNFOLDING:
+        return 0
+    is_backward = func is aten.convolution_backward.default
+    input, weight = args[1:3] if is_backward else args[:2]
+    output, is_transposed = (args[0], args[7]) if is_backward else (result, args[6])
+    places = input if is_transposed else output
+    return int(
+        weight[0].numel()
+        * places.numel()
+        // max(1, places.shape[1])
+        * args[9 if is_backward else 8]
+        * input.element_size()
+    )
 
 
 def is_measured_cpu() -> bool:

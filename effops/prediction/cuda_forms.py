@@ -34,6 +34,7 @@ ASSUMPTIONS = {
 # read numbers of another one; the others get copies.
 BY_DTYPE = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"}
 BY_COPIES = {
+    "__rpow__",
     "acos",
     "asin",
     "binary_cross_entropy_with_logits",
@@ -52,16 +53,20 @@ BY_COPIES = {
     "kl_div",
     "l1_loss",
     "layer_norm",
+    "linalg_matrix_norm",
+    "linalg_vector_norm",
     "log",
     "log10",
     "log1p",
     "log2",
+    "logsumexp",
     "margin_ranking_loss",
     "mse_loss",
     "multi_margin_loss",
     "multilabel_margin_loss",
     "nll_loss",
     "norm",
+    "normalize",
     "pdist",
     "poisson_nll_loss",
     "pow",
@@ -210,7 +215,8 @@ def _autocast(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any
     """What `func` gives under CUDA's autocast."""
     name = getattr(func, "__name__", "")
     given = args[0] if args else options.get("input")
-    if name in BY_DTYPE and isinstance(given, Tensor) and given.dtype in NARROW and options.get("dtype") is None:
+    has_dtype = any(isinstance(one, torch.dtype) for one in (*args, *options.values()))
+    if name in BY_DTYPE and isinstance(given, Tensor) and given.dtype in NARROW and not has_dtype:
         axis = options.get("dim", args[1] if len(args) > 1 else None)
         if given.dtype is torch.float16 and "softmax" in name and axis is not None:  # its kernels read float16
             kernel = torch.ops.aten._softmax if name == "softmax" else torch.ops.aten._log_softmax

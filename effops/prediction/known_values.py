@@ -46,14 +46,26 @@ LIKE_ANOTHER = {  # factories that take the shape of a tensor, and no values
 }
 
 
+# These make tensors of new constants, which nobody else has.
+NEW_CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+# These change running statistics, which their schemas do not say.
+UNDECLARED = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default}
+# These give a tensor other memory or another layout, also to those that share its values.
+PLACING = {"aten::set_", "aten::resize_"}
+
+
 class KnownValues(TorchDispatchMode):
-    """Computes beside fake tensors the values that follow from numbers; a program may ask for them."""
+    """Computes beside fake tensors the values that follow from numbers; a program may ask for them.
+
+    Tensors that exist already are read, and never changed: what would change them makes them unknown.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        # Of the storage of fake tensors, by their layouts. What refers to a tensor itself would keep `Module.to` from
-        # putting another one in its place.
+        # Both by the storage of fake tensors. What refers to a tensor itself would keep `Module.to` from putting
+        # another one in its place. First the values by layouts, then the real tensors that may share memory with it.
         self.known: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+        self.sources: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
         self.changed: list[Tensor] = []  # real tensors that are out of date: a fake one was changed instead
 
     def knows(self, tensor: Tensor) -> bool:
@@ -62,51 +74,75 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [*_tensors(args), *_tensors(kwargs.values())]
-        if not self._follows(func, given):
-            if func._schema.is_mutable:
+        real = [] if func in NEW_CONSTANTS else [one for one in given if not isinstance(one, FakeTensor)]
+        changes = func._schema.is_mutable or func in UNDECLARED
+        if not self._follows(func, given, changes):
+            if changes:
                 self._forget(given)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._note_sources(result, real)
+            return result
         with _disable_current_modes():
             values, options = tree_map_only(Tensor, self._value_or_shape, (args, kwargs))
             if func in ASKING:
                 return func(*values, **options)
         result = func(*args, **kwargs)
+        self._note_sources(result, real)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
         if not all(map(_is_small, made)):
+            if changes:
+                self._forget(given)
             return result
         with _disable_current_modes():
             found = func(*values, **options)
-        for fake, real in zip(made, (leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))):
-            self.known.setdefault(fake.untyped_storage(), {})[_layout(fake)] = real
+        for fake, value in zip(made, (leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))):
+            self.known.setdefault(fake.untyped_storage(), {})[_layout(fake)] = value
         return result
 
-    def _follows(self, func: Any, given: list[Tensor]) -> bool:
+    def _follows(self, func: Any, given: list[Tensor], changes: bool) -> bool:
         """Whether the values of a result follow from those that are known."""
         if func in LIKE_ANOTHER:
             return _is_small(given[0])
-        if not (all(map(self.knows, given)) if given else func in FACTORIES):
+        if func.namespace != "aten" or not (all(map(self.knows, given)) if given else func in FACTORIES):
             return False
-        changes_real = func._schema.is_mutable and not all(isinstance(tensor, FakeTensor) for tensor in given)
-        return not changes_real and torch.Tag.nondeterministic_seeded not in func.tags
+        if torch.Tag.inplace_view in func.tags or func._schema.name in PLACING:
+            return False
+        changes_real = changes and any(self._sources_of(one) for one in given)
+        return not changes_real and func not in UNDECLARED and torch.Tag.nondeterministic_seeded not in func.tags
 
     def _value_or_shape(self, tensor: Tensor) -> Tensor:
         value = self._value(tensor)
-        if value is not None:
-            return value
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if value is None:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return value if isinstance(tensor, FakeTensor) else value.detach().clone()
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         if isinstance(tensor, FakeTensor):
-            found = self.known.get(tensor.untyped_storage(), {}).get(_layout(tensor))
-            return tensor.constant if found is None else found
-        is_changed = any(tensor is other for other in self.changed)
-        return None if is_changed or not _is_small(tensor) else tensor
+            return self.known.get(tensor.untyped_storage(), {}).get(_layout(tensor))
+        return None if not _is_small(tensor) or _shares_storage(tensor, self.changed) else tensor
+
+    def _note_sources(self, result: Any, real: list[Tensor]) -> None:
+        for leaf in tree_leaves(result) if real else ():
+            if isinstance(leaf, FakeTensor):
+                self.sources.setdefault(leaf.untyped_storage(), []).extend(real)
+
+    def _sources_of(self, tensor: Tensor) -> list[Tensor]:
+        """The real tensors whose memory a tensor may have."""
+        return self.sources.get(tensor.untyped_storage(), []) if isinstance(tensor, FakeTensor) else [tensor]
 
     def _forget(self, changed: list[Tensor]) -> None:
         """Forget the values of all that shares a storage with changed tensors: the new ones are not known."""
-        self.changed += [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
         for tensor in changed:
             self.known.pop(tensor.untyped_storage(), None)
+        real = [source for tensor in changed for source in self._sources_of(tensor)]
+        self.changed += real
+        for storage, sources in self.sources.items() if real else ():
+            if any(_shares_storage(source, real) for source in sources):
+                self.known.pop(storage, None)
+
+
+def _shares_storage(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata for other in others)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -83,7 +83,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     is_one_product = input.ndim == 2 or (input.ndim > 2 and input.is_contiguous())
     if bias is None or is_one_product or not isinstance(input, FakeTensor):
         return linear(input, weight, bias)
-    return torch.matmul(input, weight.t()).add_(bias)
+    product = linear(input, weight)
+    return product.add_(bias.to(product.dtype))  # autocast has made the product
 
 
 # A linear layer adds its bias in place to what is not laid out in order. PyTorch does not where tensors are fake. A

@@ -6,6 +6,7 @@ workspace grows with the batch.
 """
 
 import itertools
+import math
 import statistics
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.prediction.allocations import Workspace, running_bytes
-from effops.prediction.convolutions import backend_of
+from effops.numerics.shapes import broadcast_shapes
+from effops.prediction.allocations import Workspace
+from effops.prediction.convolutions import backend_of, unfolded_bytes
 from effops.prediction.operations import CONTRACTION, operations
 from effops.prediction.outcomes import OperatorCall
 from effops.pytorch import (
+    ProfilerConfig,
+    ProfilerState,
     _disable_current_modes,
+    _disable_profiler_legacy,
+    _enable_profiler_legacy,
+    _ExperimentalConfig,
     _get_float32_matmul_precision,
     profiler,
     tree_leaves,
@@ -29,10 +36,13 @@ from effops.pytorch import (
 
 aten = torch.ops.aten
 
-# What may run takes about a tenth of a second on two cores.
-MOST_BYTES = 2**28  # of operands and results
+# What may run takes about a tenth of a second on two cores, but for kernels that are slow.
+MOST_BYTES = 2**28  # of operands and results, and of the unfolded input of a convolution
 MOST_OPERATIONS = 2**32  # of a contraction
 LEAST_BATCH, MOST_BATCH, PROBED_BATCHES = 2, 32, 4  # of a convolution: a batch of one goes to other kernels
+# The older one of PyTorch's profilers leaves alone what the newer one has prepared.
+MEMORY_ALONE = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+POWER_OPERATIONS = 64  # about what a power costs
 BATCHES = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}  # arguments that have one
 # Operators that draw numbers on other devices.
 WITHOUT_DROPOUT = {aten._scaled_dot_product_flash_attention_for_cpu.default}
@@ -102,8 +112,6 @@ UNKNOWN = {
     aten.segment_reduce.default,
     aten.soft_margin_loss_backward.default,
 }
-# The memory of these depends on the CPU in many ways: a probe tells it better than a rule.
-PREFERRED = {aten.convolution.default, aten.convolution_backward.default}
 NOT_PROBED = UNKNOWN | {
     # Values decide what these allocate.
     aten._grouped_mm.default,
@@ -155,14 +163,14 @@ def probed(call: OperatorCall, result: Any) -> Workspace | None:
     key = f"{func} {args} {kwargs} {torch.is_grad_enabled()} {settings}"
     with _LOCK:
         if key not in _found:
-            if profiler._is_profiler_enabled:  # a second one would end it
+            if profiler._is_profiler_enabled:  # operators would be seen that the program does not call
                 return None
             _found[key] = _workspace(call, args, kwargs, result)
         return _found[key]
 
 
 _found: dict[str, Workspace | None] = {}
-_LOCK = threading.Lock()  # there is one profiler
+_LOCK = threading.Lock()  # probes take turns, and find what others have found
 
 
 def _workspace(call: OperatorCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Workspace | None:
@@ -178,17 +186,31 @@ def _largest_part(call: OperatorCall, result: Any) -> float:
     """The part of a call that is small enough to run; 1 or more for the whole call."""
     given = [leaf for leaf in tree_leaves((call.args, call.kwargs, result)) if isinstance(leaf, Tensor)]
     nbytes = sum(Layout.of(one).elements * one.element_size() for one in given)
+    if call.func in BATCHES:
+        nbytes += unfolded_bytes(call.func, call.args, result)
     return min(MOST_BYTES / max(1, nbytes), MOST_OPERATIONS / max(1, _operations(call, result)))
 
 
 def _operations(call: OperatorCall, result: Any) -> int:
-    """How many operations a contraction makes; 0 for other calls."""
+    """How many operations a call makes that takes the time of a contraction; 0 for other calls."""
     if call.func is aten.convolution_backward.default:  # PyTorch counts its groups wrongly
         upstream, input, weight = call.args[:3]
         images = input if call.args[7] else upstream
         return 4 * int(images.numel()) * int(weight[0].numel())
+    if call.func is aten._cdist_forward.default:
+        return POWER_OPERATIONS * int(result.numel()) * int(call.args[0].shape[-1])
+    if call.func is aten._trilinear.default:
+        expanded = zip(call.args[:3], call.args[3:6])
+        return math.prod(broadcast_shapes(*(_unsqueezed(one.shape, axes) for one, axes in expanded)))
     kind, count = operations(call.func, call.args, call.kwargs, result)
     return count if kind == CONTRACTION else 0
+
+
+def _unsqueezed(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    sizes = list(shape)
+    for axis in sorted(axes):
+        sizes.insert(axis, 1)
+    return tuple(sizes)
 
 
 def _of_larger_batch(call: OperatorCall, args: Sequence[Any], fitting: int) -> Workspace | None:
@@ -229,13 +251,15 @@ def _run(
         given, options = tree_map_only(Layout, Layout.tensor, (args, kwargs))
         if backend is not None and backend_of(func, given) != backend:
             return None
+        _enable_profiler_legacy(MEMORY_ALONE)
         try:
-            with running_bytes() as ran:
-                result = func(*given, **options)
+            result = func(*given, **options)
         except RuntimeError:  # it does not take the values of a probe
             return None
+        finally:
+            records: Any = _disable_profiler_legacy()
         own = {_address(one) for one in tree_leaves((given, options)) if isinstance(one, Tensor)}
-        pairs = zip(_leaves(result), _leaves(fake))
+        pairs = zip(tree_leaves(result), tree_leaves(fake))
         result_bytes = {
             index: real.untyped_storage().nbytes()
             for index, (real, other) in enumerate(pairs)
@@ -244,11 +268,10 @@ def _run(
             and _address(real) not in own
             and real.untyped_storage().nbytes() != other.untyped_storage().nbytes()
         }
-    return Workspace(ran.peak_bytes - ran.retained_bytes, result_bytes)
-
-
-def _leaves(result: Any) -> Sequence[Any]:
-    return (result,) if isinstance(result, Tensor) else tree_leaves(result)
+    memory = [record for thread in records for record in thread if record.kind() == "memory_alloc"]
+    sizes = (record.cpu_memory_usage() for record in sorted(memory, key=lambda one: one.start_us()))
+    held = list(itertools.accumulate(sizes, initial=0))  # a release has a negative size
+    return Workspace(max(held) - held[-1], result_bytes)
 
 
 def _address(tensor: Tensor) -> int:

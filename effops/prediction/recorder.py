@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.random import get_rng_state, set_rng_state
 
 from effops.prediction.allocations import Allocations, Workspace
+from effops.prediction.convolutions import CONVOLUTIONS
 from effops.prediction.inside import workspace
+from effops.prediction.known_values import NEW_CONSTANTS
 from effops.prediction.observed_forms import unobserved
 from effops.prediction.operations import operations
 from effops.prediction.outcomes import OperatorCall, Outcome
-from effops.prediction.probes import PREFERRED, probed
+from effops.prediction.probes import probed
 from effops.prediction.shared import Shared
 from effops.prediction.timeline import Allocation, Timeline
 from effops.pytorch import (
@@ -24,7 +26,6 @@ from effops.pytorch import (
     FakeTensor,
     FakeTensorMode,
     _create_grouped_mm_output_tensor,
-    _DisableTorchDispatch,
     _get_dispatch_mode,
     _TorchDispatchModeKey,
     tree_leaves,
@@ -33,11 +34,7 @@ from effops.pytorch import (
 
 aten = torch.ops.aten
 
-# These operators make tensors of new constants, which have values.
-NEW_CONSTANTS = aten.lift_fresh.default, aten.lift_fresh_copy.default
 ITEM = aten._local_scalar_dense.default
-CONVOLUTIONS = aten.convolution.default, aten.convolution_backward.default
-NOT_BY_VALUE = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
 STATE_BYTES = get_rng_state().nbytes  # of the CPU's random number generator
 
 
@@ -101,11 +98,6 @@ class Recorder(Allocations):
             return args[0].fake_device  # a third of all calls, and the mode below is slow at it
         phase = self.phases[-1][0]
         kwargs = kwargs or {}
-        changes = func._schema.is_mutable and not any(tag in func.tags for tag in NOT_BY_VALUE)
-        if (func is ITEM or changes) and not kwargs and _are_constants(args):
-            with _DisableTorchDispatch():
-                value = func(*(arg.constant if isinstance(arg, FakeTensor) else arg for arg in args))
-            return value if func is ITEM else args[0]
         func, formula = unobserved(func, args)
         if formula:
             self.unknown.add(formula)
@@ -159,7 +151,7 @@ class Recorder(Allocations):
             )
         result = RESULTS.get(func, func)(*args, **kwargs)
         allocated = workspace(func, args, kwargs, result, self.cuda)
-        if self.probe and (not allocated.known or func in PREFERRED):
+        if self.probe and (not allocated.known or func in CONVOLUTIONS):  # these depend on the CPU in many ways
             allocated = probed(call, result) or allocated
         counted = operations(func, args, kwargs, result)
         made = call.outcome(result)
@@ -220,17 +212,6 @@ def _set_generator_state(new_state: Tensor) -> None:
 GENERATOR_STATES = Shared(
     lambda: mock.patch.multiple(torch, get_rng_state=_generator_state, set_rng_state=_set_generator_state)
 )
-
-
-def _are_constants(args: Sequence[Any]) -> bool:
-    """Whether the first argument of an operator is a tensor, all its tensors have values, and none is in a list."""
-    return (
-        bool(args)
-        and type(args[0]) is FakeTensor
-        and args[0].constant is not None
-        and all(arg.constant is not None for arg in args if isinstance(arg, FakeTensor))
-        and not any(isinstance(arg, (list, tuple)) for arg in args)
-    )
 
 
 def _is_real(value: Any) -> bool:

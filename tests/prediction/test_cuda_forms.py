@@ -57,3 +57,39 @@ def test_a_dtype_that_is_given_stays():
         kept(lambda y, dtype=dtype: y.softmax(-1, dtype=dtype), torch.float16) for dtype in (None, torch.float64)
     )
     assert given - wide == pytest.approx(4 * COUNT, abs=600)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y.softmax(-1, torch.float32),
+        lambda y: y.sum(-1, dtype=torch.float32),
+        lambda y: functional.softmax(y, -1, 3, torch.float32),
+    ],
+)
+def test_a_dtype_may_be_given_by_place(function):
+    assert kept(function, torch.bfloat16) > 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y.logsumexp(-1),
+        lambda y: torch.linalg.vector_norm(y, dim=-1),
+        lambda y: torch.linalg.matrix_norm(y),
+        lambda y: functional.normalize(y),
+        lambda y: 2**y,
+        lambda y: y**2,
+        lambda y: y.norm(),
+    ],
+)
+def test_results_in_float32_under_autocast(function):
+    seen = []
+
+    def noted(y):
+        found = function(y)
+        seen.append(found.dtype)
+        return found
+
+    kept(noted, torch.bfloat16)
+    assert set(seen) == {torch.float32}

@@ -250,6 +250,21 @@ def test_a_bias_is_added_in_place(batch_first):
     assert is_right(training(lambda: Recurrent().bfloat16().float(), 31, 20), 9)
 
 
+def test_a_bias_is_added_in_place_under_autocast():
+    class Columns(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.mT)
+
+    workload = Workload(
+        lambda: Columns(64, 90),
+        lambda size: torch.randn(size, 64, 70),
+        lambda model, x: model(x).sum(),
+        torch.optim.SGD,
+        autocast=torch.bfloat16,
+    )
+    assert is_right(workload, 9, allowed_bytes=256)  # autocast keeps the bias in bfloat16
+
+
 @pytest.mark.parametrize("groups", [1, 12])
 def test_gradients_of_images_with_channels_last(groups):
     """The gradient of a normalised batch has its layout, also where that from above has another one."""

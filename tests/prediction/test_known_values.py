@@ -68,6 +68,89 @@ def test_a_view_of_what_has_changed_is_known():
         assert not values.knows(part)
 
 
+def test_what_exists_already_is_left_alone():
+    """The values of real tensors are read from copies: views of them once changed the caller's."""
+    counts, data = torch.zeros(4), torch.ones(9, 5)
+
+    def batch(size):
+        return torch.from_numpy(data.numpy())[:size].sub_(0.5)
+
+    def generate(model, x):
+        counts[0] += 1
+        return x * counts[0]
+
+    anatomy(Workload(nn.Identity, batch, generate=generate), 3)
+    assert torch.equal(counts, torch.zeros(4))
+    assert torch.equal(data, torch.ones(9, 5))
+
+
+@pytest.mark.parametrize("change", [lambda real: real.fill_(7), lambda real: real.view(2, 2).fill_(7)])
+@pytest.mark.parametrize("ask", [lambda real, view: view, lambda real, view: real])
+def test_real_tensors_that_a_step_would_change_are_unknown(change, ask):
+    real = torch.zeros(4)
+
+    def value(x):
+        view = real.view(2, 2)
+        change(real)
+        return ask(real, view).sum() > 0
+
+    with pytest.raises(NotImplementedError, match="must not depend on the values of tensors"):
+        anatomy(asked(value), 3)
+    assert torch.equal(real, torch.zeros(4))
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, lambda width: nn.InstanceNorm1d(width, track_running_stats=True)])
+def test_running_statistics_are_unknown(layer):
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.weight = layer(16), nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            self.norm(x)
+            return self.weight * (x if self.norm.running_mean.abs().sum() > 0 else x.exp())
+
+    workload = Workload(Asking, lambda size: torch.randn(size, 16, 5), lambda m, x: m(x).sum(), torch.optim.SGD)
+    with pytest.raises(NotImplementedError, match="must not depend on the values of tensors"):
+        anatomy(workload, 3)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda a: a.t_(),
+        lambda a: a.set_(torch.full((2, 3), 9)),
+        lambda a: a.resize_(3, 2),
+        lambda a: a.unsqueeze_(0),
+    ],
+)
+def test_what_gets_another_place_is_unknown_to_all_that_share_it(place):
+    def value(x):
+        first = torch.arange(6).view(2, 3)
+        second = first.detach()
+        place(first)
+        return second[1].sum() == 12
+
+    with pytest.raises(NotImplementedError, match="must not depend on the values of tensors"):
+        anatomy(asked(value), 3)
+
+
+def test_operators_of_others_do_not_run():
+    ran = []
+    library = torch.library.Library("of_others", "FRAGMENT")
+    library.define("noted(Tensor x) -> Tensor")
+    library.impl("noted", lambda x: ran.append(x) or x + 1, "CPU")
+    library.impl("noted", torch.empty_like, "Meta")
+    workload = Workload(
+        nn.Identity, torch.zeros, generate=lambda model, x: torch.ops.of_others.noted(torch.arange(4.0))
+    )
+    try:
+        assert anatomy(workload, 3).unknown == ("of_others::noted",)
+    finally:
+        library._destroy()
+    assert ran == []
+
+
 def llama(heads, mask):
     """A model of transformers without weights of its own, its mask made by `mask` from the shape of a batch."""
     transformers = pytest.importorskip("transformers")

@@ -143,6 +143,44 @@ def test_a_profile_is_left_alone(of_another_thread, unremembered):
     assert anatomy(workload, 5).unknown == ()
 
 
+def test_a_profile_that_warms_up_is_left_alone(unremembered):
+    """The profiler has prepared then, and not begun."""
+    model, *shape = CONVOLUTIONS["groups"]
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    seen = []
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        schedule=schedule,
+        on_trace_ready=lambda ready: seen.extend(event.name for event in ready.events()),
+    ) as profile:
+        assert anatomy(training(model, *shape), 5).unknown == ()
+        profile.step()
+        torch.linspace(0, 1, 3)
+        profile.step()
+    assert "aten::linspace" in seen
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "name"),
+    [
+        (lambda x: functional.conv2d(x, x.new_ones(1, 1, 65, 65), padding=32), (1, 128, 128), "aten::convolution"),
+        (lambda x: torch.cdist(x, x, p=3.0), (3000, 400), "aten::_cdist_forward"),
+        (lambda x: functional.bilinear(x, x, x.new_ones(60, 900, 900)), (900,), "aten::_trilinear"),
+    ],
+)
+def test_nothing_large_runs(function, shape, name, unremembered, monkeypatch):
+    """Operands may be small where what is unfolded, or the time, is not."""
+    ran = []
+    monkeypatch.setattr(probes, "_run", lambda func, *others, **options: ran.append(func._schema.name))
+    workload = Workload(
+        nn.Identity,
+        lambda size: torch.randn(size, *shape, dtype=torch.float64),
+        generate=lambda model, x: function(x),
+    )
+    anatomy(workload, 100 if len(shape) == 1 else 16)
+    assert name not in ran
+
+
 def test_threads_probe_in_turn(unremembered):
     found = []
     model, *shape = CONVOLUTIONS["groups"]
