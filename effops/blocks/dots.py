@@ -32,6 +32,7 @@ from effops.blocks.tiling import (
     whole,
     within,
 )
+from effops.numerics.layout import zero_gradient
 from effops.numerics.precision import converted
 
 PIECE_VALUES = 14  # temporaries of a piece of a normaliser, in float64 for each of its values
@@ -93,7 +94,7 @@ class ProductSum(MatrixOperand):
 
     def __init__(self, plan: Plan, factor: Tensor, axes: Shape, arithmetic: torch.dtype, buffer: Buffer) -> None:
         self.factor = factor
-        self.total = torch.zeros_like(factor, dtype=arithmetic)
+        self.total = zero_gradient(factor, arithmetic)
         super().__init__(plan, self.total, axes, arithmetic)
         self.buffer = buffer
         self.is_slow: bool | None = None  # whether BLAS is, as the first block tells

@@ -21,6 +21,7 @@ from effops.blocks.logsumexp import absorb
 from effops.blocks.plan import Shape, Slices
 from effops.blocks.tiling import fit, is_prediction, part, shortened_if_predicted, tiles, whole
 from effops.numerics.exponentials import exp_
+from effops.numerics.layout import zero_gradient
 from effops.numerics.shapes import broadcast_shapes
 
 
@@ -250,8 +251,7 @@ def backward(
     """
     tensors = query, key, value
     totals = [
-        torch.zeros_like(tensor, dtype=blocks.arithmetic) if is_wanted else None
-        for tensor, is_wanted in zip(tensors, wanted)
+        zero_gradient(tensor, blocks.arithmetic) if is_wanted else None for tensor, is_wanted in zip(tensors, wanted)
     ]
     if dout.numel():
         for batch, rows in itertools.product(blocks.batches(), blocks.row_blocks()):

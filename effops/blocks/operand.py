@@ -6,6 +6,7 @@ from torch import Tensor
 from effops.blocks import limits
 from effops.blocks.plan import Plan, Slices
 from effops.blocks.tiling import part
+from effops.numerics.layout import zero_gradient
 
 
 class PairOperand:
@@ -18,7 +19,7 @@ class PairOperand:
     def __init__(self, plan: Plan, tensor: Tensor, sum_dtype: torch.dtype | None, *, trailing: int = 0) -> None:
         self.tensor = tensor
         self.view = plan.view(tensor, plan.order, trailing=trailing, expand=False)
-        self.sums = None if sum_dtype is None else torch.zeros_like(tensor, dtype=sum_dtype)
+        self.sums = None if sum_dtype is None else zero_gradient(tensor, sum_dtype)
         self.total = None if self.sums is None else plan.view(self.sums, plan.order, trailing=trailing, expand=False)
 
     def part(self, axes: Slices) -> Tensor:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from effops.numerics.pages import with_huge_pages
@@ -21,6 +22,11 @@ def gradient_strides(operand: Tensor) -> tuple[int, ...]:
 def empty_gradient(operand: Tensor) -> Tensor:
     """An uninitialised gradient."""
     return with_huge_pages(operand.new_empty_strided(operand.shape, gradient_strides(operand)))
+
+
+def zero_gradient(operand: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros that are laid out as an operand, to which the parts of its gradient are added in a dtype."""
+    return with_huge_pages(torch.empty_like(operand, dtype=dtype)).zero_()
 
 
 def as_gradient(found: Tensor, operand: Tensor) -> Tensor:
