@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -43,10 +43,40 @@ def _batch_norm_backward(upstream: Tensor, input: Tensor, *others: Any) -> tuple
     return None if gradient is None else torch.empty_like(input), *parameters
 
 
+def _elementwise(place: int) -> Callable[..., Tensor]:
+    """A result with the layout of an elementwise operation on the first argument and on the one at a place."""
+    return lambda *args, **kwargs: torch.add(args[0], args[place])
+
+
+def _as_first(*args: Any) -> Tensor:
+    return torch.empty_like(args[0])
+
+
+def _contiguous(place: int) -> Callable[..., Tensor]:
+    """A contiguous result of the shape of the argument at a place."""
+    return lambda *args, **kwargs: torch.empty_like(args[place], memory_format=torch.contiguous_format)
+
+
+def _log_sigmoid(input: Tensor) -> tuple[Tensor, Tensor]:
+    output, buffer = aten.log_sigmoid_forward.default(input.contiguous())
+    return output, buffer
+
+
 # Fake tensors do otherwise than real ones: PyTorch's grouped product takes the dtypes and strides of CUDA alone, and
-# the gradient of a normalised batch has the layout of what comes from above, not of the batch.
+# other results, mostly gradients where two memory formats meet, have another layout.
 RESULTS = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.elu_backward.default: _elementwise(5),
+    aten.hardsigmoid_backward.default: _elementwise(1),
+    aten.hardswish_backward.default: _elementwise(1),
+    aten.hardtanh_backward.default: _elementwise(1),
+    aten.softplus_backward.default: _elementwise(1),
+    aten.log_sigmoid_forward.default: _log_sigmoid,
+    aten.glu_backward.default: _contiguous(1),
+    aten.rrelu_with_noise.default: _contiguous(0),
+    aten.rrelu_with_noise_backward.default: _contiguous(0),
+    aten.channel_shuffle.default: _as_first,
+    aten.native_channel_shuffle.default: _as_first,
     aten._grouped_mm.default: lambda left, right, offs=None, bias=None, out_dtype=None: (
         _create_grouped_mm_output_tensor(left, right, offs, out_dtype)
     ),

@@ -282,6 +282,31 @@ def test_gradients_of_images_with_channels_last(groups):
     assert is_right(workload, 5, allowed_bytes=200)  # two sums of each of the 24 channels
 
 
+LAYOUT_LAYERS = {
+    "elu": nn.ELU(),
+    "hardsigmoid": nn.Hardsigmoid(),
+    "hardswish": nn.Hardswish(),
+    "hardtanh": nn.Hardtanh(),
+    "softplus": nn.Softplus(),
+    "logsigmoid": nn.LogSigmoid(),
+    "rrelu": nn.RReLU(),
+    "glu": nn.GLU(1),
+    "shuffle": nn.ChannelShuffle(2),
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUT_LAYERS)
+def test_results_and_gradients_of_channels_last(kind):
+    """Layers whose fake results or gradients have another layout than real ones, where two memory formats meet."""
+    layer, channels = LAYOUT_LAYERS[kind], 12 if kind == "glu" else 24
+
+    def model():
+        layers = nn.Conv2d(12, 24, 1), layer, nn.Conv2d(channels, 24, 3), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        return nn.Sequential(*layers, nn.Linear(channels, 3)).to(memory_format=torch.channels_last)
+
+    assert is_right(training(model, 12, 32, 30), 5, allowed_bytes=256)
+
+
 @pytest.mark.skipif(IS_AVX2 or not CAPABILITY.startswith("AVX"), reason="this CPU is one with AVX2, or cannot be one")
 @pytest.mark.slow
 def test_all_is_exact_as_on_avx2():
