@@ -23,12 +23,14 @@ class Workspace(NamedTuple):
     """What a call of an operator allocates inside.
 
     `temporary_bytes` are allocated and released within the call. `result_bytes` tells the storage of some results, by
-    index, where fake tensors show another one. If `known` is False, the call may allocate more.
+    index, where fake tensors show another one, and `result_strides` the strides of some. If `known` is False, the call
+    may allocate more.
     """
 
     temporary_bytes: int = 0
     result_bytes: Mapping[int, int] = {}
     known: bool = True
+    result_strides: Mapping[int, tuple[int, ...]] = {}
 
 
 class Allocations(TorchDispatchMode):

@@ -1,8 +1,8 @@
-"""Probes: what an operator allocates inside, found by running that one operator on this CPU.
+"""Probes: what an operator allocates inside, and how its results lie, found by running that one operator on this CPU.
 
 A probe gives the operator tensors of the same shapes, strides and dtypes, and follows the allocator meanwhile. What it
 finds is remembered in the process. A convolution that is too large is probed with smaller batches, which tell how its
-workspace grows with the batch.
+workspace grows with the batch. How results lie is found with a small batch, where the operator takes one.
 """
 
 import itertools
@@ -39,6 +39,8 @@ aten = torch.ops.aten
 # What may run takes about a tenth of a second on two cores, but for kernels that are slow.
 MOST_BYTES = 2**28  # of operands and results, and of the unfolded input of a convolution
 MOST_OPERATIONS = 2**32  # of a contraction
+QUICK_BYTES = 2**24  # more is left to small batches, where they tell
+SMALL_BATCHES = 2, 3, 4
 LEAST_BATCH, MOST_BATCH, PROBED_BATCHES = 2, 32, 4  # of a convolution: a batch of one goes to other kernels
 # The older one of PyTorch's profilers leaves alone what the newer one has prepared.
 MEMORY_ALONE = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
@@ -134,6 +136,12 @@ class Layout:
     def of(cls, tensor: Tensor) -> "Layout":
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
+    def with_batch(self, batch: int, size: int) -> "Layout":
+        """The same for a batch of another size, if the first and outermost axis is the batch."""
+        if not self.shape or self.shape[0] != batch or self.stride[0] < max(self.stride):
+            return self
+        return replace(self, shape=(size, *self.shape[1:]))
+
     @property
     def elements(self) -> int:
         """The number of elements in memory."""
@@ -146,6 +154,19 @@ class Layout:
         value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
         memory = torch.full((self.elements,), value, dtype=self.dtype, device="cpu")
         return memory.as_strided(self.shape, self.stride)
+
+
+def lies_otherwise(call: OperatorCall, result: Any) -> bool:
+    """Whether the results of a call may have other strides than `result`, which it has on fake tensors.
+
+    So have those of some operators where an operand is not contiguous, as images with channels last are not.
+    """
+    schema = call.func._schema
+    if schema.is_mutable or any(one.alias_info for one in schema.returns):
+        return False
+    if all(leaf.is_contiguous() for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)):
+        return False
+    return operations(call.func, call.args, call.kwargs, result)[0] != CONTRACTION  # those lie as the fake ones do
 
 
 def probed(call: OperatorCall, result: Any) -> Workspace | None:
@@ -175,11 +196,15 @@ _LOCK = threading.Lock()  # probes take turns, and find what others have found
 
 def _workspace(call: OperatorCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Workspace | None:
     scale = _largest_part(call, result)
-    if scale >= 1:
-        return _run(call.func, args, kwargs, result)
-    if call.func not in BATCHES:
-        return None
-    return _of_larger_batch(call, args, min(MOST_BATCH, int(scale * args[0].shape[0])))
+    if call.func in BATCHES:
+        if scale < 1:
+            return _of_larger_batch(call, args, min(MOST_BATCH, int(scale * args[0].shape[0])))
+    elif scale < MOST_BYTES / QUICK_BYTES and lies_otherwise(call, result):
+        found = _of_small_batches(call, args, kwargs, result)
+        if found is not None:
+            return found
+    ran = _run(call.func, args, kwargs) if scale >= 1 else None
+    return ran and ran.workspace(result)
 
 
 def _largest_part(call: OperatorCall, result: Any) -> float:
@@ -240,13 +265,59 @@ def _of_larger_batch(call: OperatorCall, args: Sequence[Any], fitting: int) -> W
     return Workspace(found[-1] + usual * (args[0].shape[0] - fitting))
 
 
-def _run(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Any = None, backend: Any = None
+def _of_small_batches(
+    call: OperatorCall, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Workspace | None:
-    """The workspace of a call on tensors of these layouts; None if it fails, or is not of the backend that is given.
+    """The workspace of a call and the strides of its results, from those of small batches.
 
-    With `fake`, its result on fake tensors, the bytes of results are told too.
+    The first axis of the largest operand is taken as a batch. None if the call takes no smaller one, or if what it
+    allocates does not grow by the same bytes with each item.
     """
+    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Layout) and leaf.shape]
+    batch = max(operands, key=lambda one: math.prod(one.shape)).shape[0]
+    if batch < SMALL_BATCHES[-1]:
+        return None
+    found: list[Run] = []
+    for size in SMALL_BATCHES:
+        fewer = tree_map_only(Layout, lambda one, size=size: one.with_batch(batch, size), (args, kwargs))
+        ran = _run(call.func, *fewer)
+        if ran is None:
+            return None
+        found.append(ran)
+    growth = {after.temporary_bytes - before.temporary_bytes for before, after in itertools.pairwise(found)}
+    if len(growth) > 1:
+        return None
+    strides = {}
+    for index, (layout, _) in found[-1].results.items():
+        fake = tree_leaves(result)[index]
+        whole = layout.with_batch(SMALL_BATCHES[-1], batch) if fake.shape[0] == batch else layout
+        if whole.shape != fake.shape:
+            return None
+        strides[index] = whole.stride
+    return Workspace(found[-1].temporary_bytes + growth.pop() * (batch - SMALL_BATCHES[-1]), result_strides=strides)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one call did: the bytes it allocated within, and the layouts and the storages' bytes of new results."""
+
+    temporary_bytes: int
+    results: Mapping[int, tuple[Layout, int]]
+
+    def workspace(self, fake: Any) -> Workspace:
+        """The workspace of this call, of which `fake` is the result on fake tensors."""
+        result_bytes, strides = {}, {}
+        leaves = tree_leaves(fake)
+        for index, (layout, nbytes) in self.results.items():
+            if leaves[index].untyped_storage().nbytes() != nbytes:
+                result_bytes[index] = nbytes
+            if leaves[index].shape == layout.shape:
+                strides[index] = layout.stride
+        return Workspace(self.temporary_bytes, result_bytes, result_strides=strides)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any = None) -> Run | None:
+    """Make a call on tensors of these layouts; None if it fails, or is not of the backend that is given."""
     with _disable_current_modes(), torch.autocast("cpu", enabled=False):
         given, options = tree_map_only(Layout, Layout.tensor, (args, kwargs))
         if backend is not None and backend_of(func, given) != backend:
@@ -254,24 +325,20 @@ def _run(
         _enable_profiler_legacy(MEMORY_ALONE)
         try:
             result = func(*given, **options)
-        except RuntimeError:  # it does not take the values of a probe
+        except RuntimeError:  # it does not take the values of a probe, or fewer items
             return None
         finally:
             records: Any = _disable_profiler_legacy()
         own = {_address(one) for one in tree_leaves((given, options)) if isinstance(one, Tensor)}
-        pairs = zip(tree_leaves(result), tree_leaves(fake))
-        result_bytes = {
-            index: real.untyped_storage().nbytes()
-            for index, (real, other) in enumerate(pairs)
-            if isinstance(real, Tensor)
-            and isinstance(other, Tensor)
-            and _address(real) not in own
-            and real.untyped_storage().nbytes() != other.untyped_storage().nbytes()
+        results = {
+            index: (Layout.of(leaf), leaf.untyped_storage().nbytes())
+            for index, leaf in enumerate(tree_leaves(result))
+            if isinstance(leaf, Tensor) and _address(leaf) not in own
         }
     memory = [record for thread in records for record in thread if record.kind() == "memory_alloc"]
     sizes = (record.cpu_memory_usage() for record in sorted(memory, key=lambda one: one.start_us()))
     held = list(itertools.accumulate(sizes, initial=0))  # a release has a negative size
-    return Workspace(max(held) - held[-1], result_bytes)
+    return Run(max(held) - held[-1], results)
 
 
 def _address(tensor: Tensor) -> int:

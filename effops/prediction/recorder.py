@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from effops.prediction.known_values import NEW_CONSTANTS
 from effops.prediction.observed_forms import unobserved
 from effops.prediction.operations import operations
 from effops.prediction.outcomes import OperatorCall, Outcome
-from effops.prediction.probes import probed
+from effops.prediction.probes import lies_otherwise, probed
 from effops.prediction.shared import Shared
 from effops.prediction.timeline import Allocation, Timeline
 from effops.pytorch import (
@@ -181,8 +181,10 @@ class Recorder(Allocations):
             )
         result = RESULTS.get(func, func)(*args, **kwargs)
         allocated = workspace(func, args, kwargs, result, self.cuda)
-        if self.probe and (not allocated.known or func in CONVOLUTIONS):  # these depend on the CPU in many ways
+        # Convolutions depend on the CPU in many ways.
+        if self.probe and (not allocated.known or func in CONVOLUTIONS or lies_otherwise(call, result)):
             allocated = probed(call, result) or allocated
+            result = _with_strides(result, allocated.result_strides)
         counted = operations(func, args, kwargs, result)
         made = call.outcome(result)
         if made is not None:
@@ -218,6 +220,21 @@ class Recorder(Allocations):
     def timeline(self) -> Timeline:
         """The record so far."""
         return Timeline([replace(record) for record in self.records], tuple(self.phases), self.start, self.tick)
+
+
+def _with_strides(result: Any, strides: Mapping[int, tuple[int, ...]]) -> Any:
+    """A result of an operator with other strides of its new tensors, by index."""
+    if isinstance(result, Tensor):
+        return _laid_out(result, strides.get(0))
+    if not strides:
+        return result
+    return type(result)(_laid_out(leaf, strides.get(index)) for index, leaf in enumerate(result))
+
+
+def _laid_out(leaf: Any, stride: tuple[int, ...] | None) -> Any:
+    if stride is None or leaf.stride() == stride:
+        return leaf
+    return leaf.new_empty_strided(leaf.shape, stride)
 
 
 def _is_fake() -> bool:
