@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from effops.prediction.inside import caution
 from effops.prediction.known_values import TOLD_TO_TRANSFORMERS, KnownValues
 from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.operations import CLASSES
-from effops.prediction.recorder import GENERATOR_STATES, Recorder
+from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES, Recorder
 from effops.prediction.timeline import Timeline
 from effops.pytorch import (
     DataDependentOutputException,
@@ -210,7 +210,7 @@ def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> t
     recorder = Recorder(mode, cuda, probe)
     recorder.enter("setup")
     modules = _CalledModules()
-    workload = replace(workload, model=functools.partial(_build_in_mode, workload.model, mode))
+    workload = replace(workload, model=functools.partial(_build_new, workload.model))
     with (
         apart(),
         mode,
@@ -218,6 +218,7 @@ def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> t
         recorder,
         KnownValues(),
         GENERATOR_STATES,
+        DEEP_COPIES,
         SUMS_IN_PLACE,
         COMPILED_REFUSED,
         # torch.compile leaves hooks alone, so that the first function that it finds is one of the model.
@@ -276,29 +277,16 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors(batch)]
 
 
-def _build_in_mode(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
-    """A new model whose parameters and buffers are fake tensors of the mode; those of a deepcopy are of another."""
+def _build_new(build: Callable[[], nn.Module]) -> nn.Module:
+    """A new model, whose parameters are fake tensors."""
     model = build_model(build)
-    if not isinstance(model, nn.Module):
-        return model
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for own in cast(tuple[dict[str, Any], ...], (module._parameters, module._buffers)):
-            for name, tensor in list(own.items()):
-                if isinstance(tensor, nn.Parameter) and not isinstance(tensor, FakeTensor):
-                    raise ValueError(
-                        f"Workload: `model` must build the model anew at each call; got one whose parameter `{name}` "
-                        "exists already; construct the module inside of the function, and load weights into it without "
-                        "`assign=True`"
-                    )
-                if isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode:
-                    if id(tensor) not in made:
-                        fresh = torch.empty_strided(
-                            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-                        )
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
-                    own[name] = made[id(tensor)]
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if not isinstance(parameter, FakeTensor):
+            raise ValueError(
+                f"Workload: `model` must build the model anew at each call; got one whose parameter `{name}` "
+                "exists already; construct the module inside of the function, and load weights into it without "
+                "`assign=True`"
+            )
     return model
 
 

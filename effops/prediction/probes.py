@@ -333,7 +333,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any
         results = {
             index: (Layout.of(leaf), leaf.untyped_storage().nbytes())
             for index, leaf in enumerate(tree_leaves(result))
-            if isinstance(leaf, Tensor) and _address(leaf) not in own
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and _address(leaf) not in own
         }
     memory = [record for thread in records for record in thread if record.kind() == "memory_alloc"]
     sizes = (record.cpu_memory_usage() for record in sorted(memory, key=lambda one: one.start_us()))

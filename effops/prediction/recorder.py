@@ -160,12 +160,10 @@ class Recorder(Allocations):
         if func in CONVOLUTIONS:
             used = (leaf for leaf in tree_leaves((call.args, result)) if isinstance(leaf, Tensor))
             self.convolution_bytes = max(self.convolution_bytes, sum(one.nbytes for one in used))
-        # What a mode remembers of a tensor would keep `Module.to` from putting another one in its place. Tensors that
-        # were copied deeply have a mode of their own.
-        for mode in {self.mode, *(tensor.fake_mode for tensor in call.tensors)}:
-            converter = mode.fake_tensor_converter.meta_converter
-            converter.tensor_memo.clear()
-            converter.describer.lookup_tensor.clear()
+        # What the mode remembers of a tensor would keep `Module.to` from putting another one in its place.
+        converter = self.mode.fake_tensor_converter.meta_converter
+        converter.tensor_memo.clear()
+        converter.describer.lookup_tensor.clear()
         return result
 
     def _run(self, call: OperatorCall) -> tuple[Any, Workspace, tuple[str, int]]:
@@ -259,6 +257,15 @@ def _set_generator_state(new_state: Tensor) -> None:
 GENERATOR_STATES = Shared(
     lambda: mock.patch.multiple(torch, get_rng_state=_generator_state, set_rng_state=_set_generator_state)
 )
+
+
+def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
+    """A copy of the same mode: a copied mode would make other tensors of it in every operator."""
+    memo.update({id(shared): shared for shared in (tensor.fake_mode, tensor.constant)})
+    return Tensor.__deepcopy__(tensor, memo)
+
+
+DEEP_COPIES = Shared(lambda: mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy))
 
 
 def _is_real(value: Any) -> bool:

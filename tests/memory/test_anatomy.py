@@ -1,5 +1,6 @@
 """The predicted memory of a step beside the measured one: equal to the byte where fake tensors show all there is."""
 
+import copy
 import dataclasses
 import doctest
 import math
@@ -264,6 +265,25 @@ def test_copied_layers_are_of_the_same_mode():
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
 
     assert is_right(anatomy(training(model, 16, 32), 4, measure=True))
+
+
+def test_a_network_may_be_copied_with_its_buffers():
+    """The number of batches that a normalisation has seen is a value, which made a copy fail."""
+
+    class Averaged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.online = nn.Sequential(nn.Linear(64, 96), nn.BatchNorm1d(96))
+            self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+        def forward(self, x):
+            for new, old in zip(self.online.parameters(), self.target.parameters()):
+                old.mul_(0.9).add_(new.detach(), alpha=0.1)
+            snapshot = copy.deepcopy(self.online)
+            return self.online(x) * self.target(x) + snapshot(x).detach()
+
+    found = anatomy(training(Averaged, 64), 200, measure=True)
+    assert abs(found.peak_bytes / found.measured.peak_bytes - 1) < 0.003, found.differences  # statistics of 96 features
 
 
 def test_models_may_be_moved_and_cast():
