@@ -25,8 +25,8 @@ hold, pairs with q/2 < E / t are near-duplicates, and are computed directly: alo
 many. A float32 result holds no more than 2^-24 of |score|, so that is as right as q itself where q can be seen.
 Gradients of loc and x are off by c u sum |G x| / s^2, which is what moving x by 2^-29 c of itself does: float32 values
 that differ do so by 2^-24 at least, so the sum of |G (x - loc)| / s^2 over pairs that differ outweighs it by 2^29 / c.
-That holds of values less a centre where they are not larger for it: a coordinate of which columns are has none, and
-where rows are, the block adds to the gradients by the direct form.
+That holds of values less a centre where they are not larger for it: a coordinate of which columns are has none, nor has
+one of which rows are where there are gradients.
 The gradient of a scale can lose its (x - loc)^2, but has the terms |G| / s too, against which it is held to
 `TOLERANCE`: else the block adds to the gradients by the direct form. Values that are not finite fail both tests, and
 rows and columns of a product do not mix, so that no row spoils another.
@@ -210,6 +210,10 @@ class _Product:
             self.at = None
         if self.at is None or block.rows != self.at[0].rows:
             self.rows.load(block, depth, self.columns.centre)
+            if self.direct.differentiated and observed(self.rows.loses_digits.any(), ordinary=False):
+                centre = self.columns.centre.masked_fill(self.rows.loses_digits, 0)
+                self.columns.load(block, depth, centre)
+                self.rows.load(block, depth, centre)
         self.at = block, depth
 
     def evaluate(self, block: Block, out: Tensor) -> bool:
@@ -247,8 +251,7 @@ class _Product:
         matrices = merge(self.pairs.room(weight.shape).copy_(weight), len(block.batch), len(block.rows))
         for depth in depths(self.dimension, self.depth):
             self.load(block, depth)
-            doubtful = self.direct.scale.total is not None and not self.squares_are_certain()
-            if doubtful or observed(self.rows.loses_digits.any(), ordinary=False):
+            if self.direct.scale.total is not None and not self.squares_are_certain():
                 self.direct.pull_back(block, depth, weight)
                 continue
             self.rows.accumulate(matrices, self.columns.features)
