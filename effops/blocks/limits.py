@@ -8,6 +8,8 @@ each of them. Where a larger size is no faster, the smaller one is taken.
 TEMPORARY_BYTES = 4 * 2**20  # the most that a forward pass may allocate beyond inputs and output: the contract
 BLOCK_BYTES = 512 * 1024  # copies of an operand, and whole calls that are too small for blocks
 PAIR_BYTES = 2 * 2**20  # pairs of a block where the contract leaves as much: a block costs a dozen parallel calls
+WIDTH = 512  # columns of a block, where nothing else is said
+COPIED_DEPTH = 128  # coordinates of an operand that is copied for a block: with fewer a product is slower
 DEPTH = 256  # terms of a dot product summed at once: a longer sum of terms of one sign loses digits
 
 # Densities of directions

@@ -53,18 +53,19 @@ def cut(
     copies: float = 0,
     values_per_row: int = 1,
     pair_bytes: int,
-    width: int = 512,
+    width: int | None = None,
     height: int | None = None,
 ) -> Extents:
     """Extents of blocks with at most `pair_bytes` of pairs and, if operands are copied, `BLOCK_BYTES` of each operand.
 
     `copies` is how many values are kept for each coordinate of an operand, and `values_per_row` how many for each row.
-    Blocks have `width` columns where there are as many, and more where there are few rows. They have parts of several
-    entries of the batch if `height` says how many rows of each, else of one.
+    Blocks have `width` columns (`WIDTH`) where there are as many, and more where there are few rows. They have parts of
+    several entries of the batch if `height` says how many rows of each, else of one.
     """
     limit = pair_bytes // itemsize
     copied = int(limits.BLOCK_BYTES // itemsize / copies) if copies else 0  # coordinates of an operand
-    longest = max(1, copied // min(dimension, 128)) if copies else limit
+    longest = max(1, copied // min(dimension, limits.COPIED_DEPTH)) if copies else limit
+    width = limits.WIDTH if width is None else width
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
     columns = min(all_columns, longest, max(width, limit // max(1, all_rows)))
     most_rows = max(1, limit // max(1, values_per_row))
@@ -80,8 +81,8 @@ def cut(
     return Extents(batch_extents, row_extents, column_extents, depth)
 
 
-def pair_bytes_beside(held: int, buffers: float, limit: int = limits.TEMPORARY_BYTES) -> int:
-    """The size of the pairs of a block if a call allocates `held` bytes, and so many buffers of that size."""
+def pair_bytes_beside(held: int, buffers: float, limit: int) -> int:
+    """The size of the pairs of a block if a call allocates `held` of `limit` bytes, and buffers of that size."""
     return int(min(limits.PAIR_BYTES, (limit - held) / max(1.0, buffers)))
 
 

@@ -176,6 +176,26 @@ def upstream(loc, scale, x, generator):
     return torch.randn(plan_of(loc, scale, x).shape, generator=generator).to(result_dtype(loc, scale, x))
 
 
+@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 0), (1, 1), (1, 63), (1, 127), (1, 128), (1, 255), (1, 256), (3, 200)])
+def test_products_by_rows(batch, rows, threads, beta, generator):
+    def random(*shape):
+        return torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
+
+    left, right, out = random(rows, 7), random(7, 5), random(rows, 5)
+    if not beta:
+        out.fill_(math.nan)
+    expected = left @ right + (out if beta else 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        distances.multiply_by_rows(out, left, right, beta=beta)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(out, expected, rtol=1e-14, atol=1e-14)
+
+
 @pytest.fixture
 def direct_calls(monkeypatch):
     """How often blocks and single pairs are computed directly."""
