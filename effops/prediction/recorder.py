@@ -38,9 +38,21 @@ ITEM = aten._local_scalar_dense.default
 STATE_BYTES = get_rng_state().nbytes  # of the CPU's random number generator
 
 
-def _batch_norm_backward(upstream: Tensor, input: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-    gradient, *parameters = aten.native_batch_norm_backward.default(upstream, input, *others)
-    return None if gradient is None else torch.empty_like(input), *parameters
+def _normalisation_backward(operator: Any) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The gradient of the input has its dtype and layout."""
+
+    def results(upstream: Tensor, input: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+        gradient, *parameters = operator(upstream, input, *others)
+        return None if gradient is None else torch.empty_like(input), *parameters
+
+    return results
+
+
+def _group_norm(input: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    """Its statistics have the dtype of the weight, which under autocast has more digits than the input."""
+    output, *statistics = aten.native_group_norm.default(input, weight, *others)
+    dtype = input.dtype if weight is None else weight.dtype
+    return output, *(one.to(dtype) for one in statistics)
 
 
 def _elementwise(place: int) -> Callable[..., Tensor]:
@@ -63,9 +75,11 @@ def _log_sigmoid(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # Fake tensors do otherwise than real ones: PyTorch's grouped product takes the dtypes and strides of CUDA alone, and
-# other results, mostly gradients where two memory formats meet, have another layout.
+# other results, mostly gradients where two memory formats meet, have another layout or dtype.
 RESULTS = {
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_batch_norm_backward.default: _normalisation_backward(aten.native_batch_norm_backward.default),
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _normalisation_backward(aten.native_group_norm_backward.default),
     aten.elu_backward.default: _elementwise(5),
     aten.hardsigmoid_backward.default: _elementwise(1),
     aten.hardswish_backward.default: _elementwise(1),

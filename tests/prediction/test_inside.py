@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,20 @@ def test_gradients_of_images_with_channels_last(groups):
         lambda: model().to(memory_format=torch.channels_last), batch, lambda m, x: m(x).sum(), torch.optim.SGD
     )
     assert is_right(workload, 5, allowed_bytes=200)  # two sums of each of the 24 channels
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_groups_are_normalised_under_autocast(layout):
+    """Gradients of an input in bfloat16 were predicted in the float32 of the weight."""
+
+    def model():
+        layers = nn.Conv2d(12, 24, 3), nn.GroupNorm(4, 24), nn.SiLU(), nn.Conv2d(24, 24, 3), nn.GroupNorm(4, 24)
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 3)).to(memory_format=layout)
+
+    workload = training(model, 12, 34, 30)
+    found = anatomy(replace(workload, autocast=torch.bfloat16), 8, measure=True)
+    assert found.unknown == ()
+    assert abs(found.peak_bytes / found.measured.peak_bytes - 1) < 0.005, found.differences
 
 
 LAYOUT_LAYERS = {
