@@ -149,6 +149,10 @@ class Layout:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
 
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
     def tensor(self) -> Tensor:
         """Ones, or zeros where they are integers: those are places in another tensor."""
         value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
@@ -210,7 +214,7 @@ def _workspace(call: OperatorCall, args: Sequence[Any], kwargs: Mapping[str, Any
 def _largest_part(call: OperatorCall, result: Any) -> float:
     """The part of a call that is small enough to run; 1 or more for the whole call."""
     given = [leaf for leaf in tree_leaves((call.args, call.kwargs, result)) if isinstance(leaf, Tensor)]
-    nbytes = sum(Layout.of(one).elements * one.element_size() for one in given)
+    nbytes = sum(Layout.of(one).nbytes for one in given)
     if call.func in BATCHES:
         nbytes += unfolded_bytes(call.func, call.args, result)
     return min(MOST_BYTES / max(1, nbytes), MOST_OPERATIONS / max(1, _operations(call, result)))
@@ -270,8 +274,8 @@ def _of_small_batches(
 ) -> Workspace | None:
     """The workspace of a call and the strides of its results, from those of small batches.
 
-    The first axis of the largest operand is taken as a batch. None if the call takes no smaller one, or if what it
-    allocates does not grow by the same bytes with each item.
+    The first axis of the largest operand is taken as a batch. None if the call takes no smaller one, or too much memory
+    for it, or if what it allocates does not grow by the same bytes with each item.
     """
     operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Layout) and leaf.shape]
     batch = max(operands, key=lambda one: math.prod(one.shape)).shape[0]
@@ -280,7 +284,8 @@ def _of_small_batches(
     found: list[Run] = []
     for size in SMALL_BATCHES:
         fewer = tree_map_only(Layout, lambda one, size=size: one.with_batch(batch, size), (args, kwargs))
-        ran = _run(call.func, *fewer)
+        is_small = sum(leaf.nbytes for leaf in tree_leaves(fewer) if isinstance(leaf, Layout)) <= MOST_BYTES
+        ran = _run(call.func, *fewer) if is_small else None
         if ran is None:
             return None
         found.append(ran)

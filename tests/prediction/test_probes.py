@@ -9,6 +9,8 @@ from torch import nn
 import effops
 from effops.memory import Workload, anatomy
 from effops.prediction import probes
+from effops.prediction.outcomes import OperatorCall
+from effops.pytorch import FakeTensorMode
 
 functional = nn.functional
 
@@ -196,3 +198,27 @@ def test_threads_probe_in_turn(unremembered):
     assert len({one.peak_bytes for one in found}) == 1
     assert {one.unknown for one in found} == {()}
     assert len(found) == 4
+
+
+def test_small_batches_take_little_memory(unremembered, monkeypatch):
+    """A list of tensors is not probed with all of them but one, where only that one has the batch."""
+    ran = []
+    run = probes._run
+
+    def noted(func, args, kwargs):
+        ran.append(sum(one.nbytes for one in args[0]))
+        return run(func, args, kwargs)
+
+    monkeypatch.setattr(probes, "_run", noted)
+    with FakeTensorMode():
+        given = [torch.empty(size, 8, 30, 30).to(memory_format=torch.channels_last) for size in (40, 39, 39, 39)]
+        call = OperatorCall(torch.ops.aten._foreach_neg.default, (given,), {})
+        result = call.func(given)
+        monkeypatch.setattr(probes, "MOST_BYTES", 2 * given[0].nbytes)
+        monkeypatch.setattr(probes, "QUICK_BYTES", given[0].nbytes)
+        assert probes.probed(call, result) is None
+        assert not ran
+        found = probes.probed(OperatorCall(call.func, (given[:1],), {}), result[:1])
+    assert found.result_strides == {0: given[0].stride()}
+    assert found.temporary_bytes == 0
+    assert ran
