@@ -39,14 +39,14 @@ BY_HAND = [
     Mutation(
         "phi of the PowerSpherical density",
         "effops/ops/densities/power_spherical.py",
-        "        dot.log_()\n",
-        "        dot.log1p_()\n",
+        "        t.log_()\n",
+        "        t.log1p_()\n",
     ),
     Mutation(
         "its derivative",
         "effops/ops/densities/power_spherical.py",
-        "            factor = 0.5 * factor\n",
-        "            factor = 0.501 * factor\n",
+        "        torch.div(factor, t, out=t)\n",
+        "        torch.div(1.001 * factor, t, out=t)\n",
     ),
     Mutation(
         "the strides of a gradient",

@@ -41,19 +41,21 @@ Function = Callable[[Tensor], Tensor]
 
 
 class DotMap:
-    """The functions phi and normaliser of a score, and their derivatives: phi(dot) = dot, and no normaliser.
+    """The functions phi and normaliser of a score, and their derivatives: phi(t) = t, and no normaliser.
 
-    Subclasses have others.
+    Their argument is t = intercept + slope <x, loc>, which costs a matrix product nothing. Subclasses have others.
     """
 
-    def value_(self, dot: Tensor) -> None:
-        """Overwrite the dot products of a block with phi."""
+    intercept, slope = 0.0, 1.0
 
-    def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
-        """Overwrite `dot` with factor * phi'(dot); write phi(dot) to `value` if it is wanted."""
+    def value_(self, t: Tensor) -> None:
+        """Overwrite the arguments t of a block with phi."""
+
+    def derivative_(self, t: Tensor, factor: Tensor, value: Tensor | None) -> None:
+        """Overwrite `t` with factor * phi'(t); write phi(t) to `value` if it is wanted."""
         if value is not None:
-            value.copy_(dot)
-        dot.copy_(factor.expand(dot.shape))
+            value.copy_(t)
+        t.copy_(factor.expand(t.shape))
 
     def normaliser(self, scale: Tensor) -> Tensor:
         """The normaliser, in float64, of a scale of any dtype."""
@@ -151,7 +153,7 @@ def _collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
 
 
 class Products(Scores):
-    """The scores factor <x, loc> of one call, with gradients of x and loc.
+    """The scores intercept + factor <x, loc> of one call, with gradients of x and loc.
 
     With gradients G of the scores:    dx = factor sum_columns G loc,    dloc = factor sum_rows G x.
     Along columns where only a further operand varies, and loc does not, the products are computed once: `evaluate` and
@@ -167,13 +169,14 @@ class Products(Scores):
         arithmetic: torch.dtype,
         *,
         factor: float = 1.0,
+        intercept: float = 0.0,
         extents: Extents | None = None,
         held: int = 0,
         buffers: float = 1.0,
         wants_loc: bool = False,
         wants_x: bool = False,
     ) -> None:
-        self.dimension, self.factor = x.shape[-1], factor
+        self.dimension, self.factor, self.intercept = x.shape[-1], factor, intercept
         # BLAS is given no factor that its dtype rounds to 0: it would not see NaN, and oneDNN in bfloat16 would leave
         # the result as it was.
         self.is_tiny = abs(factor) < torch.finfo(arithmetic).smallest_normal
@@ -203,10 +206,13 @@ class Products(Scores):
         if out is None:
             return
         matrices = merge(out, len(self.plan.batch), len(self.plan.rows))
+        if self.intercept:
+            matrices.fill_(self.intercept)
         for rows, columns in self._steps(block):
             left, right = self.left.block(rows), self.right.block(columns)
             # BLAS sums the terms of a step by themselves, and then adds the sum to those before.
-            matrices.baddbmm_(left, right.mT, beta=int(rows[-1].start > 0), alpha=self.alpha)
+            is_begun = self.intercept or rows[-1].start > 0
+            matrices.baddbmm_(left, right.mT, beta=int(bool(is_begun)), alpha=self.alpha)
         if self.is_tiny:
             matrices.mul_(self.factor)
 
@@ -249,8 +255,8 @@ class DotScores(Scores):
         wanted: which gradients of loc, scale and x are wanted
         held, buffers: the bytes, and the number of buffers of the size of a block, that the caller has
 
-    For a gradient `weight` of the scores, the products have the gradient G = weight * scale * phi'(<x, loc>), which
-    gives those of loc and x.    dscale = sum weight * (normaliser'(scale) + phi)
+    For a gradient `weight` of the scores, the arguments t have the gradient G = weight * scale * phi'(t), which gives
+    those of loc and x.    dscale = sum weight * (normaliser'(scale) + phi)
     """
 
     def __init__(
@@ -277,6 +283,8 @@ class DotScores(Scores):
             loc,
             x,
             arithmetic,
+            factor=dot_map.slope,
+            intercept=dot_map.intercept,
             held=held + 8 * PIECE_VALUES * limits.NORMALISER_PIECE + 2 * limits.NORMALISER_SLAB * arithmetic.itemsize,
             buffers=buffers + self._own_buffers(plan, loc, arithmetic),
             wants_loc=wants_loc,

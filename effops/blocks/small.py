@@ -68,12 +68,12 @@ class SmallCall:
             normalisers = known.of(self.map, scale, arithmetic)
         if self.converts:
             loc, scale, x = converted(loc, arithmetic), converted(scale, arithmetic), converted(x, arithmetic)
-        dot = self._dots(loc, x)
-        self.map.value_(dot)
+        phi = self._arguments(loc, x)
+        self.map.value_(phi)
         if self.dtype != arithmetic:
-            return self.plan.empty(x, self.dtype).copy_(torch.addcmul(normalisers, scale, dot))
-        out = dot if self.is_product else self.plan.empty(x, self.dtype)
-        return torch.addcmul(normalisers, scale, dot, out=out)
+            return self.plan.empty(x, self.dtype).copy_(torch.addcmul(normalisers, scale, phi))
+        out = phi if self.is_product else self.plan.empty(x, self.dtype)
+        return torch.addcmul(normalisers, scale, phi, out=out)
 
     def gradients(
         self, operands: Sequence[Tensor], dout: Tensor, wanted: Sequence[bool]
@@ -84,11 +84,11 @@ class SmallCall:
         wide_loc, factor, wide_x, weight = loc, scale, x, converted(dout, arithmetic)
         if self.converts:
             wide_loc, factor, wide_x = (converted(operand, arithmetic) for operand in operands)
-        slope = self._dots(wide_loc, wide_x)
+        slope = self._arguments(wide_loc, wide_x)
         if slope.shape != self.plan.shape:
             slope = slope.expand(self.plan.shape).clone(memory_format=torch.contiguous_format)
         phi = torch.empty_like(slope) if wanted[1] else None
-        self.map.derivative_(slope, factor, phi)
+        self.map.derivative_(slope, factor if self.map.slope == 1 else self.map.slope * factor, phi)
         dloc = dscale = dx = None
         if phi is not None:
             phi += derivatives_of(self.map, scale, arithmetic)
@@ -99,6 +99,11 @@ class SmallCall:
         if wanted[2]:
             dx = as_gradient(self._x_gradient(slope, wide_loc), x)
         return dloc, dscale, dx
+
+    def _arguments(self, loc: Tensor, x: Tensor) -> Tensor:
+        """What phi is given, of every pair."""
+        dot = self._dots(loc, x)
+        return torch.rsub(dot, self.map.intercept, alpha=-self.map.slope) if self.map.intercept else dot
 
     def _dots(self, loc: Tensor, x: Tensor) -> Tensor:
         """<x, loc>, of the shape of the result if it is a matrix product."""

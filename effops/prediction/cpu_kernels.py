@@ -14,6 +14,7 @@ from effops.pytorch import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 aten = torch.ops.aten
 
 FLOAT_BYTES, PLACE_BYTES = 4, 8
+IMAGE_LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}  # by the number of axes
 Rule = Callable[[Sequence[Any], Any], Workspace]
 
 
@@ -59,8 +60,12 @@ def _batch_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
 
 
 def _batch_norm_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
-    """It holds a sum of each channel."""
-    return Workspace(args[1].shape[1] * max(FLOAT_BYTES, args[1].element_size()))
+    """It holds a sum of each channel, or a tensor like the input where that and the gradient have the same layout."""
+    upstream, input = args[:2]
+    layouts = (torch.contiguous_format, *IMAGE_LAYOUTS.get(input.ndim, ()))
+    if any(upstream.is_contiguous(memory_format=one) and input.is_contiguous(memory_format=one) for one in layouts):
+        return Workspace(input.nbytes)
+    return Workspace(input.shape[1] * max(FLOAT_BYTES, input.element_size()))
 
 
 def _zeros_without_storage(args: Sequence[Any], result: Tensor) -> Workspace:

@@ -266,6 +266,20 @@ def test_a_bias_is_added_in_place_under_autocast():
     assert is_right(workload, 9, allowed_bytes=256)  # autocast keeps the bias in bfloat16
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_largest_point_of_a_normalised_batch(layout):
+    """Its backward pass holds another tensor of the size of the input, which was left out."""
+
+    def model():
+        return nn.Sequential(nn.Conv2d(3, 128, 1), nn.BatchNorm2d(128)).to(memory_format=layout)
+
+    def loss(model, x):
+        return model(x).flatten(2).max(2).values.sum()
+
+    workload = Workload(model, lambda size: torch.randn(size, 3, 14, 10), loss, torch.optim.SGD)
+    assert is_right(workload, 9, allowed_bytes=3000)  # two sums of each of the 128 channels
+
+
 @pytest.mark.parametrize("groups", [1, 12])
 def test_gradients_of_images_with_channels_last(groups):
     """The gradient of a normalised batch has its layout, also where that from above has another one."""

@@ -31,7 +31,7 @@ class Directional:
         scale_name: the name of the argument s
         phi: a scriptable function of the dot products and of `tolerance`
         normaliser: W, a function of a float64 scale and the dimension
-        map: makes the `DotMap` of phi and W from the dimension, the dtype of the arithmetic, `floor` and `tolerance`
+        map: makes the `DotMap` of phi and W from the dimension, `floor` and `tolerance`
         kernel: the module of `effops.kernels` whose MAP has phi and W as Triton functions
         singular: whether phi is singular at t = 1 + <loc, x> = 0
         compiled_bytes_per_scale: as of every `Density`
@@ -41,7 +41,7 @@ class Directional:
     scale_name: str
     phi: Callable[[Tensor, float], Tensor]
     normaliser: Callable[[Tensor, int], Tensor]
-    map: Callable[[int, torch.dtype, float, float], DotMap]
+    map: Callable[[int, float, float], DotMap]
     kernel: str
     singular: bool
     compiled_bytes_per_scale: int
@@ -83,8 +83,7 @@ class Directional:
         yield Condition(self.scale_name, "be finite and at least 0", call.scale, is_concentration, remedy)
 
     def map_of(self, call: DensityCall) -> DotMap:
-        arithmetic = call.arithmetic
-        return self.map(call.dimension, arithmetic, self.floor(arithmetic), self.tolerance(call))
+        return self.map(call.dimension, self.floor(call.arithmetic), self.tolerance(call))
 
     def floor(self, arithmetic: torch.dtype) -> float:
         """The smallest t that differs from 0 by more than rounding."""

@@ -31,8 +31,6 @@ from effops.ops.densities.log_prob import LogProb
 from effops.ops.densities.mixture import Mixture
 from effops.pytorch import _standard_gamma
 
-HALF = {dtype: torch.tensor(0.5, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
-
 
 def _normaliser(scale: Tensor, dimension: int) -> Tensor:
     b = 0.5 * (dimension - 1)
@@ -47,44 +45,39 @@ def _phi(dot: Tensor, tolerance: float) -> Tensor:
 
 
 class HalfLog(DotMap):
-    """phi(dot) = log((1 + dot) / 2) and the PowerSpherical normaliser, for `effops.ops.densities.directional`."""
+    """phi(t) = log t, t = (1 + <loc, x>) / 2, and the PowerSpherical normaliser."""
 
-    def __init__(self, dimension: int, arithmetic: torch.dtype, floor: float, tolerance: float) -> None:
+    intercept = slope = 0.5
+
+    def __init__(self, dimension: int, floor: float, tolerance: float) -> None:
         self.dimension = dimension
-        self.half = HALF[arithmetic]
-        self.floor, self.tolerance = floor, tolerance
+        self.floor, self.least = 0.5 * floor, -0.5 * tolerance
 
-    def _raise_(self, t: Tensor, unit: float) -> tuple[Tensor, Tensor] | None:
-        """Raise t = unit * (1 + dot) to unit times the floor where it is below.
+    def _raise_(self, t: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Raise t to the floor where it is below.
 
-        Return where it was below that and where it was below -unit * tolerance, or None if it was nowhere.
+        Return where it was below that and where it was below what rounding explains, or None if it was nowhere.
         """
-        floor = unit * self.floor
-        if observed(t.amin(), ordinary=math.inf) >= floor:  # amin(), as min() would copy a strided block
+        if observed(t.amin(), ordinary=math.inf) >= self.floor:  # amin(), as min() would copy a strided block
             return None
-        low, outside = t < floor, t < -unit * self.tolerance
-        t.masked_fill_(low, floor)
+        low, outside = t < self.floor, t < self.least
+        t.masked_fill_(low, self.floor)
         return low, outside
 
-    def value_(self, dot: Tensor) -> None:
-        torch.add(self.half, dot, alpha=0.5, out=dot)
-        raised = self._raise_(dot, 0.5)
-        dot.log_()
+    def value_(self, t: Tensor) -> None:
+        raised = self._raise_(t)
+        t.log_()
         if raised:
-            dot.masked_fill_(raised[1], math.nan)
+            t.masked_fill_(raised[1], math.nan)
 
-    def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
-        if value is None:
-            raised = self._raise_(dot.add_(1), 1)
-        else:
-            torch.add(self.half, dot, alpha=0.5, out=dot)
-            raised = self._raise_(dot, 0.5)
-            torch.log(dot, out=value)
-            factor = 0.5 * factor
-        torch.div(factor, dot, out=dot)
+    def derivative_(self, t: Tensor, factor: Tensor, value: Tensor | None) -> None:
+        raised = self._raise_(t)
+        if value is not None:
+            torch.log(t, out=value)
+        torch.div(factor, t, out=t)
         if raised:
             low, outside = raised
-            dot.masked_fill_(low, 0)
+            t.masked_fill_(low, 0)
             if value is not None:
                 value.masked_fill_(outside, math.nan)
 

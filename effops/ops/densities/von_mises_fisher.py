@@ -75,18 +75,12 @@ def _normaliser(concentration: Tensor, dimension: int) -> Tensor:
 
 
 class CosineMinusOne(DotMap):
-    """phi(dot) = dot - 1 and the von Mises-Fisher normaliser, for `effops.ops.densities.directional`."""
+    """phi(t) = t = <loc, x> - 1 and the von Mises-Fisher normaliser, for `effops.ops.densities.directional`."""
 
-    def __init__(self, dimension: int, arithmetic: torch.dtype, floor: float, tolerance: float) -> None:
+    intercept = -1.0
+
+    def __init__(self, dimension: int, floor: float, tolerance: float) -> None:
         self.dimension = dimension
-
-    def value_(self, dot: Tensor) -> None:
-        dot.sub_(1)
-
-    def derivative_(self, dot: Tensor, factor: Tensor, value: Tensor | None) -> None:
-        if value is not None:
-            torch.sub(dot, 1, out=value)
-        dot.copy_(factor.expand(dot.shape))
 
     def normaliser(self, scale: Tensor) -> Tensor:
         return log_vmf_normaliser(scale.double(), self.dimension)
