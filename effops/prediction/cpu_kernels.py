@@ -14,6 +14,7 @@ from effops.pytorch import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 aten = torch.ops.aten
 
 FLOAT_BYTES, PLACE_BYTES = 4, 8
+SMALL_IMAGE, FEW_CHANNELS = 128, 3  # which interpolation takes other kernels for
 IMAGE_LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}  # by the number of axes
 Rule = Callable[[Sequence[Any], Any], Workspace]
 
@@ -82,16 +83,25 @@ def _interpolation(taps: int) -> Rule:
     """It holds a place and a weight of each tap, for each position along each axis."""
 
     def rule(args: Sequence[Any], result: Tensor) -> Workspace:
-        held = taps * (PLACE_BYTES + FLOAT_BYTES) * sum(result.shape[2:])
+        held = taps * (PLACE_BYTES + args[0].element_size()) * sum(result.shape[2:])
         return Workspace(held, known=args[0].is_contiguous())
 
     return rule
 
 
-def _image_interpolation(args: Sequence[Any], result: Tensor) -> Workspace:
-    """It computes on images with channels last, and copies others into that layout and back."""
-    is_last = args[0].is_contiguous(memory_format=torch.channels_last)
-    return Workspace(0 if is_last else args[0].nbytes + result.nbytes)
+def _image_interpolation(taps: int) -> Rule:
+    """It computes small images on copies with channels last. Such larger ones of few channels, and others, as they are.
+
+    A result is small where its height and width add up to `SMALL_IMAGE`.
+    """
+
+    def rule(args: Sequence[Any], result: Tensor) -> Workspace:
+        is_last = args[0].is_contiguous(memory_format=torch.channels_last)
+        if sum(result.shape[2:]) <= SMALL_IMAGE or (is_last and result.shape[1] > FEW_CHANNELS):
+            return Workspace(0 if is_last else args[0].nbytes + result.nbytes)
+        return _interpolation(taps)(args, result)._replace(known=True)
+
+    return rule
 
 
 def _pooling_backward(args: Sequence[Any], result: Tensor) -> Workspace:
@@ -206,11 +216,11 @@ CPU_RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         (
             aten._upsample_nearest_exact2d.default,
-            aten.upsample_bilinear2d.default,
             aten.upsample_nearest2d.default,
         ),
-        _image_interpolation,
+        _image_interpolation(1),
     ),
+    aten.upsample_bilinear2d.default: _image_interpolation(2),
     **dict.fromkeys(
         (
             aten._upsample_nearest_exact1d.default,
@@ -249,12 +259,27 @@ REDUCTIONS = {
     aten.prod,
     aten.sum,
 }
+LOSSES = {  # with the place of the argument that says how they are reduced
+    aten.binary_cross_entropy: 3,
+    aten.binary_cross_entropy_with_logits: 4,
+    aten.huber_loss: 2,
+    aten.mse_loss: 2,
+    aten.smooth_l1_loss: 2,
+    aten.soft_margin_loss: 2,
+}
+MEAN = 1  # such a reduction
 
 
 def converted_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     """The bytes of operands of a call that are copied in another dtype."""
     if not isinstance(result, Tensor):
         return 0
+    if result.dtype in (torch.bfloat16, torch.float16):  # a mean of these is taken, and made, in float32
+        if func.overloadpacket is aten.mean:
+            return _copied_bytes((args[0], result), torch.float32)
+        if func.overloadpacket in LOSSES:
+            is_mean = (*args, MEAN)[min(len(args), LOSSES[func.overloadpacket])] == MEAN
+            return elements_bytes(args, result) // result.element_size() * FLOAT_BYTES * is_mean
     if func.overloadpacket in REDUCTIONS:
         is_norm = args[0].is_complex() and not result.is_complex()  # its magnitudes are taken while it is read
         return 0 if is_norm else _copied_bytes(args[:1], result.dtype)

@@ -92,7 +92,12 @@ def _loss(args: Sequence[Any], result: Tensor) -> Workspace:
     return Workspace(0 if result.shape else nbytes, {0: nbytes})
 
 
-def _reduced_loss(args: Sequence[Any], result: Tensor) -> Workspace:
+def _loss_in_place(args: Sequence[Any], result: Tensor) -> Workspace:
+    """A reduced loss keeps its scalar on a storage of all elements."""
+    return Workspace(0, {0: elements_bytes(args, result)})
+
+
+def _huber_loss(args: Sequence[Any], result: Tensor) -> Workspace:
     return Workspace(0 if result.shape else elements_bytes(args, result))
 
 
@@ -281,9 +286,9 @@ class _Inside(Allocations):
 RULES: dict[Any, Rule] = {
     aten.mse_loss.default: _loss,
     aten.smooth_l1_loss.default: _loss,
-    **dict.fromkeys(
-        (aten.huber_loss.default, aten.binary_cross_entropy.default, aten.soft_margin_loss.default), _reduced_loss
-    ),
+    aten.huber_loss.default: _huber_loss,
+    aten.binary_cross_entropy.default: _loss_in_place,
+    aten.soft_margin_loss.default: _loss_in_place,
     aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
     FLASH_ATTENTION: _attention,
     FLASH_ATTENTION_BACKWARD: _attention_backward,

@@ -1,11 +1,18 @@
 """What kernels of a CPU allocate inside; none of this was once predicted."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from effops.memory import Workload, anatomy
+from effops.prediction import probes
+from effops.prediction.inside import workspace
+from effops.pytorch import FakeTensorMode, tree_map_only
+
+aten = torch.ops.aten
 
 
 def is_exact(found):
@@ -95,3 +102,44 @@ def test_functions_and_their_gradients(function, shape):
 def test_places_and_copies(function):
     workload = Workload(nn.Identity, torch.zeros, generate=lambda model, x: function(torch.randn(30, 40)))
     assert is_exact(anatomy(workload, 1, measure=True))
+
+
+IMAGES = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
+
+
+def calls():
+    """Calls of operators with rules, whose workspace is seldom that of a step's largest point."""
+    image = {name: torch.zeros(4, 8, 20, 24).to(memory_format=layout) for name, layout in IMAGES.items()}
+    few = {name: torch.zeros(4, 3, 20, 24).to(memory_format=layout) for name, layout in IMAGES.items()}
+    for name, size in itertools.product(IMAGES, ([40, 48], [64, 65])):
+        for one in (image[name], few[name], image[name].bfloat16()):
+            yield aten.upsample_nearest2d.default, one, size
+            yield aten._upsample_nearest_exact2d.default, one, size
+            yield aten.upsample_bilinear2d.default, one, size, False
+    for dtype, reduction in itertools.product((torch.float32, torch.bfloat16), (0, 1, 2)):
+        x = torch.zeros(70, 90, dtype=dtype)
+        for loss in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss):
+            yield loss.default, x, x, reduction
+        yield aten.binary_cross_entropy.default, x, x, None, reduction
+        yield aten.binary_cross_entropy_with_logits.default, x, x, None, None, reduction
+    for one in (image["contiguous"], image["channels last"].bfloat16()):
+        yield aten.mean.dim, one, [2, 3]
+        yield aten.mean.default, one
+    for gradient, input, dtype in itertools.product(IMAGES, IMAGES, (torch.float32, torch.bfloat16)):
+        if gradient == input or dtype == torch.float32:
+            statistics = [torch.ones(8, dtype=dtype)] * 5
+            images = image[gradient].to(dtype), image[input].to(dtype)
+            yield aten.native_batch_norm_backward.default, *images, *statistics, True, 1e-5, [True] * 3
+
+
+@pytest.mark.parametrize("call", list(calls()), ids=lambda call: str(call[0]))
+def test_rules_tell_what_operators_allocate(call):
+    function, *args = call
+    with FakeTensorMode() as mode:
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
+        told = workspace(function, fakes, {}, function(*fakes))
+    ran = probes._run(function, tree_map_only(torch.Tensor, probes.Layout.of, args), {})
+    assert told.known
+    assert abs(told.temporary_bytes - ran.temporary_bytes) <= 128  # numbers that are wrapped, sums of channels
+    results = {index: nbytes for index, (_, nbytes) in ran.results.items()}
+    assert results == {**results, **told.result_bytes}
