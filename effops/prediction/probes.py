@@ -39,9 +39,11 @@ aten = torch.ops.aten
 # What may run takes about a tenth of a second on two cores, but for kernels that are slow.
 MOST_BYTES = 2**28  # of operands and results, and of the unfolded input of a convolution
 MOST_OPERATIONS = 2**32  # of a contraction
+MOST_OPERATIONS_AT_ONCE = 2**35  # of a convolution of few images, about a second, where smaller batches do not tell
 QUICK_BYTES = 2**24  # more is left to small batches, where they tell
 SMALL_BATCHES = 2, 3, 4
-LEAST_BATCH, MOST_BATCH, PROBED_BATCHES = 2, 32, 4  # of a convolution: a batch of one goes to other kernels
+LEAST_BATCH, MOST_BATCH = 2, 32  # of a convolution: a batch of one goes to other kernels
+LEAST_PROBED, MOST_PROBED = 3, 4  # batches, each larger by one
 # The older one of PyTorch's profilers leaves alone what the newer one has prepared.
 MEMORY_ALONE = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
 POWER_OPERATIONS = 64  # about what a power costs
@@ -202,7 +204,10 @@ def _workspace(call: OperatorCall, args: Sequence[Any], kwargs: Mapping[str, Any
     scale = _largest_part(call, result)
     if call.func in BATCHES:
         if scale < 1:
-            return _of_larger_batch(call, args, min(MOST_BATCH, int(scale * args[0].shape[0])))
+            found = _of_larger_batch(call, args, min(MOST_BATCH, int(scale * args[0].shape[0])))
+            if found is not None:
+                return found
+            scale = _largest_part(call, result, MOST_OPERATIONS_AT_ONCE)
     elif scale < MOST_BYTES / QUICK_BYTES and lies_otherwise(call, result):
         found = _of_small_batches(call, args, kwargs, result)
         if found is not None:
@@ -211,13 +216,13 @@ def _workspace(call: OperatorCall, args: Sequence[Any], kwargs: Mapping[str, Any
     return ran and ran.workspace(result)
 
 
-def _largest_part(call: OperatorCall, result: Any) -> float:
+def _largest_part(call: OperatorCall, result: Any, most_operations: int = MOST_OPERATIONS) -> float:
     """The part of a call that is small enough to run; 1 or more for the whole call."""
     given = [leaf for leaf in tree_leaves((call.args, call.kwargs, result)) if isinstance(leaf, Tensor)]
     nbytes = sum(Layout.of(one).nbytes for one in given)
     if call.func in BATCHES:
         nbytes += unfolded_bytes(call.func, call.args, result)
-    return min(MOST_BYTES / max(1, nbytes), MOST_OPERATIONS / max(1, _operations(call, result)))
+    return min(MOST_BYTES / max(1, nbytes), most_operations / max(1, _operations(call, result)))
 
 
 def _operations(call: OperatorCall, result: Any) -> int:
@@ -248,8 +253,8 @@ def _of_larger_batch(call: OperatorCall, args: Sequence[Any], fitting: int) -> W
     It grows by the same bytes with each item of a batch, but for some batches that occupy more threads. None if it does
     not, or if smaller batches go to other kernels.
     """
-    sizes = range(fitting - PROBED_BATCHES + 1, fitting + 1)
-    if sizes[0] < LEAST_BATCH:
+    sizes = range(max(LEAST_BATCH, fitting - MOST_PROBED + 1), fitting + 1)
+    if len(sizes) < LEAST_PROBED:
         return None
     backend = backend_of(call.func, call.args)
     found: list[int] = []
