@@ -33,6 +33,12 @@ IN_PLACE = {
     aten.scatter.src: (aten.scatter_.src, SOLE_OWNER_COUNTS),
     aten.scatter_add.default: (aten.scatter_add_.default, SOLE_OWNER_COUNTS),
 }
+IN_PLACE_IN = {  # the same in one formula alone
+    ("Atan2Backward0", aten.masked_fill.Scalar): (aten.masked_fill_.Scalar, SOLE_OWNER_COUNTS),
+    ("BinaryCrossEntropyWithLogitsBackward0", aten.mul.Tensor): (aten.mul_.Tensor, SOLE_OWNER_COUNTS),
+    ("BinaryCrossEntropyWithLogitsBackward0", aten.sub.Tensor): (aten.sub_.Tensor, SOLE_OWNER_COUNTS),
+    ("TakeBackward0", aten.put.default): (aten.put_.default, SOLE_OWNER_COUNTS),
+}
 OUT_OF_PLACE = {("ScatterReduceBackward0", aten.scatter_add.default)}  # a formula that does not
 # Formulas that go another way while observed, since they look at values or at the places of a mask, or compute many
 # things in place; with an operator that tells this way.
@@ -63,11 +69,14 @@ def unobserved(func: Any, args: Sequence[Any]) -> tuple[Any, str]:
         return func, ""
     name = node.name()
     formula = name if (name, func) in OTHER_WAYS else ""
-    is_in_place = func in IN_PLACE and (name, func) not in OUT_OF_PLACE and _is_in_place(func, args)
-    return IN_PLACE[func][0] if is_in_place else func, formula
+    if (name, func) in OUT_OF_PLACE:
+        return func, formula
+    in_place, counts = IN_PLACE_IN.get((name, func)) or IN_PLACE.get(func) or (None, None)
+    return in_place if in_place and _is_in_place(func, args, counts) else func, formula
 
 
-def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
+def _is_in_place(func: Any, args: Sequence[Any], counts: tuple[int, int] | None) -> bool:
+    """Whether the first operand may be overwritten: `counts` are the references to it where nobody else holds it."""
     if torch.is_grad_enabled():
         return False
     first = args[0]
@@ -76,7 +85,7 @@ def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
         is_alike = isinstance(second, Tensor) and (first.shape, first.dtype) == (second.shape, second.dtype)
         if not is_alike or not aten.is_non_overlapping_and_dense.default(first):
             return False
-    return (tensor_use_count(first), _storage_Use_Count(first.untyped_storage()._cdata)) == IN_PLACE[func][1]
+    return (tensor_use_count(first), _storage_Use_Count(first.untyped_storage()._cdata)) == counts
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -18,6 +18,9 @@ EXACT = {
     "selected": lambda x: x.index_select(0, PLACES),
     "indexed": lambda x: x[PLACES],
     "trace": lambda x: x.trace(),
+    "logits": lambda x: -functional.binary_cross_entropy_with_logits(x, torch.ones(70, 50), reduction="none"),
+    "angles": lambda x: torch.atan2(x, torch.ones(70, 50)),
+    "taken": lambda x: x.take(PLACES),
     "maxima": lambda x: x.amax(1),
     "scattered maxima": lambda x: torch.zeros(70, 50).scatter_reduce(
         0, torch.zeros(70, 50, dtype=torch.long), x, "amax"
