@@ -298,10 +298,10 @@ def _of_small_batches(
     if len(growth) > 1:
         return None
     strides = {}
-    for index, (layout, _) in found[-1].results.items():
+    for index, (layout, nbytes) in found[-1].results.items():
         fake = tree_leaves(result)[index]
-        whole = layout.with_batch(SMALL_BATCHES[-1], batch) if fake.shape[0] == batch else layout
-        if whole.shape != fake.shape:
+        whole = layout.with_batch(SMALL_BATCHES[-1], batch) if fake.ndim and fake.shape[0] == batch else layout
+        if whole.shape != fake.shape or nbytes != layout.nbytes:  # a result of another storage tells nothing of others
             return None
         strides[index] = whole.stride
     return Workspace(found[-1].temporary_bytes + growth.pop() * (batch - SMALL_BATCHES[-1]), result_strides=strides)
@@ -319,6 +319,8 @@ class Run:
         result_bytes, strides = {}, {}
         leaves = tree_leaves(fake)
         for index, (layout, nbytes) in self.results.items():
+            if not isinstance(leaves[index], Tensor):
+                continue
             if leaves[index].untyped_storage().nbytes() != nbytes:
                 result_bytes[index] = nbytes
             if leaves[index].shape == layout.shape:
@@ -335,7 +337,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any
         _enable_profiler_legacy(MEMORY_ALONE)
         try:
             result = func(*given, **options)
-        except RuntimeError:  # it does not take the values of a probe, or fewer items
+        except (RuntimeError, IndexError, ValueError):  # it does not take the values of a probe, or fewer items
             return None
         finally:
             records: Any = _disable_profiler_legacy()

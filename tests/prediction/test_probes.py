@@ -222,3 +222,17 @@ def test_small_batches_take_little_memory(unremembered, monkeypatch):
     assert found.result_strides == {0: given[0].stride()}
     assert found.temporary_bytes == 0
     assert ran
+
+
+@pytest.mark.parametrize("function", [torch.sum, torch.nn.functional.mse_loss, torch.amax, torch.std_mean])
+def test_results_of_large_images_without_a_batch(function, unremembered, monkeypatch):
+    """They are numbers, some of them on a storage of all elements."""
+    monkeypatch.setattr(probes, "QUICK_BYTES", 1000)
+
+    def generate(model, x):
+        images = x.to(memory_format=torch.channels_last)
+        return function(images, images) if function is torch.nn.functional.mse_loss else function(images)
+
+    found = anatomy(Workload(nn.Identity, lambda size: torch.randn(size, 8, 9, 11), generate=generate), 9, measure=True)
+    assert found.unknown == ()
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64
