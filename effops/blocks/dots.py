@@ -206,15 +206,19 @@ class Products(Scores):
         if out is None:
             return
         matrices = merge(out, len(self.plan.batch), len(self.plan.rows))
-        if self.intercept:
+        # Several steps would add to the intercept one by one, and round each time.
+        starts_with_intercept = self.intercept != 0 and self.dimension <= self.extents.depth
+        if starts_with_intercept:
             matrices.fill_(self.intercept)
         for rows, columns in self._steps(block):
             left, right = self.left.block(rows), self.right.block(columns)
             # BLAS sums the terms of a step by themselves, and then adds the sum to those before.
-            is_begun = self.intercept or rows[-1].start > 0
-            matrices.baddbmm_(left, right.mT, beta=int(bool(is_begun)), alpha=self.alpha)
+            beta = int(starts_with_intercept or rows[-1].start > 0)
+            matrices.baddbmm_(left, right.mT, beta=beta, alpha=self.alpha)
         if self.is_tiny:
             matrices.mul_(self.factor)
+        if self.intercept and not starts_with_intercept:
+            matrices.add_(self.intercept)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
         weight = weight * self.factor if self.is_tiny else weight
