@@ -279,7 +279,8 @@ def converted_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
             return _copied_bytes((args[0], result), torch.float32)
         if func.overloadpacket in LOSSES:
             is_mean = (*args, MEAN)[min(len(args), LOSSES[func.overloadpacket])] == MEAN
-            return elements_bytes(args, result) // result.element_size() * FLOAT_BYTES * is_mean
+            elements = elements_bytes(args, result) // result.element_size()
+            return FLOAT_BYTES * elements if is_mean else 0
     if func.overloadpacket in REDUCTIONS:
         is_norm = args[0].is_complex() and not result.is_complex()  # its magnitudes are taken while it is read
         return 0 if is_norm else _copied_bytes(args[:1], result.dtype)

@@ -11,6 +11,7 @@ import statistics
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -213,7 +214,7 @@ def _workspace(call: OperatorCall, args: Sequence[Any], kwargs: Mapping[str, Any
         if found is not None:
             return found
     ran = _run(call.func, args, kwargs) if scale >= 1 else None
-    return ran and ran.workspace(result)
+    return None if ran is None else ran.workspace(result)
 
 
 def _largest_part(call: OperatorCall, result: Any, most_operations: int = MOST_OPERATIONS) -> float:
@@ -288,7 +289,7 @@ def _of_small_batches(
         return None
     found: list[Run] = []
     for size in SMALL_BATCHES:
-        fewer = tree_map_only(Layout, lambda one, size=size: one.with_batch(batch, size), (args, kwargs))
+        fewer = tree_map_only(Layout, partial(Layout.with_batch, batch=batch, size=size), (args, kwargs))
         is_small = sum(leaf.nbytes for leaf in tree_leaves(fewer) if isinstance(leaf, Layout)) <= MOST_BYTES
         ran = _run(call.func, *fewer) if is_small else None
         if ran is None:

@@ -76,7 +76,7 @@ def _log_sigmoid(input: Tensor) -> tuple[Tensor, Tensor]:
 
 # Fake tensors do otherwise than real ones: PyTorch's grouped product takes the dtypes and strides of CUDA alone, and
 # other results, mostly gradients where two memory formats meet, have another layout or dtype.
-RESULTS = {
+RESULTS: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: _normalisation_backward(aten.native_batch_norm_backward.default),
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _normalisation_backward(aten.native_group_norm_backward.default),
@@ -276,7 +276,8 @@ GENERATOR_STATES = Shared(
 def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
     """A copy of the same mode: a copied mode would make other tensors of it in every operator."""
     memo.update({id(shared): shared for shared in (tensor.fake_mode, tensor.constant)})
-    return Tensor.__deepcopy__(tensor, memo)
+    copied: Tensor = Tensor.__deepcopy__(tensor, memo)
+    return copied
 
 
 DEEP_COPIES = Shared(lambda: mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy))
