@@ -80,6 +80,8 @@ CASES = (
     Case("PRODUCT_BYTES", "broadcast_dot", dtype=torch.bfloat16),
     Case("WHOLE_KEYS", "attention", {"B": 2, "L": 1024}),
     Case("WHOLE_KEYS", "attention", {"B": 1, "L": 2048}),
+    Case("LEAST_QUERIES", "attention", LONG, backward=True),
+    Case("LEAST_QUERIES", "attention_weights", LONG, backward=True),
     Case("QUERIES", "attention", LONG),
     Case("KEYS", "attention", LONG),
     Case("ADDITIVE_PAIR_BYTES", "additive_attention"),

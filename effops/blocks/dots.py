@@ -29,6 +29,7 @@ from effops.blocks.tiling import (
     pair_bytes_beside,
     part,
     sizes,
+    tiles,
     whole,
     within,
 )
@@ -192,7 +193,9 @@ class Products(Scores):
             buffers += self.dimension > (limits.DEPTH // 2 if copies else limits.DEPTH)  # `partial`
             limit = 2 * limits.TEMPORARY_BYTES if wants_loc or wants_x else limits.TEMPORARY_BYTES
             pair_bytes = pair_bytes_beside(held, buffers, limit)
-            extents = cut(plan, self.dimension, arithmetic.itemsize, copies=copies, pair_bytes=pair_bytes)
+            extents = cut(
+                plan, self.dimension, arithmetic.itemsize, copies=copies, pair_bytes=pair_bytes, in_steps=True
+            )
         super().__init__(plan, arithmetic, extents)
 
     def distinct(self, shape: Sequence[int]) -> Shape:
@@ -205,38 +208,43 @@ class Products(Scores):
     def evaluate(self, block: Block, out: Tensor | None) -> None:
         if out is None:
             return
-        matrices = merge(out, len(self.plan.batch), len(self.plan.rows))
         # Several steps would add to the intercept one by one, and round each time.
         starts_with_intercept = self.intercept != 0 and self.dimension <= self.extents.depth
-        if starts_with_intercept:
-            matrices.fill_(self.intercept)
-        for rows, columns in self._steps(block):
-            left, right = self.left.block(rows), self.right.block(columns)
-            # BLAS sums the terms of a step by themselves, and then adds the sum to those before.
-            beta = int(starts_with_intercept or rows[-1].start > 0)
-            matrices.baddbmm_(left, right.mT, beta=beta, alpha=self.alpha)
-        if self.is_tiny:
-            matrices.mul_(self.factor)
-        if self.intercept and not starts_with_intercept:
-            matrices.add_(self.intercept)
+        for step, matrices in self._steps(block, out):
+            if starts_with_intercept:
+                matrices.fill_(self.intercept)
+            for depth in depths(self.dimension, self.extents.depth):
+                left = self.left.block((*step.batch, *step.rows, depth))
+                right = self.right.block((*step.batch, *step.columns, depth))
+                # BLAS sums the terms of a step by themselves, and then adds the sum to those before.
+                beta = int(starts_with_intercept or depth.start > 0)
+                matrices.baddbmm_(left, right.mT, beta=beta, alpha=self.alpha)
+            if self.is_tiny:
+                matrices.mul_(self.factor)
+            if self.intercept and not starts_with_intercept:
+                matrices.add_(self.intercept)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:
         weight = weight * self.factor if self.is_tiny else weight
-        matrices = merge(weight, len(self.plan.batch), len(self.plan.rows))
-        for rows, columns in self._steps(block):
-            if self.dx is not None:
-                self.dx.add(rows, matrices, self.right.block(columns), self.alpha)
-            if self.dloc is not None:
-                self.dloc.add(columns, matrices.mT, self.left.block(rows), self.alpha)
+        for step, matrices in self._steps(block, weight):
+            for depth in depths(self.dimension, self.extents.depth):
+                rows, columns = (*step.batch, *step.rows, depth), (*step.batch, *step.columns, depth)
+                if self.dx is not None:
+                    self.dx.add(rows, matrices, self.right.block(columns), self.alpha)
+                if self.dloc is not None:
+                    self.dloc.add(columns, matrices.mT, self.left.block(rows), self.alpha)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         dx, dloc = (None if total is None else total.gradient() for total in (self.dx, self.dloc))
         return dx, dloc
 
-    def _steps(self, block: Block) -> Iterator[tuple[Slices, Slices]]:
-        """Where the rows of a block lie in x and its columns in loc, some coordinates at a time."""
-        for depth in depths(self.dimension, self.extents.depth):
-            yield (*block.batch, *block.rows, depth), (*block.batch, *block.columns, depth)
+    def _steps(self, block: Block, values: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """What is multiplied at once of a block, and its values as matrices."""
+        columns = (slice(None),) * len(block.columns)
+        for batch in tiles(block.batch, self.extents.batch_step):
+            for rows in tiles(block.rows, self.extents.row_step):
+                some = values[(*within(block.batch, batch), *within(block.rows, rows), *columns)]
+                yield Block(batch, rows, block.columns), merge(some, len(batch), len(rows))
 
 
 class _Constants(NamedTuple):

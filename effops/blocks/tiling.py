@@ -33,11 +33,16 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Extents:
-    """The largest size of a block along the axes of each role, and of a step along the contracted axis."""
+    """The largest size of a block along the axes of each role, and of a step in it.
+
+    A step has some of the batch and of the rows, all columns of the block, and `depth` of the contracted axis.
+    """
 
     batch: Shape
     rows: Shape
     columns: Shape
+    batch_step: Shape
+    row_step: Shape
     depth: int
 
     @property
@@ -55,12 +60,14 @@ def cut(
     pair_bytes: int,
     width: int | None = None,
     height: int | None = None,
+    in_steps: bool = False,
 ) -> Extents:
     """Extents of blocks with at most `pair_bytes` of pairs and, if operands are copied, `BLOCK_BYTES` of each operand.
 
     `copies` is how many values are kept for each coordinate of an operand, and `values_per_row` how many for each row.
     Blocks have `width` columns (`WIDTH`) where there are as many, and more where there are few rows. They have parts of
-    several entries of the batch if `height` says how many rows of each, else of one.
+    several entries of the batch if `height` says how many rows of each, else of one. A block of few columns has more
+    entries and rows than are copied at once if those are copied `in_steps`.
     """
     limit = pair_bytes // itemsize
     copied = int(limits.BLOCK_BYTES // itemsize / copies) if copies else 0  # coordinates of an operand
@@ -69,16 +76,19 @@ def cut(
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
     columns = min(all_columns, longest, max(width, limit // max(1, all_rows)))
     most_rows = max(1, limit // max(1, values_per_row))
-    rows = min(all_rows, longest, most_rows, limit // max(1, columns), all_rows if height is None else height)
+    rows = min(all_rows, most_rows, limit // max(1, columns), all_rows if height is None else height)
+    rows = rows if in_steps else min(rows, longest)
     whole = height is not None or (rows == all_rows and columns == all_columns)
-    entries = (limit // max(1, rows * columns), longest // max(1, rows, columns), most_rows // max(1, rows))
-    batch = max(1, min(entries)) if whole else 1
+    copied_entries = max(1, longest // max(1, rows, columns))
+    entries = min(limit // max(1, rows * columns), most_rows // max(1, rows))
+    batch = max(1, entries if in_steps else min(entries, copied_entries)) if whole else 1
     batch_extents = fit(plan.sizes(plan.batch), batch)
     row_extents = fit(plan.sizes(plan.rows), rows)
     column_extents = fit(plan.sizes(plan.columns), columns)
-    widest = math.prod(batch_extents) * max(math.prod(row_extents), math.prod(column_extents))
+    batch_step, row_step = fit(batch_extents, copied_entries), fit(row_extents, longest)
+    widest = math.prod(batch_step) * max(math.prod(row_step), math.prod(column_extents))
     depth = min(dimension, limits.DEPTH, max(1, copied // widest) if copies else limits.DEPTH)
-    return Extents(batch_extents, row_extents, column_extents, depth)
+    return Extents(batch_extents, row_extents, column_extents, batch_step, row_step, depth)
 
 
 def pair_bytes_beside(held: int, buffers: float, limit: int) -> int:

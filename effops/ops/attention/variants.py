@@ -201,16 +201,19 @@ def scaled_dots(call: AttentionCall, wanted: Sequence[bool]) -> Products:
     placed = [(query, plan.rows), *((tensor, plan.columns) for tensor in (key, *summed))]
     # Blocks of forward and backward must be the same for dropout. A backward pass may copy other operands.
     copied = call.dropout_p > 0 or any(MatrixOperand(plan, *operand, arithmetic).copied for operand in placed)
+    # Copies and dropout take as much again.
+    pair_bytes = limits.PAIR_BYTES // 2 if copied and summed else limits.PAIR_BYTES
+    whole_keys = limits.WHOLE_KEYS
+    if any(wanted) and call.output != "scores" and not call.dropout_p:
+        whole_keys = max(whole_keys, pair_bytes // arithmetic.itemsize // limits.LEAST_QUERIES)
     extents = tiling.cut(
         plan,
         max(1, query.shape[-1], *(value.shape[-1] for value in summed)),
         arithmetic.itemsize,
         copies=float(copied),
         values_per_row=2 * (softmax.VALUES_PER_ROW + sum(value.shape[-1] for value in summed)),  # half of `pair_bytes`
-        pair_bytes=limits.PAIR_BYTES // 2
-        if copied and summed
-        else limits.PAIR_BYTES,  # copies and dropout take as much again
-        width=plan.shape[-1] if plan.shape[-1] <= limits.WHOLE_KEYS else limits.KEYS,
+        pair_bytes=pair_bytes,
+        width=plan.shape[-1] if plan.shape[-1] <= whole_keys else limits.KEYS,
         height=limits.QUERIES if summed else None,
     )
     wants_query, wants_key = wanted
