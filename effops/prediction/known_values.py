@@ -1,6 +1,7 @@
 """Values that follow from numbers alone, computed beside fake tensors, which have none.
 
-Such are the positions that `arange` makes, a mask of ones, or a rate of dropout for each layer.
+Such are the positions that `arange` makes, a mask of ones, or a rate of dropout for each layer. Arguments are taken to
+be what checks ask of them, since a step whose check fails has no peak.
 """
 
 import sys
@@ -44,8 +45,8 @@ LIKE_ANOTHER = {  # factories that take the shape of a tensor, and no values
     aten.ones_like.default,
     aten.zeros_like.default,
 }
-
-
+# Checks of arguments ask this, as those of torch.distributions, and raise unless it is true.
+CHECKED = aten._is_all_true.default
 # These make tensors of new constants, which nobody else has.
 NEW_CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 # These change running statistics, which their schemas do not say.
@@ -81,6 +82,9 @@ class KnownValues(TorchDispatchMode):
                 self._forget(given)
             result = func(*args, **kwargs)
             self._note_sources(result, real)
+            if func is CHECKED:
+                with _disable_current_modes():
+                    self._note(result, torch.tensor(True))
             return result
         with _disable_current_modes():
             values, options = tree_map_only(Tensor, self._value_or_shape, (args, kwargs))
@@ -96,8 +100,11 @@ class KnownValues(TorchDispatchMode):
         with _disable_current_modes():
             found = func(*values, **options)
         for fake, value in zip(made, (leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))):
-            self.known.setdefault(fake.untyped_storage(), {})[_layout(fake)] = value
+            self._note(fake, value)
         return result
+
+    def _note(self, fake: Tensor, value: Tensor) -> None:
+        self.known.setdefault(fake.untyped_storage(), {})[_layout(fake)] = value
 
     def _follows(self, func: Any, given: list[Tensor], changes: bool) -> bool:
         """Whether the values of a result follow from those that are known."""

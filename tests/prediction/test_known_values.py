@@ -57,6 +57,27 @@ def test_other_values_are_not(value):
         anatomy(asked(value), 3)
 
 
+@pytest.mark.parametrize(
+    "log_prob",
+    [
+        lambda x: torch.distributions.Normal(x, x.exp()).log_prob(x.detach()),
+        lambda x: torch.distributions.Categorical(logits=x).log_prob(torch.zeros(len(x))),
+        lambda x: torch.distributions.Independent(torch.distributions.Bernoulli(logits=x), 1).log_prob(x.detach() * 0),
+    ],
+    ids=["normal", "categorical", "bernoulli"],
+)
+def test_checks_of_distributions_hold(log_prob):
+    workload = Workload(
+        lambda: nn.Linear(LENGTH, 64),
+        lambda size: torch.randn(size, LENGTH),
+        lambda model, x: -log_prob(model(x)).mean(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    found = anatomy(workload, 500, measure=True)
+    assert not found.unknown
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64
+
+
 def test_a_view_of_what_has_changed_is_known():
     with FakeTensorMode(), KnownValues() as values:
         base = torch.zeros(4)
