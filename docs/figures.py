@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tables import BENCHMARK, DOCS, ROOT, TEXTS, TRAINING, content, founding_rows
+from tables import ALL_OPS, DOCS, ROOT, TEXTS, TRAINING, content, founding_rows
 
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -43,7 +43,7 @@ def draw_training(axes: Any) -> None:
 
 
 PICTURES: Mapping[str, tuple[Path, Callable[[Any], None], int]] = {
-    "founding.svg": (BENCHMARK, draw_founding, 2),
+    "founding.svg": (ALL_OPS, draw_founding, 2),
     "training.svg": (TRAINING, draw_training, 1),
 }
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +16,11 @@ from effops.text import format_bytes, parse_bytes
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 BENCH = ROOT / "bench"
-INTEL, AMD = (BENCH / "results" / f"{name}-2-threads" for name in ("intel-xeon", "amd-epyc"))
-BENCHMARK = INTEL / "power-spherical-2026-11-23.json"
-ALL_OPS = INTEL / "all-ops-2026-11-23.json"
+AMD = BENCH / "results" / "amd-epyc-2-threads"
+ALL_OPS = AMD / "all-ops-2026-11-25.json"
+RATIOS = [
+    AMD / f"ratios-{name}.json" for name in ("2026-11-24", "densities-2026-11-25", "attention-2026-11-25")
+]  # a later one counts
 LOG_SPARSE = AMD / "log-sparse-2026-11-22.json"
 SHARDED = AMD / "sharded-2026-11-21.json"
 TRAINING = AMD / "memory-2026-11-22.json"
@@ -96,12 +99,12 @@ def case(row: Row) -> str:
 
 
 def founding_rows() -> list[Row]:
-    return [row for row in measured(BENCHMARK) if row["op"] == FOUNDING and row["pass"] == "forward"]
+    return [row for row in measured(ALL_OPS) if row["op"] == FOUNDING and row["pass"] == "forward"]
 
 
 def founding() -> str:
     lines = fastest_first(founding_rows(), variant)
-    return f"{table(('variant', *MEASURES), lines)}\n\n{measured_on(BENCHMARK, ROOT)}"
+    return f"{table(('variant', *MEASURES), lines)}\n\n{measured_on(ALL_OPS, ROOT)}"
 
 
 def comparison(result: Path) -> str:
@@ -118,6 +121,23 @@ def sweep() -> str:
     for length, group in groupby(measured(LOG_SPARSE), lambda row: row["size"]["L"]):
         lines += [(str(length), *line) for line in fastest_first(list(group), variant)]
     return f"{table(('L', 'variant', *MEASURES), lines)}\n\n{measured_on(LOG_SPARSE)}"
+
+
+def ratios() -> str:
+    """A line for each op: the least and the largest ratio at its default size, by the last result that has it."""
+    ops: dict[str, list[Row]] = {}
+    for result in RATIOS:
+        rows = [row for row in content(result)["rows"] if (row["case"], row["subject"]) == ("default", "auto")]
+        ops |= {op: list(group) for op, group in groupby(sorted(rows, key=itemgetter("op")), itemgetter("op"))}
+
+    def spread(rows: Iterable[Row], name: str) -> str:
+        found = sorted(row["ratio"] for row in rows if row["pass"] == name and row["ratio"] is not None)
+        return f"{found[0]:.2f} to {found[-1]:.2f}" if found else "-"
+
+    lines = [(f"`{op}`", spread(rows, "forward"), spread(rows, "both")) for op, rows in ops.items()]
+    first, *others = RATIOS
+    links = "\n".join((measured_on(first).removesuffix("."), *(link(result, DOCS) for result in others)))
+    return f"{table(('op', 'forward', 'forward and backward'), lines)}\n\n{links}."
 
 
 def mixture_memory() -> str:
@@ -195,6 +215,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "founding": founding,
     "training": training,
     "mixture_memory": mixture_memory,
+    "ratios": ratios,
     "all_ops": partial(comparison, ALL_OPS),
     "causal_8192": partial(comparison, AMD / "attention-2026-11-22.json"),
     "causal_4096": partial(comparison, AMD / "attention-head-2026-11-22.json"),
