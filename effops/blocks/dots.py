@@ -243,8 +243,8 @@ class Products(Scores):
         columns = (slice(None),) * len(block.columns)
         for batch in tiles(block.batch, self.extents.batch_step):
             for rows in tiles(block.rows, self.extents.row_step):
-                some = values[(*within(block.batch, batch), *within(block.rows, rows), *columns)]
-                yield Block(batch, rows, block.columns), merge(some, len(batch), len(rows))
+                inside = *within(block.batch, batch), *within(block.rows, rows), *columns
+                yield Block(batch, rows, block.columns), merge(values[inside], len(batch), len(rows))
 
 
 class _Constants(NamedTuple):
