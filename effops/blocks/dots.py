@@ -354,7 +354,7 @@ class DotScores(Scores):
         factor = scale.to(self.arithmetic, memory_format=torch.contiguous_format).contiguous()
         normaliser = _in_pieces(self.map.normaliser, scale, factor) if self.scored else None
         if normaliser is not None and self.bias is not None:
-            normaliser = normaliser + self.bias.part(region)
+            normaliser = normaliser + self.bias.part(region).to(self.arithmetic)
         return _Constants(
             normaliser,
             _in_pieces(self.map.normaliser_derivative, scale, factor) if self.wants_scale else None,

@@ -32,7 +32,7 @@ PRODUCT_BYTES = 1024 * 1024  # each buffer: at most three in a forward pass
 
 # Attention
 WHOLE_KEYS = 1024  # up to so many keys a block has whole rows, whose softmax is one pass
-LEAST_QUERIES = 128  # backward, where parts of rows are computed twice: rows are whole if a block has so many
+LEAST_QUERIES = 128  # of a block, and whole rows: backward computes parts of rows twice
 QUERIES, KEYS = 512, 512  # of a block of more keys: products of few queries by all keys are slower
 
 # Additive scores

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.blocks import limits
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Shape, Slices
-from effops.blocks.tiling import Block, all_pairs, fit, is_prediction, pieces, tiles
+from effops.blocks.tiling import Block, all_pairs, is_prediction, pieces, tiles
 from effops.numerics.values import observed
 
 
@@ -91,7 +90,7 @@ class Masked(Scores):
     def _add(self, block: Block, out: Tensor) -> bool:
         """Add the mask to the scores of a block. Return whether there may be pairs that are excluded."""
         if self.mask is not None and not self.excludes:
-            out += self.mask.part(block.pairs)
+            self.mask.add_to(block, out)
         has_excluded = False
         for inside, terms in self._exclusions(block, out.device):
             out[inside] += terms
@@ -114,7 +113,7 @@ class Masked(Scores):
     def _exclusions(self, block: Block, device: torch.device) -> Iterator[tuple[Slices, Tensor]]:
         """Where pairs of a block may be excluded: their slices, and terms that broadcast with them, 0 or -inf."""
         if self.mask is not None and self.excludes:
-            for pairs, inside in pieces(block, self._piece()):
+            for pairs, inside in pieces(block, self.mask.piece(self.extents.pairs, self.arithmetic)):
                 yield inside, self._terms_of(self.mask.part(pairs))
         if self.diagonal is not None:
             yield from self._beyond_diagonal(block, self.diagonal, device)
@@ -150,14 +149,6 @@ class Masked(Scores):
             self.place, self.terms = place, included.to(self.arithmetic).reciprocal_().neg_().add_(1)
         assert self.terms is not None
         return self.terms
-
-    def _piece(self) -> Shape:
-        """The extents of what is made of the mask at once: at most `BLOCK_BYTES`, of whole axes where it broadcasts."""
-        assert self.mask is not None
-        extents, shape = self.extents.pairs, self.mask.view.shape
-        varying = tuple(1 if size == 1 else extent for size, extent in zip(shape, extents))
-        limited = fit(varying, limits.BLOCK_BYTES // self.arithmetic.itemsize)
-        return tuple(extent if size == 1 else limit for size, extent, limit in zip(shape, extents, limited))
 
     def _reached(self, blocks: Iterable[Block]) -> Iterator[Block]:
         """The blocks without the keys that come after those of the last query; at least one key."""

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
-from effops.blocks.plan import Plan, Slices
-from effops.blocks.tiling import part
+from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.tiling import Block, fit, part, pieces, sizes
 from effops.numerics.layout import zero_gradient
 
 
@@ -24,6 +24,21 @@ class PairOperand:
 
     def part(self, axes: Slices) -> Tensor:
         return part(self.view, axes)
+
+    def add_to(self, block: Block, out: Tensor) -> None:
+        """Add the operand to the values of a block. PyTorch would hold the whole block in another dtype."""
+        if self.tensor.dtype == out.dtype:
+            out += self.part(block.pairs)
+            return
+        for pairs, inside in pieces(block, self.piece(sizes(block.pairs), out.dtype)):
+            out[inside] += self.part(pairs).to(out.dtype)
+
+    def piece(self, extents: Shape, dtype: torch.dtype) -> Shape:
+        """The extents of what is converted at once: at most `BLOCK_BYTES`; whole axes where the operand broadcasts."""
+        shape = self.view.shape[: len(extents)]
+        varying = tuple(1 if size == 1 else extent for size, extent in zip(shape, extents))
+        limited = fit(varying, limits.BLOCK_BYTES // dtype.itemsize)
+        return tuple(extent if size == 1 else limit for size, extent, limit in zip(shape, extents, limited))
 
     def add(self, axes: Slices, gradient: Tensor, *, sign: int = 1) -> None:
         """Add the contribution of a block to the gradient, if that is wanted."""

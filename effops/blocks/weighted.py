@@ -25,7 +25,7 @@ class Weighted(Scores):
     def evaluate(self, block: Block, out: Tensor | None) -> Any:
         evaluated = self.scores.evaluate(block, out)
         if out is not None and not self.is_folded:
-            out += self.log_weights.part(block.pairs)
+            self.log_weights.add_to(block, out)
         return evaluated
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:

@@ -94,10 +94,11 @@ def test_memory_of_blocks_under_masks(keys, dtype, device, generator):
     args[2] = torch.randn(8, keys, 64, generator=generator).to(dtype)
     strided = [arg.mT.contiguous().repeat_interleave(2, -1)[..., ::2].mT for arg in args]
     full = torch.rand(8, 600, keys, generator=generator) < 0.6
+    bias = torch.randn(600, keys, generator=generator).bfloat16()
     op = find_op(effops.attention)
+    masks = [{"attn_mask": mask} for mask in (full, full[0], bias)]
     for tensors, options in itertools.product(
-        (args, strided),
-        ({}, {"attn_mask": full}, {"attn_mask": full[0]}, {"is_causal": True}, {"attn_mask": full, "dropout_p": 0.1}),
+        (args, strided), ({}, *masks, {"is_causal": True}, {"attn_mask": full, "dropout_p": 0.1})
     ):
         cost = op.variants["chunked"].cost(op.prepare(*tensors, **options))
         used = memory(Pass(functools.partial(effops.attention, **options, variant="chunked"), tensors))

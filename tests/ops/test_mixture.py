@@ -158,6 +158,20 @@ def test_memory_of_many_results(op, dtype, device, generator):
     torch.testing.assert_close(parts, out.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("components", [3, 600])
+def test_memory_of_log_weights_of_each_point_in_another_dtype(components, device, generator):
+    """They are converted a piece at a time, as predicted. PyTorch would convert them for a whole block."""
+    op, points = ops()["power_spherical_mixture_log_prob"], 300_000 // components
+    args = reference_of(op).sample(
+        (points, components), (components, 4), (components,), (points, 1, 4), device=device, generator=generator
+    )
+    args = (args[0].bfloat16(), *args[1:])
+    measured = memory(Pass(lambda *args: op(*args, variant="chunked"), args))
+    predicted = effops.explain(op.name, *args).variants["chunked"]
+    assert measured.temporary_bytes <= 4 * 2**20
+    assert abs(predicted.temporary_bytes - measured.temporary_bytes) <= 64
+
+
 def test_memory_of_few_coordinates_and_components(device, generator):
     """The features of a factor are more than the coordinates."""
     op = ops()["normal_mixture_log_prob"]
