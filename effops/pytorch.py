@@ -4,7 +4,7 @@ They may change with any release: a version that lacks one fails here. This file
 nothing, so that no call costs more.
 """
 
-from torch import _VF, Tensor, _fused_sdp_choice, _standard_gamma, ops
+from torch import _VF, Tensor, _fused_sdp_choice, _neg_view, _standard_gamma, ops
 from torch._C import (  # type: ignore[attr-defined]
     _are_functorch_transforms_active,
     _ConvBackend,
@@ -104,6 +104,7 @@ __all__ = [
     "_get_float32_matmul_precision",
     "_get_tracing_state",
     "_len_torch_dispatch_stack",
+    "_neg_view",
     "_no_grad_trunc_normal_",
     "_saved_tensors_hooks_disable",
     "_saved_tensors_hooks_enable",

@@ -84,6 +84,11 @@ class MatrixOperand:
         block = part(self.view, axes)
         return self.merge(self.buffer.room(block.shape).copy_(block) if self.copied else block)
 
+    def reserve(self, axes: Slices) -> None:
+        """Take the memory that a block needs."""
+        if self.copied:
+            self.buffer.room(part(self.view, axes).shape)
+
     def merge(self, block: Tensor) -> Tensor:
         return merge(block, self.batch_axes, block.ndim - 1 - self.batch_axes)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from effops.blocks import limits
 from effops.blocks.logsumexp import absorb
 from effops.blocks.plan import Shape, Slices
-from effops.blocks.tiling import fit, is_prediction, part, shortened_if_predicted, tiles, whole
+from effops.blocks.tiling import fit, is_prediction, part, tiles, whole
 from effops.numerics.exponentials import exp_
 from effops.numerics.layout import zero_gradient
 from effops.numerics.shapes import broadcast_shapes
@@ -180,13 +180,13 @@ class Blocks:
     def row_blocks(self) -> list[slice]:
         """Blocks of rows, each a multiple of the edge long, and a block of the rows that remain.
 
-        A prediction takes the last two blocks, which have the most offsets.
+        A prediction takes the last three, among which is the whole block with the most offsets.
         """
         aligned = self.length // self.edge * self.edge
         blocks = [slice(start, min(start + self.rows, aligned)) for start in range(0, aligned, self.rows)]
         if aligned < self.length:
             blocks.append(slice(aligned, self.length))
-        return blocks[-2:] if is_prediction() else blocks
+        return blocks[-3:] if is_prediction() else blocks
 
     def take(self, tensor: Tensor, batch: Slices) -> Tensor:
         """A view of the part of a tensor that belongs to a block of the batch, with all batch axes."""
@@ -218,7 +218,7 @@ class Blocks:
 
 def forward(blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> Tensor:
     """Fill `out` with the attention of every row."""
-    for batch, rows in shortened_if_predicted(itertools.product(blocks.batches(), blocks.row_blocks())):
+    for batch, rows in itertools.product(blocks.batches(), blocks.row_blocks()):
         _attend(blocks, batch, rows, query, key, value, scale, out)
     return out
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Buffer, part, shortened_if_predicted, sizes
+from effops.blocks.tiling import Buffer, part, sizes
 from effops.numerics.exponentials import exp_
 
 
@@ -42,7 +42,7 @@ def forward(scores: Scores, reduction: Reduction, statistics: Tensor) -> Tensor:
     total.zero_()
     buffer = Buffer(statistics, scores.arithmetic)
     is_whole = scores.extents.pairs[reduction.position] == scores.plan.shape[reduction.axis]
-    for block in shortened_if_predicted(scores.walk()):
+    for block in scores.walk():
         value = buffer.room(sizes(block.pairs))
         scores.evaluate(block, value)
         highest, sums = part(maximum, block.pairs), part(total, block.pairs)

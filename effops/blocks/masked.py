@@ -6,6 +6,7 @@ Pairs are excluded by adding -inf: to fill them where a boolean mask says so tak
 sum is NaN where the score is NaN or infinite. A block with a NaN is filled too.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Shape, Slices
-from effops.blocks.tiling import Block, all_pairs, is_prediction, pieces, tiles
+from effops.blocks.tiling import Block, Buffer, all_pairs, along, pieces, sizes, tiles
 from effops.numerics.values import observed
 
 
@@ -24,11 +25,17 @@ class Masked(Scores):
     """Scores under a mask. `gradients` returns those of `scores`, and then that of an additive mask.
 
     Pairs that a boolean mask excludes score -inf and pass no gradient. The same holds for pairs whose key comes more
-    than `diagonal` places after the query; None is as far as can be.
+    than `diagonal` places after the query; None is as far as can be. `like` is a tensor of the same device.
     """
 
     def __init__(
-        self, scores: Scores, mask: Tensor | None, *, diagonal: int | None = None, wants_mask: bool = False
+        self,
+        scores: Scores,
+        mask: Tensor | None,
+        like: Tensor,
+        *,
+        diagonal: int | None = None,
+        wants_mask: bool = False,
     ) -> None:
         super().__init__(scores.plan, scores.arithmetic, scores.extents)
         self.scores, self.diagonal = scores, diagonal
@@ -39,6 +46,7 @@ class Masked(Scores):
         # Where the part of a boolean mask lies from which `terms` were made.
         self.place: tuple[int, Shape] | None = None
         self.terms: Tensor | None = None
+        self.highest, self.flags = (Buffer(like, dtype) for dtype in (self.arithmetic, torch.bool))
 
     def walk(self) -> Iterable[Block]:
         return self.scores.walk()
@@ -52,8 +60,9 @@ class Masked(Scores):
         everything = all_pairs(self.plan)
         for rows in tiles(everything.rows, self.extents.rows, backwards=self.diagonal is not None):
             for batch in tiles(everything.batch, self.extents.batch):
-                columns = tiles(everything.columns, self.extents.columns)
-                yield list(self._reached(Block(batch, rows, keys) for keys in columns))
+                reached = self._reached(everything._replace(batch=batch, rows=rows))
+                columns = itertools.product(*map(along, reached, self.extents.columns))
+                yield [Block(batch, rows, keys) for keys in columns]
 
     def evaluate(self, block: Block, out: Tensor | None) -> Any:
         evaluated = self.scores.evaluate(block, out)
@@ -67,14 +76,25 @@ class Masked(Scores):
         self._add(block, out)
 
     def maxima(self, block: Block, out: Tensor) -> Tensor:
-        """Write the scores of a block to `out`, and return the largest of each row."""
+        """Write the scores of a block to `out`, and return the largest of each row, until the next are asked for."""
         self.scores.evaluate(block, out)
-        return self._maxima(block, out) if self._add(block, out) else out.amax(-1, keepdim=True)
+        return self._maxima(block, out) if self._add(block, out) else self._amax(out)
+
+    def lack_keys(self, block: Block, out: Tensor) -> Tensor:
+        """Write the scores of a block to `out`, and return whether all of a row are minus infinity."""
+        highest = self.maxima(block, out)
+        return torch.eq(highest, -math.inf, out=self.flags.room(highest.shape))
+
+    def reserve(self, block: Block) -> None:
+        """Take the memory that `lack_keys` needs. So the bytes of a call do not depend on whether it is asked."""
+        rows = (*sizes(block.pairs[:-1]), 1)
+        self.highest.room(rows)
+        self.flags.room(rows)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
         if self.excludes or self.diagonal is not None:
             weight = weight.to(self.arithmetic, copy=True, memory_format=torch.contiguous_format)
-            self._fill(block, weight, 0.0)
+            self._clear(block, weight)
         self.pull_back_included(block, weight, evaluated)
 
     def pull_back_included(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
@@ -99,16 +119,23 @@ class Masked(Scores):
 
     def _maxima(self, block: Block, out: Tensor) -> Tensor:
         """The largest score of each row, after excluded pairs are filled if the mask made any NaN."""
-        highest = out.amax(-1, keepdim=True)
-        if out.device.type == "cpu" and observed((highest < math.inf).all(), ordinary=True):
+        highest = self._amax(out)
+        are_below = torch.lt(highest, math.inf, out=self.flags.room(highest.shape)).all()
+        if out.device.type == "cpu" and observed(are_below, ordinary=True):
             return highest
-        self._fill(block, out, -math.inf)
-        return out.amax(-1, keepdim=True)
+        for inside, terms in self._exclusions(block, out.device):
+            # Of a number and NaN, `fmin` takes the number. So no further memory is needed.
+            torch.fmin(out[inside], terms.mul_(math.inf), out=out[inside])  # NaN, or minus infinity where excluded
+            terms.nan_to_num_(nan=0.0, neginf=-math.inf)
+        return self._amax(out)
 
-    def _fill(self, block: Block, values: Tensor, excluded: float) -> None:
-        """Overwrite the values of excluded pairs."""
+    def _amax(self, out: Tensor) -> Tensor:
+        return torch.amax(out, -1, keepdim=True, out=self.highest.room((*out.shape[:-1], 1)))
+
+    def _clear(self, block: Block, values: Tensor) -> None:
+        """Set the values of excluded pairs to 0."""
         for inside, terms in self._exclusions(block, values.device):
-            values[inside].masked_fill_(terms != 0, excluded)
+            values[inside].masked_fill_(terms != 0, 0.0)
 
     def _exclusions(self, block: Block, device: torch.device) -> Iterator[tuple[Slices, Tensor]]:
         """Where pairs of a block may be excluded: their slices, and terms that broadcast with them, 0 or -inf."""
@@ -121,14 +148,12 @@ class Masked(Scores):
     def _beyond_diagonal(self, block: Block, diagonal: int, device: torch.device) -> Iterator[tuple[Slices, Tensor]]:
         """The same for keys that come too late: a triangle of those that some queries reach, and those that none does.
 
-        The triangle has as many keys in any block, so that predictions know its size: earlier ones have terms of 0.
+        The triangle has as many keys in any block: earlier ones have terms of 0.
         """
         axis = self._query_axis()
         queries, keys = block.pairs[axis], block.pairs[-1]
         rows = queries.stop - queries.start
         first, last = queries.start + diagonal + 1, queries.stop + diagonal
-        if is_prediction():  # it sees the first blocks of some rows, of which later ones hold the triangle
-            first, last = keys.start, keys.stop
         others = (slice(None),) * (len(block.pairs) - 1)
         stop = min(keys.stop, last)
         start = max(keys.start, stop - rows + 1)
@@ -150,15 +175,13 @@ class Masked(Scores):
         assert self.terms is not None
         return self.terms
 
-    def _reached(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """The blocks without the keys that come after those of the last query; at least one key."""
-        for block in blocks:
-            *others, keys = block.columns
-            stop = keys.stop
-            if self.diagonal is not None:
-                stop = min(stop, max(1, block.pairs[self._query_axis()].stop + self.diagonal))
-            if keys.start < stop:
-                yield block._replace(columns=(*others, slice(keys.start, stop)))
+    def _reached(self, block: Block) -> Slices:
+        """The columns of a block without the keys that come after those of the last query; at least one key."""
+        *others, keys = block.columns
+        if self.diagonal is None or keys.start == keys.stop:
+            return block.columns
+        last = max(1, block.pairs[self._query_axis()].stop + self.diagonal)
+        return *others, slice(keys.start, min(keys.stop, last))
 
     def _query_axis(self) -> int:
         """The position of the axis of the queries in the order of the plan."""

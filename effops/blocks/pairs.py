@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Block, Buffer, Extents, column_blocks, shortened_if_predicted
+from effops.blocks.tiling import Block, Buffer, Extents, column_blocks
 
 
 @dataclass
@@ -55,7 +55,7 @@ def forward(scores: Scores, out: Tensor) -> Tensor:
     """Fill `out` with all scores. Its memory has the plan's order of axes."""
     ordered = scores.plan.view(out, scores.plan.order)
     buffer = Buffer(out, scores.arithmetic)
-    for block in shortened_if_predicted(scores.walk()):
+    for block in scores.walk():
         target = ordered[block.pairs]
         value = target if out.dtype == scores.arithmetic else buffer.room(target.shape)
         scores.evaluate(block, value)

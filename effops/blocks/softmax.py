@@ -26,7 +26,7 @@ from effops.blocks.dots import MatrixOperand, Products
 from effops.blocks.logsumexp import absorb, finite
 from effops.blocks.masked import Masked
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Block, Buffer, depths, merge, shortened_if_predicted, sizes
+from effops.blocks.tiling import Block, Buffer, depths, merge, sizes
 from effops.numerics.exponentials import exp_
 from effops.numerics.values import observed
 from effops.pytorch import softmax_backward
@@ -93,6 +93,8 @@ def _weigh(scores: Masked, block: Block, value: Tensor, out: Tensor | None = Non
 def _weigh_ordinary(scores: Masked, block: Block, value: Tensor, out: Tensor | None = None) -> Tensor:
     """The weights of whole rows. A row without keys, or with a score that is NaN or infinite, may be NaN throughout."""
     out = value if out is None else out
+    if scores.has_exclusions:
+        scores.reserve(block)
     scores.evaluate_ordinary(block, value)
     return torch.softmax(value, -1, out=out)
 
@@ -106,7 +108,7 @@ def _must_repeat(scores: Masked, results: Tensor) -> bool:
 
 def _weigh_surely(scores: Masked, block: Block, value: Tensor, out: Tensor) -> Tensor:
     """The weights of whole rows of any scores."""
-    no_key = scores.maxima(block, value) == -math.inf
+    no_key = scores.lack_keys(block, value)
     torch.softmax(value, -1, out=out)
     return out.masked_fill_(no_key, 0)
 
@@ -132,7 +134,7 @@ def forward_weights(scores: Masked, out: Tensor) -> Tensor:
     """Fill `out`, whose memory has the plan's order of axes, with the softmax."""
     buffer = Buffer(out, scores.arithmetic)
     ordered = scores.plan.view(out, scores.plan.order)
-    for blocks in shortened_if_predicted(scores.rows()) if out.numel() else ():
+    for blocks in scores.rows() if out.numel() else ():
         if len(blocks) == 1:
             _write_weights(scores, buffer, blocks[0], ordered[blocks[0].pairs])
         else:
@@ -172,11 +174,13 @@ def forward_sums(scores: Masked, value: Tensor, dropout: Dropout | None, out: Te
             part_of_value = values.block((*block.batch, *block.columns, coordinates))
             matrices[..., coordinates].baddbmm_(factors, part_of_value, beta=beta)
 
-    for blocks in shortened_if_predicted(scores.rows()):
+    for blocks in scores.rows():
         target = ordered[blocks[0].pairs[:-1]].squeeze(-2)
         sums = sums_buffer.room(target.shape)
         if len(blocks) == 1:
             value_of_pairs = buffer.room(sizes(blocks[0].pairs))
+            if scores.has_exclusions:  # the scores may be computed twice
+                values.reserve((*blocks[0].batch, *blocks[0].columns, slice(0, depth)))
             add(blocks[0], _weigh_ordinary(scores, blocks[0], value_of_pairs), sums, 0)
             if _must_repeat(scores, sums):
                 add(blocks[0], _weigh_surely(scores, blocks[0], value_of_pairs, value_of_pairs), sums, 0)

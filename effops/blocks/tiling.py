@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from torch import Tensor
 from effops.blocks import limits
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.pytorch import _get_dispatch_mode, _TorchDispatchModeKey
-
-T = TypeVar("T")
 
 
 class Block(NamedTuple):
@@ -114,22 +112,36 @@ def is_prediction() -> bool:
     return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
-def shortened_if_predicted(items: Iterable[T]) -> Iterable[T]:
-    """All items, or only two in a prediction: the second starts with the memory that the first leaves allocated."""
-    return itertools.islice(items, 2) if is_prediction() else items
-
-
 def tiles(area: Slices, extents: Shape, *, backwards: bool = False) -> Iterable[Slices]:
-    """The slices of all tiles, or of the first two in a prediction. The last of an axis may be smaller."""
-    all_tiles = itertools.product(
-        *(
-            [slice(max(i - extent, axis.start), i) for i in range(axis.stop, axis.start, -extent)]
-            if backwards
-            else [slice(i, min(i + extent, axis.stop)) for i in range(axis.start, axis.stop, extent)]
-            for axis, extent in zip(area, extents)
-        )
-    )
-    return shortened_if_predicted(all_tiles)
+    """The slices of all tiles. The last of an axis may be smaller.
+
+    A prediction takes no neighbours of the same sizes twice: what a tile allocates depends on its size, and on what
+    the one before it leaves allocated.
+    """
+    all_tiles = itertools.product(*(along(axis, extent, backwards) for axis, extent in zip(area, extents)))
+    return _each_kind(all_tiles) if is_prediction() else all_tiles
+
+
+def along(axis: slice, extent: int, backwards: bool = False) -> list[slice]:
+    """The slices of the tiles along one axis: all, or the first two and the last two in a prediction."""
+    starts = range(axis.stop, axis.start, -extent) if backwards else range(axis.start, axis.stop, extent)
+    some = dict.fromkeys((*starts[:2], *starts[-2:])) if is_prediction() else starts
+    if backwards:
+        return [slice(max(i - extent, axis.start), i) for i in some]
+    return [slice(i, min(i + extent, axis.stop)) for i in some]
+
+
+def _each_kind(all_tiles: Iterable[Slices]) -> Iterator[Slices]:
+    seen: set[tuple[Shape, Shape]] = set()
+    before: Slices = ()
+    is_taken = True
+    for tile in all_tiles:
+        kind = sizes(before), sizes(tile)
+        is_new = kind not in seen
+        if is_new:
+            seen.add(kind)
+            yield from (tile,) if is_taken else (before, tile)
+        before, is_taken = tile, is_new
 
 
 def all_pairs(plan: Plan) -> Block:

@@ -19,7 +19,6 @@ from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_gr
 from effops.dispatch.op import Op
 from effops.dispatch.record import add_to_records, is_recorded
 from effops.dispatch.validation import check_values, is_validated
-from effops.numerics.layout import without_negation
 from effops.numerics.precision import CPU, autocast_enabled, without_autocast
 from effops.pytorch import _get_float32_matmul_precision, is_legacy_batchedtensor
 
@@ -36,8 +35,9 @@ def call(op: Op, *args: Any, variant: str | None = None, **kwargs: Any) -> Tenso
         from effops.dispatch.sharding import sharded_call
 
         return sharded_call(op, args, kwargs, variant)
-    operands = args if is_compiling() else map(without_negation, args)  # traced code cannot ask, nor can PyTorch's
-    validated = op.prepare(*operands, **kwargs)
+    validated = op.prepare(*args, **kwargs)
+    if not is_compiling():  # traced code cannot ask, nor can PyTorch's
+        validated = validated.without_negation()
     check_values(op.name, op.conditions, validated)
     chosen = choose(op, validated, variant)
     add_to_records(op, chosen, validated, args)

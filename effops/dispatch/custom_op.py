@@ -379,6 +379,11 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
     )
 
 
+def is_subclassed(tensor: Tensor) -> bool:
+    """Whether PyTorch asks the class of the tensor what its functions do, and it is no fake tensor."""
+    return type(tensor) not in _PLAIN_TYPES and not isinstance(tensor, FakeTensor)
+
+
 def _is_fake(tensors: Sequence[Tensor]) -> bool:
     """Whether a tensor is fake, and the call is neither traced nor transformed."""
     return (

@@ -89,6 +89,7 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
         raise TypeError(f"{op.name}: {error}; give explain the function, and then its arguments") from None
     given.apply_defaults()
     call = op.prepare(*given.args)
+    call.note_arguments(given.args)
     chosen = choose(op, call, variant)
 
     def reports() -> Iterator[tuple[str, VariantReport]]:

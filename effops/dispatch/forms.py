@@ -10,8 +10,9 @@ from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.jit import compile_by_signature, script
 from effops.dispatch.op import Cost, Op, Requirement, Variant
 from effops.dispatch.requirements import requires_inductor, requires_torchscript
-from effops.prediction.allocations import Bytes, predict_bytes
+from effops.prediction.allocations import Bytes
 from effops.prediction.inductor import Program
+from effops.prediction.inside import predict_bytes
 
 
 def add_forms(
@@ -38,10 +39,13 @@ def add_forms(
             return function(*call.tensors, *settings(call))
 
         def predicted(call: Any) -> Bytes:
-            return predict_bytes(lambda *tensors: op.finish(call, function(*tensors, *settings(call))), *call.tensors)
+            def finished(*tensors: Tensor) -> Tensor:
+                return op.finish(call, function(*tensors, *settings(call)))
+
+            return predict_bytes(finished, *call.tensors, made=call.made)
 
         def cost(call: Any) -> Cost:
-            return Cost(*(allocated or predicted)(call), operations(call))
+            return Cost.of((allocated or predicted)(call), operations(call))
 
         statistics = computed if op.logsumexp else None
         op.add(Variant(name, lambda call: op.finish(call, computed(call)), cost, requires, statistics=statistics))

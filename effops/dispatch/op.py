@@ -1,7 +1,8 @@
 """Define what an op and a variant are, and keep the registry of ops."""
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -10,13 +11,38 @@ import torch
 from torch import Tensor
 
 from effops.dispatch.validation import Conditions, no_conditions
+from effops.numerics.layout import without_negation
 from effops.numerics.precision import arithmetic_dtype
+from effops.prediction.allocations import Bytes
+from effops.pytorch import tree_map_only
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
+CallT = TypeVar("CallT", bound="Call")
 
 
 class Call(ABC):
-    """The validated arguments of a call, as `prepare` of an op returns them. `dtype` is that of the result."""
+    """The validated arguments of a call, as `prepare` of an op returns them.
+
+    `dtype` is that of the result. `made` tells a prediction which of the tensors are no arguments, but made of them.
+    """
 
     dtype: torch.dtype
+    made: Sequence[bool] = ()
+
+    def map_tensors(self: CallT, kind: type, function: Callable[[Any], Any]) -> CallT:
+        """The call with every tensor, or what stands for one, replaced by a function of it."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return type(self)(**tree_map_only(kind, function, fields))
+
+    def without_negation(self: CallT) -> CallT:
+        """The call, with copies of tensors whose memory holds the negatives of their values."""
+        return self.map_tensors(Tensor, without_negation) if any(map(Tensor.is_neg, self.tensors)) else self
+
+    def note_arguments(self, arguments: Iterable[Any]) -> None:
+        """Tell which of the tensors are neither among the arguments of the public function, nor views of them."""
+        given = [argument for argument in arguments if isinstance(argument, Tensor)]
+        known = {*map(id, given), *(id(tensor._base) for tensor in given if tensor._base is not None)}
+        self.made = [id(tensor) not in known and id(tensor._base) not in known for tensor in self.tensors]
 
     @property
     @abstractmethod
@@ -55,9 +81,13 @@ class Cost(NamedTuple):
     flops: int
     unknown: str = ""
 
+    @classmethod
+    def of(cls, predicted: Bytes, operations: int) -> "Cost":
+        *counts, unknown = predicted
+        return cls(*counts, operations, unknown)
+
 
 Requirement = Callable[[Any], str]
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
 
 
 def anywhere(call: Call) -> bool:

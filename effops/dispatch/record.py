@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from effops.dispatch.op import Call, Cost, Op, Variant, find_op
 from effops.numerics.precision import without_autocast
-from effops.pytorch import FakeTensorMode, tree_map_only
+from effops.prediction.allocations import fake_mode
 from effops.text import aligned, format_bytes
 
 
@@ -62,8 +62,9 @@ class RecordedCall:
         """What the forward pass of the call is predicted to need beyond its inputs; None where nothing predicts it."""
         if any(type(size) is not int for shape in self.shapes.values() for size in shape):  # traced, of any size
             return None
-        with FakeTensorMode():
-            call = _with_tensors(self._outline, _Outline, _Outline.stand_in)
+        with fake_mode():
+            call = self._outline.map_tensors(_Outline, _Outline.stand_in)
+        call.made = self._outline.made
         with torch.set_grad_enabled(self._grad), without_autocast(call.device):
             return find_op(self.op).variants[self.variant].cost(call)
 
@@ -155,18 +156,12 @@ def add_to_records(op: Op, chosen: Variant, call: Call, arguments: Sequence[Any]
             for name, argument in zip(op.core_dims, arguments)
             if isinstance(argument, Tensor)
         }
-        outline = _with_tensors(call, Tensor, _Outline.of)
+        outline = call.map_tensors(Tensor, _Outline.of)
+        call.note_arguments(arguments)
+        outline.made = call.made
         found = RecordedCall(op.name, chosen.name, shapes, call.dtype, outline, torch.is_grad_enabled())
         for calls in recorders:
             calls.append(found)
-
-
-def _with_tensors(call: Call, kind: type, function: Any) -> Call:
-    """The call with every tensor, or what stands for one, replaced by a function of it."""
-    assert dataclasses.is_dataclass(call)
-    fields = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
-    replaced: Call = type(call)(**tree_map_only(kind, function, fields))
-    return replaced
 
 
 def _not_compiled() -> NotImplementedError:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.dispatch.custom_op import CustomOp, requires_grad
+from effops.dispatch.custom_op import CustomOp, is_subclassed, requires_grad
 from effops.dispatch.op import Call, Cost, Op, Requirement, Variant, anywhere
 from effops.dispatch.requirements import kernels_error, on_cuda, requires_triton
-from effops.prediction.allocations import predict_bytes
+from effops.prediction.inside import predict_bytes
 
 
 def add_custom_op(
@@ -58,14 +58,16 @@ def add_kernels(
 def allocated(op: Op, custom: CustomOp, call: Call) -> Cost:
     """What a call of an operator allocates, and what it keeps for backward."""
     held: list[Tensor] = []
-    keeps = custom.saves_result and requires_grad(call.tensors)
+    keeps = requires_grad(call.tensors)
 
     def forward(fake_call: Any) -> Tensor:
         result = custom.forward(fake_call)
-        held.extend([result] * keeps)
+        if keeps:
+            held.extend([*fake_call.tensors, *(result,) * custom.saves_result])
         return op.finish(fake_call, result)
 
-    return predicted(custom.split, call, torch.no_grad()(forward))
+    keeps_graph = custom.native and not any(map(is_subclassed, call.tensors))
+    return predicted(custom.split, call, forward if keeps_graph else torch.no_grad()(forward))
 
 
 def predicted(split: Callable[[Sequence[Any]], Any], call: Call, function: Callable[[Any], Tensor]) -> Cost:
@@ -74,4 +76,4 @@ def predicted(split: Callable[[Sequence[Any]], Any], call: Call, function: Calla
     def of_tensors(*tensors: Tensor) -> Tensor:
         return function(split((*tensors, *call.arguments[len(tensors) :])))
 
-    return Cost(*predict_bytes(of_tensors, *call.tensors), call.operations)
+    return Cost.of(predict_bytes(of_tensors, *call.tensors, made=call.made), call.operations)

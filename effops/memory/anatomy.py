@@ -17,6 +17,7 @@ from effops.memory.building import build_model
 from effops.memory.measured import measured_timeline
 from effops.memory.surroundings import apart
 from effops.memory.workload import Step, Workload, called_as, check_step
+from effops.prediction.allocations import fake_mode
 from effops.prediction.compiled import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.prediction.inside import caution
@@ -29,7 +30,6 @@ from effops.pytorch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from effops.text import aligned, format_bytes
@@ -206,7 +206,7 @@ def anatomy(
 
 def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> tuple[Recorder, Timeline]:
     """What has followed two steps, with what it tells of the second, and the timeline."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode(allow_non_fake_inputs=True)
     recorder = Recorder(mode, cuda, probe)
     recorder.enter("setup")
     modules = _CalledModules()

@@ -1,10 +1,9 @@
-"""Predicts the bytes that a function of tensors needs, on fake tensors: nothing is computed or allocated."""
+"""Counts the bytes that operators on fake tensors would allocate: nothing is computed or allocated."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from effops.prediction.outcomes import run
@@ -12,11 +11,15 @@ from effops.pytorch import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 
 class Bytes(NamedTuple):
-    """The bytes that a call needs beyond its inputs: its output, what else it keeps for backward, and temporaries."""
+    """The bytes that a call needs beyond its inputs: its output, what else it keeps for backward, and temporaries.
+
+    `unknown` names an operator that may allocate more inside than `temporary_bytes`; it is empty if there is none.
+    """
 
     output_bytes: int
     saved_bytes: int
     temporary_bytes: int
+    unknown: str = ""
 
 
 class Workspace(NamedTuple):
@@ -31,6 +34,13 @@ class Workspace(NamedTuple):
     result_bytes: Mapping[int, int] = {}
     known: bool = True
     result_strides: Mapping[int, tuple[int, ...]] = {}
+
+
+def fake_mode(**settings: Any) -> FakeTensorMode:
+    """A mode that remembers no operator in PyTorch's cache, which is that of the process and has no bound."""
+    mode = FakeTensorMode(**settings)
+    mode.cache_enabled = False
+    return mode
 
 
 class Allocations(TorchDispatchMode):
@@ -66,24 +76,3 @@ class Allocations(TorchDispatchMode):
 
 def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor) -> Bytes:
-    """Predict the bytes of `function(*tensors)` in the current grad mode.
-
-    The tensors may be on any device, or meta tensors.
-    """
-    grad = torch.is_grad_enabled()
-    # In inference mode a dispatch mode does not see what composite operators call.
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = [
-            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cpu", requires_grad=one.requires_grad)
-            for one in tensors
-        ]
-        with Allocations() as allocations:
-            for fake in fakes:
-                allocations.count(fake, nbytes=0)
-            output = function(*fakes)
-            output_bytes = allocations.storages.get(weakref.ref(output.untyped_storage()), 0)
-            saved_bytes = allocations.live_bytes - output_bytes
-    return Bytes(output_bytes, saved_bytes, allocations.peak_bytes - output_bytes - saved_bytes)

@@ -1,5 +1,6 @@
 """What the kernels of a CPU allocate inside, where those of a CUDA device do otherwise; measured with torch 2.13."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from effops.pytorch import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 aten = torch.ops.aten
 
 FLOAT_BYTES, PLACE_BYTES = 4, 8
+LOOP_MULTIPLICATIONS = 400  # products of a batch of fewer are plain loops, which take matrices as they lie
 SMALL_IMAGE, FEW_CHANNELS = 128, 3  # which interpolation takes other kernels for
 IMAGE_LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}  # by the number of axes
 Rule = Callable[[Sequence[Any], Any], Workspace]
@@ -29,8 +31,32 @@ def contiguous_copies(args: Sequence[Any], result: Any) -> Workspace:
     return Workspace(sum(one.nbytes for one in given))
 
 
-def has_ordered_rows(matrix: Tensor) -> bool:
-    return matrix.stride(-1) == 1 and matrix.stride(-2) >= max(1, matrix.shape[-1])
+def has_ordered_rows(matrix: Tensor, *, single_anywhere: bool = False) -> bool:
+    """Whether BLAS reads the matrix row by row as it lies; `single_anywhere` for a single row of any row stride."""
+    is_single = single_anywhere and matrix.shape[-2] == 1
+    return matrix.stride(-1) == 1 and (is_single or matrix.stride(-2) >= max(1, matrix.shape[-1]))
+
+
+def _is_ordered(matrix: Tensor, *, single_anywhere: bool = False) -> bool:
+    """Whether BLAS reads the matrix as it lies, by rows or by columns."""
+    return any(has_ordered_rows(one, single_anywhere=single_anywhere) for one in (matrix, matrix.mT))
+
+
+def matrix_copies(args: Sequence[Any], result: Tensor) -> Workspace:
+    """A matrix is copied if neither its rows nor its columns lie in order; in a batch one at a time."""
+    left, right = args[-2:]
+    multiplications = math.prod(result.shape[-2:]) * left.shape[-1]
+    if result.numel() == 0 or left.shape[-1] == 0:
+        return Workspace()
+    if left.ndim > 2:
+        is_batched = torch.backends.mkl.is_available() and result.is_contiguous()
+        if multiplications < LOOP_MULTIPLICATIONS:
+            return Workspace()
+        if is_batched and all(_is_ordered(one, single_anywhere=True) for one in (left, right)):
+            return Workspace()
+    copied = [one for one in (left, right) if not _is_ordered(one)]
+    copied += [] if _is_ordered(result, single_anywhere=True) else [result]
+    return Workspace(sum(math.prod(one.shape[-2:]) * one.element_size() for one in copied))
 
 
 def _gelu_backward(args: Sequence[Any], result: Tensor) -> Workspace:
@@ -111,8 +137,7 @@ def _pooling_backward(args: Sequence[Any], result: Tensor) -> Workspace:
 
 def _mv(args: Sequence[Any], result: Tensor) -> Workspace:
     matrix = args[-2]
-    is_copied = not (has_ordered_rows(matrix) or has_ordered_rows(matrix.mT))
-    return Workspace(matrix.nbytes * is_copied)
+    return Workspace(0 if _is_ordered(matrix, single_anywhere=True) else matrix.numel() * matrix.element_size())
 
 
 def _triangle(args: Sequence[Any], result: Tensor) -> Workspace:
@@ -149,6 +174,13 @@ def _sort(args: Sequence[Any], result: Sequence[Tensor]) -> Workspace:
     """It holds the places along the axis, which is the only integer among its arguments."""
     axis = next((one for one in args[1:] if type(one) is int), -1)
     return Workspace(PLACE_BYTES * (args[0].shape[axis] if args[0].shape else 1))
+
+
+def _median(args: Sequence[Any], result: Sequence[Tensor]) -> Workspace:
+    """It sorts in part what lies along the axis, or a copy in which that lies in order."""
+    input, axis = args[:2]
+    is_copied = bool(input.shape) and input.shape[axis] > 1 and input.stride(axis) != 1
+    return Workspace(input.numel() * input.element_size() * is_copied)
 
 
 def _roll(args: Sequence[Any], result: Tensor) -> Workspace:
@@ -191,6 +223,7 @@ CPU_RULES: dict[Any, Rule] = {
     aten.repeat.default: _repeat,
     aten.roll.default: _roll,
     aten.scatter_reduce.two: _scatter_reduce,
+    **dict.fromkeys((aten.median.dim, aten.nanmedian.dim), _median),
     **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
     **dict.fromkeys(
         (
@@ -281,6 +314,8 @@ def converted_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
             is_mean = (*args, MEAN)[min(len(args), LOSSES[func.overloadpacket])] == MEAN
             elements = elements_bytes(args, result) // result.element_size()
             return FLOAT_BYTES * elements if is_mean else 0
+        if func.overloadpacket is aten.sum and result.numel() == 1 and not _is_one_axis(args[0]):
+            return FLOAT_BYTES * int(args[0].numel())
     if func.overloadpacket in REDUCTIONS:
         is_norm = args[0].is_complex() and not result.is_complex()  # its magnitudes are taken while it is read
         return 0 if is_norm else _copied_bytes(args[:1], result.dtype)
@@ -301,6 +336,12 @@ def _dtype(operands: Sequence[Any], result: Tensor) -> torch.dtype:
     """The dtype in which an element-wise operator computes: floats for a result in floats, whatever its operands."""
     _, dtype = elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
     return result.dtype if result.is_floating_point() and not (dtype.is_floating_point or dtype.is_complex) else dtype
+
+
+def _is_one_axis(tensor: Tensor) -> bool:
+    """Whether the elements lie at equal distances in memory, in whatever order."""
+    axes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1)
+    return all(outer == inner * size for (inner, size), (outer, _) in itertools.pairwise(axes))
 
 
 def _copied_bytes(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:

@@ -7,6 +7,7 @@ shows where that is wrong.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.prediction.allocations import Allocations, Workspace, round_up
+from effops.prediction.allocations import Allocations, Bytes, Workspace, fake_mode, round_up
 from effops.prediction.convolutions import convolution, convolution_backward, is_measured_cpu
 from effops.prediction.cpu_kernels import (
     CPU_RULES,
@@ -22,10 +23,10 @@ from effops.prediction.cpu_kernels import (
     contiguous_copies,
     converted_bytes,
     elements_bytes,
-    has_ordered_rows,
+    matrix_copies,
 )
 from effops.prediction.probes import PROBED, UNKNOWN
-from effops.pytorch import tree_leaves
+from effops.pytorch import _get_float32_matmul_precision, tree_leaves
 
 aten = torch.ops.aten
 
@@ -37,7 +38,9 @@ PRODUCTS = {
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
+    aten.addmm_.default,
     aten.baddbmm.default,
+    aten.baddbmm_.default,
     aten.addbmm.default,
     aten.mv.default,
     aten.addmv.default,
@@ -50,6 +53,7 @@ PACKED_LENGTHS = {torch.bfloat16: 64, torch.float16: 16}  # attention packs keys
 
 
 WITH_OPTIONS = {
+    FLASH_ATTENTION,
     aten.gelu_backward.default,
     aten.sort.stable,
 }  # operators whose rules look at what they are given by name
@@ -67,7 +71,7 @@ def workspace(func: Any, args: Sequence[Any], options: Mapping[str, Any], result
     if cuda and func in CPU_ONLY:
         return Workspace(known=False)
     if func.namespace == "effops":
-        return Workspace(_body_bytes(func, args))
+        return _body(func, args)
     is_known = func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN and func not in PROBED
     rule = RULES.get(func) if cuda else CPU_RULES.get(func, RULES.get(func))
     given = (*args, *options.values()) if func in WITH_OPTIONS else args
@@ -108,18 +112,17 @@ def _binary_cross_entropy_with_logits(args: Sequence[Any], result: Tensor) -> Wo
 
 
 def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
-    (_, _, queries, features), keys = args[0].shape, args[1].shape[2]
-    return Workspace(attention_bytes(queries, keys, features, args[0].element_size(), result[1].element_size()))
+    """Each thread holds a block of weights, its maxima, sums and results; in a narrow dtype also rounded weights.
 
-
-def attention_bytes(queries: int, keys: int, features: int, itemsize: int, wide_bytes: int) -> int:
-    """What flash attention holds on a CPU, with operands of `itemsize` and arithmetic of `wide_bytes`.
-
-    Each thread holds a block of weights, its maxima, sums and results; in a narrow dtype also rounded weights.
+    A mask is copied, with all queries and keys, if its keys do not lie in order.
     """
+    (_, _, queries, features), keys = args[0].shape, args[1].shape[2]
+    masks = (one for one in args[3:] if isinstance(one, Tensor) and one.shape[-1] > 1 and one.stride(-1) > 1)
+    copied = sum(math.prod(mask.shape[:-2]) * queries * keys * mask.element_size() for mask in masks)
     rows, pairs = _attention_block(queries, keys)
+    itemsize, wide_bytes = args[0].element_size(), result[1].element_size()
     block_bytes = (pairs + rows * (2 + features)) * wide_bytes + _rounded_weights_bytes(itemsize, wide_bytes, pairs)
-    return torch.get_num_threads() * block_bytes
+    return Workspace(copied + torch.get_num_threads() * block_bytes)
 
 
 def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
@@ -152,21 +155,18 @@ def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
     """
     if func in PRODUCTS or func is GROUPED_PRODUCT:
         left = args[0] if func is GROUPED_PRODUCT else args[-2]
-        return left.dtype in _onednn_dtypes() and result.numel() * left.shape[-1] > ONEDNN_MULTIPLICATIONS
+        dtype = left.dtype
+        if dtype is torch.float32 and _get_float32_matmul_precision() != "highest":
+            dtype = torch.bfloat16  # to which such a product may round
+        return dtype in _onednn_dtypes() and result.numel() * left.shape[-1] > ONEDNN_MULTIPLICATIONS
     if func is FLASH_ATTENTION:
         query, key = args[:2]
-        return bool(packing_attention(query.dtype, query.shape[2], key.shape[2]))
+        return query.dtype in _onednn_dtypes() and min(query.shape[2], key.shape[2]) >= PACKED_LENGTHS[query.dtype]
     if func is FLASH_ATTENTION_BACKWARD:
         query, key = args[1:3]
         _, pairs = _attention_block(query.shape[2], key.shape[2])
         return query.dtype in _onednn_dtypes() and pairs * query.shape[3] > ONEDNN_MULTIPLICATIONS
     return False
-
-
-def packing_attention(dtype: torch.dtype, queries: int, keys: int) -> str:
-    """The name of flash attention, where it packs keys and values in memory of unknown size; empty elsewhere."""
-    packs = dtype in _onednn_dtypes() and min(queries, keys) >= PACKED_LENGTHS[dtype]
-    return FLASH_ATTENTION._schema.name if packs else ""
 
 
 @cache
@@ -184,12 +184,6 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
 def _logsumexp(args: Sequence[Any], result: Tensor) -> Workspace:
     """It holds the exponentials, and the maxima beside the result."""
     return Workspace((args[0].numel() + result.numel()) * result.element_size())
-
-
-def _matrix_copies(args: Sequence[Any], result: Tensor) -> Workspace:
-    """A matrix is copied if neither its rows nor its columns lie in order; in a batch one at a time."""
-    copied = (one for one in args[-2:] if not (has_ordered_rows(one) or has_ordered_rows(one.mT)))
-    return Workspace(sum(math.prod(one.shape[-2:]) * one.element_size() for one in copied))
 
 
 def _layer_norm(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
@@ -259,20 +253,28 @@ def register_body(name: str, function: Callable[..., Any]) -> None:
     BODIES[name] = function
 
 
-def _body_bytes(func: Any, args: Sequence[Any]) -> int:
-    """Temporaries of one of our operators."""
+def _body(func: Any, args: Sequence[Any]) -> Workspace:
+    """The workspace of one of our operators: what its body allocates."""
     function = BODIES[func._schema.name.split("::")[1]]
-    with _Inside() as allocations:
+    with Inside() as allocations:
         for tensor in (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             allocations.count(tensor, nbytes=0)
         result = function(*args)
         kept = allocations.live_bytes
         del result
-    return int(allocations.peak_bytes - kept)
+    return Workspace(int(allocations.peak_bytes - kept), known=not allocations.unknown)
 
 
-class _Inside(Allocations):
-    """Counts what operators allocate inside of another one, where PyTorch does not take them apart by itself."""
+class Inside(Allocations):
+    """Counts what operators allocate, their workspaces too. It names those in `unknown` that may allocate more.
+
+    It takes operators apart where PyTorch does not by itself. With `cuda`, tensors stand for those of a CUDA device.
+    """
+
+    def __init__(self, cuda: bool = False) -> None:
+        super().__init__()
+        self.cuda = cuda
+        self.unknown: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "aten":
@@ -280,7 +282,40 @@ class _Inside(Allocations):
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        allocated = workspace(func, args, kwargs or {}, result, self.cuda)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + allocated.temporary_bytes)
+        if not allocated.known:
+            self.unknown.add(func._schema.name)
+        return result
+
+
+def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor, made: Sequence[bool] = ()) -> Bytes:
+    """Predict the bytes of `function(*tensors)` in the current grad mode.
+
+    The tensors may be on any device, or meta tensors. Those that are `made` for the call are among what it allocates.
+    So are copies of those whose memory holds the negatives of their values.
+    """
+    grad, cuda = torch.is_grad_enabled(), tensors[0].device.type == "cuda"
+    made = made or (False,) * len(tensors)
+    # The graph keeps what requires gradients: with a copy, it begins with a leaf that takes no memory.
+    copied = [one.is_neg() or (is_made and one.requires_grad) for one, is_made in zip(tensors, made)]
+    # In inference mode a dispatch mode does not see what composite operators call.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), fake_mode(allow_non_fake_inputs=True):
+        fakes = [
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cpu", requires_grad=one.requires_grad)
+            for one in tensors
+        ]
+        with Inside(cuda) as allocations:
+            for fake, is_made, is_copied in zip(fakes, made, copied):
+                allocations.count(fake, nbytes=None if is_made and not is_copied else 0)
+            operands = [fake.clone() if is_copied else fake for fake, is_copied in zip(fakes, copied)]
+            output = function(*operands)
+            del fakes, operands, fake
+            output_bytes = allocations.storages.get(weakref.ref(output.untyped_storage()), 0)
+            saved_bytes = allocations.live_bytes - output_bytes
+    temporary_bytes = allocations.peak_bytes - output_bytes - saved_bytes
+    return Bytes(output_bytes, saved_bytes, temporary_bytes, ", ".join(sorted(allocations.unknown)))
 
 
 RULES: dict[Any, Rule] = {
@@ -334,7 +369,17 @@ RULES: dict[Any, Rule] = {
         contiguous_copies,
     ),
     aten.logsumexp.default: _logsumexp,
-    **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), _matrix_copies),
+    **dict.fromkeys(
+        (
+            aten.mm.default,
+            aten.addmm.default,
+            aten.addmm_.default,
+            aten.bmm.default,
+            aten.baddbmm.default,
+            aten.baddbmm_.default,
+        ),
+        matrix_copies,
+    ),
     aten.native_layer_norm.default: _layer_norm,
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,

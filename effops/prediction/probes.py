@@ -73,7 +73,6 @@ PROBED = {
     aten.im2col.default,
     aten.kthvalue.default,
     aten.mvlgamma.default,
-    aten.nanmedian.dim,
     aten.native_channel_shuffle.default,
     aten.renorm.default,
     aten.searchsorted.Tensor,

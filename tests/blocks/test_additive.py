@@ -12,7 +12,7 @@ from effops.blocks.plan import broadcast_plan
 from effops.blocks.tiling import Block, tiles, whole
 from effops.measure import Pass, memory
 from effops.numerics.precision import arithmetic_dtype, wider
-from effops.prediction.allocations import predict_bytes
+from effops.prediction.inside import predict_bytes
 from effops.reference import additive
 from effops.reference.additive import exact_gradients, exact_scores
 from effops.reference.reference import Bounds

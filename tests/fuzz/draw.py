@@ -19,8 +19,10 @@ from effops.reference import reference_of
 Shape = tuple[int, ...]
 
 MOST_TERMS = 2**21  # of a call, if each operand adds its own: it takes a hundredth of a second
+MOST_TERMS_OF_LARGE = 2**24  # of a call with many blocks, if operands share their axes
 MOST_TERMS_OF_FEW = 2**12  # of a call whose kernels are interpreted, or that has a gradient for each result
 SIZES = (3, 2, 4, 5, 7, 1, 8, 9, 17, 33, 0)
+LARGE_SIZES = (40, 9, 2, 3, 129, 200, 250, 300, 500, 1000, 1666, 5000, 1, 0)  # of calls with many blocks
 LAYOUTS = ("contiguous",) * 4 + (
     "transposed",
     "sliced",
@@ -130,7 +132,7 @@ def parameters(op):
 
 
 @st.composite
-def random_calls(draw):
+def random_calls(draw, large=False):
     op = ops()[draw(st.sampled_from(sorted(ops())))]
     taken, tensors = parameters(op)
     is_interpreted = "triton" in op.variants and draw(st.integers(1, ONE_IN)) == ONE_IN
@@ -141,7 +143,7 @@ def random_calls(draw):
     surroundings = draw(st.sampled_from(SURROUNDINGS)) if device == "cpu" else None
     if surroundings in AUTOCASTS and transform not in FORWARDS and variant not in (None, *WITH_BACKWARD):
         surroundings = None
-    shapes = draw(shapes_of(op, transform, is_interpreted))
+    shapes = draw(shapes_of(op, transform, is_interpreted, large))
     grouped = "enable_gqa" in taken and min(map(len, shapes)) > 2 and draw(st.booleans())
     batches = [shape[: max(0, len(shape) - op.core_dims[name])] for shape, name in zip(shapes, tensors)]
     if grouped:
@@ -164,7 +166,7 @@ def random_calls(draw):
         surroundings,
         draw(st.sampled_from(ROWS)),
         draw(st.sampled_from(LAYOUTS)),
-        draw(st.booleans()),
+        not large and draw(st.booleans()),
         draw(st.booleans()),
         draw(st.sampled_from(MISTAKES)) if may_be_wrong and draw(st.integers(1, 12)) == 12 else None,
         draw(st.integers(0, 2**16)),
@@ -172,14 +174,15 @@ def random_calls(draw):
 
 
 @st.composite
-def shapes_of(draw, op, transform, is_interpreted):
+def shapes_of(draw, op, transform, is_interpreted, large):
     """The shapes of a case with other sizes, some batch axes of which an operand has not, or has with size 1."""
     most = MOST_TERMS_OF_FEW if is_interpreted or transform in JACOBIANS else MOST_TERMS
     choices = SIZES[:-1] if transform in JACOBIANS else SIZES  # PyTorch cannot batch all operators over no results
     _, tensors = parameters(op)
     case = draw(st.sampled_from(list(reference_of(op).cases.values())))[: len(tensors)]
-    sizes = {size: draw(st.sampled_from(choices)) for size in sorted({size for shape in case for size in shape} - {1})}
-    if math.prod(max(1, sizes.get(size, 1)) for shape in case for size in shape) > most:
+    distinct = sorted({size for shape in case for size in shape} - {1})
+    sizes = draw(large_sizes(distinct)) if large else {size: draw(st.sampled_from(choices)) for size in distinct}
+    if not large and math.prod(max(1, sizes.get(size, 1)) for shape in case for size in shape) > most:
         sizes = {size: min(other, 3) for size, other in sizes.items()}
     shapes = []
     for shape, name in zip(case, tensors):
@@ -188,6 +191,16 @@ def shapes_of(draw, op, transform, is_interpreted):
         changed = tuple(sizes.get(size, 1) for size in (*kept, *shape[axes:]))
         shapes.append((1, *changed) if draw(st.integers(0, 15)) == 0 else changed)
     return shapes
+
+
+@st.composite
+def large_sizes(draw, distinct):
+    """Sizes in the places of others, of which as many are large as the pairs of a call leave room for."""
+    sizes, room = {}, MOST_TERMS_OF_LARGE
+    for size in draw(st.permutations(distinct)):
+        sizes[size] = draw(st.sampled_from([one for one in LARGE_SIZES if one <= room]))
+        room //= max(1, sizes[size])
+    return sizes
 
 
 @st.composite

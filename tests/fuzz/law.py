@@ -1,6 +1,7 @@
 """The law of every call: right, or a clear error, and no input changed. Float64 judges what is right.
 
-Besides, the same bits come again, gradients are laid out as their operands, and `explain` tells what comes.
+Besides, the same bits come again, gradients are laid out as their operands, and `explain` tells what comes: for every
+variant that predicts its bytes, they are the measured ones, or the prediction names what it does not know.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 import effops
+from effops.measure import Pass, memory
 from effops.reference import reference_of
 from effops.reference.reference import Bounds, worst_error_ratio
 
@@ -26,6 +28,9 @@ from .build import EXAMPLES, MODES, Built, build
 from .draw import SHAPES_ONLY, RandomCall, parameters
 from .plain import PLAIN
 
+NUMBERS_BYTES = 64  # of numbers that PyTorch wraps in tensors, which fake tensors do not show
+MOST_BYTES = 2**29  # of a call that is measured
+TAKES_SECONDS = ("compile", "flex", "triton")  # to compile, or to interpret; tests/matrix measures those that compile
 PROBES = 3  # entries of a Jacobian or of a tangent that are judged
 
 
@@ -140,11 +145,20 @@ RUNS = {
 
 @dataclass
 class Tally:
-    """How many calls were made, how many of them the plain expression accepts, and which of these were refused."""
+    """How many calls were made, how many of them the plain expression accepts, and which of these were refused.
+
+    Besides, how many predictions of bytes were compared, and which of these name what they do not know.
+    """
 
     calls: int = 0
     accepted: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    predicted: int = 0
+    marked: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def share_marked(self) -> float:
+        return self.marked.total() / max(1, self.predicted)
 
     @property
     def share_refused(self) -> float:
@@ -153,7 +167,9 @@ class Tally:
     def __str__(self) -> str:
         reasons = [f"{count} {reason}" for reason, count in self.refused.most_common()]
         refused = f"{self.refused.total()} of {self.accepted} refused ({self.share_refused:.2%})"
-        return "\n".join([f"{self.calls} calls, {refused}", *reasons])
+        unknown = [f"{count} {name}" for name, count in self.marked.most_common()]
+        marked = f"{self.marked.total()} of {self.predicted} predictions of bytes marked ({self.share_marked:.2%})"
+        return "\n".join([f"{self.calls} calls, {refused}", *reasons, marked, *unknown])
 
 
 @contextlib.contextmanager
@@ -211,6 +227,41 @@ def hold(call: RandomCall, tally: Tally) -> None:
         # Of empty tensors, PyTorch's attention has results of another shape; under autocast it has its own dtypes.
         if found is not None and plain is not None and not built.has_empty and call.surroundings not in MODES:
             assert_alike(call, found, plain)
+
+
+def hold_bytes(call: RandomCall, tally: Tally) -> None:
+    """Raise AssertionError unless the bytes of all variants are the measured ones, within those of wrapped numbers.
+
+    All transforms but `no_grad` are left out: predictions are those of plain calls.
+    """
+    if call.device != "cpu" or call.mistake:
+        return
+    call = replace(call, transform=call.transform if call.transform == "no_grad" else "gradients")
+    with contextlib.ExitStack() as stack:
+        if call.in_small_blocks:
+            stack.enter_context(small_blocks())
+        stack.enter_context(SURROUNDINGS.get(call.surroundings, contextlib.nullcontext)())
+        built = build(call)
+        stack.enter_context(built.mode)
+        stack.enter_context(torch.no_grad() if call.transform == "no_grad" else torch.enable_grad())
+        options = {**built.options, "variant": None}
+        try:
+            reports = effops.explain(built.op.function, *built.args, **options).variants
+        except (NotImplementedError, TypeError, ValueError):  # the call raises it too, which `hold` asserts
+            return
+        for name, report in reports.items():
+            predicted = report.output_bytes, report.saved_bytes, report.temporary_bytes
+            if report.reason or None in predicted or name in TAKES_SECONDS or sum(predicted) > MOST_BYTES:
+                continue
+            tally.predicted += 1
+            if report.unknown:
+                tally.marked[f"{name}: {report.unknown}"] += 1
+                continue
+            run = functools.partial(built.op, **{**options, "variant": name})
+            found = memory(Pass(run, tuple(built.args)))
+            measured = found.output_bytes, found.saved_bytes, found.temporary_bytes
+            is_right = all(abs(one - other) <= NUMBERS_BYTES for one, other in zip(predicted, measured))
+            assert is_right, f"{name}: {predicted} bytes (output, saved, temporary) predicted, {measured} measured"
 
 
 def called(call: RandomCall, built: Built) -> Callable[..., Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
@@ -22,7 +23,7 @@ from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, promote, wider
 from effops.numerics.shapes import broadcast_shapes
 from effops.numerics.values import observed
-from effops.pytorch import _are_functorch_transforms_active
+from effops.pytorch import _are_functorch_transforms_active, _neg_view
 
 SETTINGS = {
     "masked": bool,
@@ -291,9 +292,15 @@ def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     which hides what requires gradients, every one is.
     """
     if requires_grad((tensor,)) or _are_functorch_transforms_active():
-        return tensor.to(dtype)
+        return _converted(tensor, dtype)
     distinct = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    return distinct.to(dtype).expand(tensor.shape)
+    return _converted(distinct, dtype).expand(tensor.shape)
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, which would first copy a tensor whose memory holds the negatives of its values."""
+    is_negated = not is_compiling() and tensor.is_neg()
+    return _neg_view(tensor).to(dtype).neg_() if is_negated else tensor.to(dtype)
 
 
 def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from effops.blocks.dots import contract
 from effops.dispatch.call import call
-from effops.dispatch.registration import add_custom_op, add_kernels
+from effops.dispatch.registration import add_custom_op, add_kernels, allocated
 from effops.ops.attention import sdpa, triton
 from effops.ops.attention.call import empty, group_heads, prepare_scores, prepare_sums
 from effops.ops.attention.variants import Kind, attention_op, custom_op, scaled_dots
@@ -27,11 +27,12 @@ op = attention_op(KIND, "attention", "sums", prepare_sums, ("sdpa", *PREFERENCE)
 for with_kernels, output in ((scores_op, "scores"), (weights_op, "weights"), (op, "sums")):
     in_kernels = custom_op(with_kernels, KIND, output, "triton", triton.forward, triton.backward, empty=empty)
     add_kernels(with_kernels, in_kernels)
+in_sdpa = custom_op(op, KIND, "sums", "sdpa", sdpa.forward, sdpa.backward, empty=sdpa.forward, native=True)
 add_custom_op(
     op,
-    custom_op(op, KIND, "sums", "sdpa", sdpa.forward, sdpa.backward, empty=sdpa.forward, native=True),
+    in_sdpa,
     "sdpa",
-    cost=sdpa.cost,
+    cost=lambda call: None if sdpa.requires_one_dtype(call) else allocated(op, in_sdpa, call),
     requires=[sdpa.requires_one_dtype, sdpa.requires_ordinary_scale, sdpa.requires_upper_left],
     automatic=sdpa.is_fused,
 )

@@ -41,9 +41,10 @@ def naive(
 ) -> Tensor:
     positions = torch.arange(query.shape[-2], device=query.device)
     pairs = allowed(positions.unsqueeze(-1) - positions, local, restart)
-    scores = torch.matmul(query.to(arithmetic), key.to(arithmetic).transpose(-2, -1)) * factor(query, scale)
+    # Not `torch.matmul`: it takes another way for fake tensors, whose bytes would be others.
+    scores = torch.einsum("...id,...jd->...ij", [query.to(arithmetic), key.to(arithmetic)]) * factor(query, scale)
     weights = torch.softmax(scores.masked_fill(~pairs, -math.inf), -1)
-    return torch.matmul(weights, value.to(arithmetic)).to(dtype)
+    return torch.einsum("...ij,...jk->...ik", [weights, value.to(arithmetic)]).to(dtype)
 
 
 def settings(call: LogSparseCall) -> tuple[Any, ...]:

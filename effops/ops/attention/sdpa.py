@@ -1,6 +1,5 @@
 """Variant sdpa: `F.scaled_dot_product_attention`, which runs PyTorch's own fused kernels where it has them."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients, is_plain, requires_grad
-from effops.dispatch.op import Cost
-from effops.dispatch.registration import predicted
 from effops.numerics.layout import without_overlap
 from effops.numerics.shapes import is_known
 from effops.ops.attention.call import AttentionCall
 from effops.ops.attention.variants import in_blocks_backward, scaled_dots
-from effops.prediction.inside import attention_bytes, packing_attention
 from effops.pytorch import _fused_sdp_choice
 
 
@@ -130,22 +126,6 @@ def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradi
     sources = [leaf for leaf in leaves if leaf.requires_grad]
     found = iter(torch.autograd.grad(result, sources, dout, allow_unused=True, materialize_grads=True))
     return [next(found) if is_wanted else None for is_wanted in wanted]
-
-
-def cost(call: AttentionCall) -> Cost | None:
-    """The cost that fake tensors predict, plus what the kernels of a CPU hold inside, which they do not see.
-
-    Where oneDNN multiplies, the kernel is named as unknown. For operands that PyTorch refuses there is none.
-    """
-    if requires_one_dtype(call):
-        return None
-    found = predicted(functools.partial(AttentionCall.split, call.output), call, forward)
-    if call.device.type != "cpu" or not is_fused(call):
-        return found
-    queries, keys = call.plan.shape[-2:]
-    held = attention_bytes(queries, keys, call.shape[-1], call.dtype.itemsize, call.arithmetic.itemsize)
-    unknown = packing_attention(call.dtype, queries, keys)
-    return found._replace(temporary_bytes=found.temporary_bytes + held, unknown=unknown)
 
 
 def requires_one_dtype(call: AttentionCall) -> str:

@@ -139,7 +139,8 @@ def by_operations(form: Form, call: AttentionCall) -> Tensor:
     """The result by PyTorch operations, from the scores that a form computes."""
     scores = form(*call.scored, call.factor, call.arithmetic)
     if call.masked:
-        mask = call.mask
+        # With one number of axes, fake tensors are laid out as others are.
+        scores, mask = (one[(None,) * (len(call.plan.shape) - one.ndim)] for one in (scores, call.mask))
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
     if call.diagonal is not None:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(call.diagonal)
@@ -156,13 +157,14 @@ def by_operations(form: Form, call: AttentionCall) -> Tensor:
         return weights.to(call.dtype)
     if call.dropout_p:
         weights = torch.dropout(weights, call.dropout_p, True)
-    return (weights @ call.value.to(weights.dtype)).to(call.dtype)
+    # Not `@`: it takes another way for fake tensors, whose bytes would be others.
+    return torch.einsum("...ij,...jk->...ik", weights, call.value.to(weights.dtype)).to(call.dtype)
 
 
 def in_blocks(blocks: Blocks, call: AttentionCall) -> Tensor:
     """The result, computed block by block."""
     mask = call.mask if call.masked else None
-    scores = Masked(blocks(call, (False,) * len(call.scored)), mask, diagonal=call.diagonal)
+    scores = Masked(blocks(call, (False,) * len(call.scored)), mask, call.mask, diagonal=call.diagonal)
     out = ordered_empty(call)
     if call.output == "scores":
         return pairs.forward(scores, out)
@@ -176,7 +178,7 @@ def in_blocks_backward(blocks: Blocks, dout: Tensor, call: AttentionCall, wanted
     wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
     wide = _widened(call)
     mask = call.mask if call.masked else None
-    scores = Masked(blocks(wide, wants_scored), mask, diagonal=call.diagonal, wants_mask=wants_mask)
+    scores = Masked(blocks(wide, wants_scored), mask, call.mask, diagonal=call.diagonal, wants_mask=wants_mask)
     dvalue = None
     if wide.value is None:
         found = (pairs.backward if call.output == "scores" else softmax.backward_weights)(scores, dout)

@@ -52,34 +52,28 @@ class HalfLog(DotMap):
     def __init__(self, dimension: int, floor: float, tolerance: float) -> None:
         self.dimension = dimension
         self.floor, self.least = 0.5 * floor, -0.5 * tolerance
-
-    def _raise_(self, t: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Raise t to the floor where it is below.
-
-        Return where it was below that and where it was below what rounding explains, or None if it was nowhere.
-        """
-        if observed(t.amin(), ordinary=math.inf) >= self.floor:  # amin(), as min() would copy a strided block
-            return None
-        low, outside = t < self.floor, t < self.least
-        t.masked_fill_(low, self.floor)
-        return low, outside
+        self.below_floor = self.floor * (1 - 2 * self.floor)  # the number before it, as it is half a unit roundoff
 
     def value_(self, t: Tensor) -> None:
-        raised = self._raise_(t)
+        if self._has_low(t):
+            self._raise_(t)
         t.log_()
-        if raised:
-            t.masked_fill_(raised[1], math.nan)
 
     def derivative_(self, t: Tensor, factor: Tensor, value: Tensor | None) -> None:
-        raised = self._raise_(t)
+        has_low = self._has_low(t)
         if value is not None:
-            torch.log(t, out=value)
+            torch.log(self._raise_(value.copy_(t)) if has_low else t, out=value)
+        if has_low:
+            torch.threshold_(t, self.below_floor, math.inf)  # a value that is raised does not change with t
         torch.div(factor, t, out=t)
-        if raised:
-            low, outside = raised
-            t.masked_fill_(low, 0)
-            if value is not None:
-                value.masked_fill_(outside, math.nan)
+
+    def _raise_(self, t: Tensor) -> Tensor:
+        """Raise t to the floor where it is below, or to NaN where rounding does not explain that it is."""
+        return torch.threshold_(t, self.least, math.nan).clamp_min_(self.floor)
+
+    def _has_low(self, t: Tensor) -> bool:
+        """Whether a t is below the floor, or NaN. What is done about it takes no memory, so that bytes are known."""
+        return not observed(t.amin(), ordinary=math.inf) >= self.floor  # amin(), as min() would copy a strided block
 
     def normaliser(self, scale: Tensor) -> Tensor:
         b, constant = 0.5 * (self.dimension - 1), -0.5 * (self.dimension - 1) * math.log(4 * math.pi)
