@@ -78,7 +78,7 @@ def _scores(
     CONSTANT_M: tl.constexpr, CONSTANT_N: tl.constexpr, WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of e. If log_weights are given they are added, and e is -inf beyond the edges."""
+    """A tile of e, and where it has a component. If log_weights are given they are added, and e is -inf elsewhere."""
     m, n = offs_m[:, None, None], offs_n[None, :, None]
     x_ptrs, x_mask = _tile(x_ptr, stride_xm, stride_xn, m, n, M, N, X & 4, X & 2)
     loc_ptrs, loc_mask = _tile(loc_ptr, stride_lm, stride_ln, m, n, M, N, LOC & 4, LOC & 2)
@@ -97,11 +97,12 @@ def _scores(
         squares += z * z
     constant = load_tile(constant_ptr, stride_wm, stride_wn, offs_m, offs_n, M, N, 0.0, CONSTANT_M, CONSTANT_N)
     score = constant.to(DTYPE) - 0.5 * tl.sum(squares, 2)
+    present = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     if weights_ptr is not None:
         weights = load_tile(weights_ptr, stride_vm, stride_vn, offs_m, offs_n, M, N, 0.0, WEIGHTS_M, WEIGHTS_N)
-        present = (offs_m < M)[:, None] & (offs_n < N)[None, :] & (weights != float("-inf"))
+        present &= weights != float("-inf")
         score = tl.where(present, weights.to(DTYPE) + score, float("-inf"))
-    return score
+    return score, present
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def _scores_kernel(
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    out = _scores(
+    out, present = _scores(
         x_ptr + pid_b * stride_xb + pid_c * stride_xc, stride_xm, stride_xn, stride_xk,
         loc_ptr + pid_b * stride_lb + pid_c * stride_lc, stride_lm, stride_ln, stride_lk,
         scale_ptr + pid_b * stride_sb + pid_c * stride_sc, stride_sm, stride_sn, stride_sk,
@@ -134,7 +135,7 @@ def _scores_kernel(
         stride_vm, stride_vn, offs_m, offs_n, M, N, D,
         DTYPE, X, LOC, SCALE, CONSTANT_M, CONSTANT_N, WEIGHTS_M, WEIGHTS_N, BLOCK_K)
     if statistics_ptr is not None:
-        out, _ = upstream(out, statistics_ptr + pid_b * stride_zb + pid_c * stride_zc, stride_zm, stride_zi,
+        out, _ = upstream(out, present, statistics_ptr + pid_b * stride_zb + pid_c * stride_zc, stride_zm, stride_zi,
                           dout_ptr + pid_b * stride_gb + pid_c * stride_gc, stride_gm, offs_m, M, DTYPE)
     store_tile(out_ptr + pid_b * stride_ob + pid_c * stride_oc, stride_om, stride_on, offs_m, offs_n, M, N, out)
 
@@ -159,7 +160,7 @@ def _logsumexp_kernel(
     maximum = tl.full((BLOCK_M,), float("-inf"), DTYPE)
     total = tl.zeros((BLOCK_M,), DTYPE)
     for start_n in range(part * part_n, tl.minimum((part + 1) * part_n, N), BLOCK_N):
-        score = _scores(
+        score, _ = _scores(
             x_ptr + pid_b * stride_xb + pid_c * stride_xc, stride_xm, stride_xn, stride_xk,
             loc_ptr + pid_b * stride_lb + pid_c * stride_lc, stride_lm, stride_ln, stride_lk,
             scale_ptr + pid_b * stride_sb + pid_c * stride_sc, stride_sm, stride_sn, stride_sk,

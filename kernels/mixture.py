@@ -12,7 +12,8 @@ as exact only if e has the same bits in backward as in forward. So all launches 
 orientation, whichever axis they sum over.
 
 A component with log weight -inf is left out, whatever else it holds. No gradient passes where r is 0, not even 0 times
-an infinity. Without components the result is -inf, and all gradients are 0.
+an infinity. Without components the result is -inf, and all gradients are 0. Where it is -inf since all densities
+overflow, r is unknown and NaN.
 """
 
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ def _scores(
     SCALE_M: tl.constexpr, SCALE_N: tl.constexpr, WEIGHTS_M: tl.constexpr, WEIGHTS_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of e, which is -inf beyond the edges, with its scale, phi and phi'."""
+    """A tile of e, which is -inf but where a component is present, and where one is; its scale, phi and phi'."""
     scale = load_tile(scale_ptr, stride_sm, stride_sn, offs_m, offs_n, M, N, 1.0, SCALE_M, SCALE_N)
     constant = normaliser(scale.to(tl.float64), D).to(DTYPE)
     weights = load_tile(weights_ptr, stride_wm, stride_wn, offs_m, offs_n, M, N, 0.0, WEIGHTS_M, WEIGHTS_N).to(DTYPE)
@@ -61,7 +62,7 @@ def _scores(
     value, slope = phi(dot, tolerance)
     score = weights + constant + scale.to(DTYPE) * value
     present = (offs_m < M)[:, None] & (offs_n < N)[None, :] & (weights != float("-inf"))
-    return tl.where(present, score, float("-inf")), scale, value, slope
+    return tl.where(present, score, float("-inf")), present, scale, value, slope
 
 
 @triton.jit
@@ -78,11 +79,12 @@ def _gradients(
     BLOCK_K: tl.constexpr,
 ):
     """G s phi', G and G phi of a tile. All are 0 where r is 0."""
-    score, scale, value, slope = _scores(
+    score, present, scale, value, slope = _scores(
         x_ptr, stride_xm, stride_xk, loc_ptr, stride_ln, stride_lk,
         scale_ptr, stride_sm, stride_sn, weights_ptr, stride_wm, stride_wn, offs_m, offs_n, M, N, D, tolerance,
         phi, normaliser, DTYPE, UPCAST, PRECISION, SCALE_M, SCALE_N, WEIGHTS_M, WEIGHTS_N, BLOCK_K)
-    G, absent = upstream(score, statistics_ptr, stride_zm, stride_zi, dout_ptr, stride_gm, offs_m, M, DTYPE)
+    G, absent = upstream(
+        score, present, statistics_ptr, stride_zm, stride_zi, dout_ptr, stride_gm, offs_m, M, DTYPE)
     return tl.where(absent, 0.0, G * scale.to(DTYPE) * slope), G, tl.where(absent, 0.0, G * value)
 
 
@@ -114,7 +116,7 @@ def _forward_kernel(
     maximum = tl.full((BLOCK_M,), float("-inf"), DTYPE)
     total = tl.zeros((BLOCK_M,), DTYPE)
     for start_n in range(part * part_n, tl.minimum((part + 1) * part_n, N), BLOCK_N):
-        score, _, _, _ = _scores(
+        score, _, _, _, _ = _scores(
             x_ptr, stride_xm, stride_xk, loc_ptr, stride_ln, stride_lk,
             scale_ptr, stride_sm, stride_sn, weights_ptr, stride_wm, stride_wn,
             offs_m, start_n + tl.arange(0, BLOCK_N), M, N, D, tolerance,

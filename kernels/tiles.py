@@ -97,15 +97,18 @@ def add_scores(score, maximum, total):
 
 @triton.jit
 def upstream(
-    score, statistics_ptr, stride_zm, stride_zi, dout_ptr, stride_gm, offs_m, M,
+    score, present, statistics_ptr, stride_zm, stride_zi, dout_ptr, stride_gm, offs_m, M,
     DTYPE: tl.constexpr,
 ):
-    """G of a tile of e, and where r is 0. G is 0 there too."""
+    """G of a tile of e, and where r is 0. G is 0 there too.
+
+    If all that is `present` in a row scores -inf, it has overflowed: r and G are NaN, unless dout is 0.
+    """
     mask_m = offs_m < M
     maximum = tl.load(statistics_ptr + offs_m * stride_zm, mask=mask_m, other=0.0)
     log_sum = tl.load(statistics_ptr + offs_m * stride_zm + stride_zi, mask=mask_m, other=0.0)
     dout = tl.load(dout_ptr + offs_m * stride_gm, mask=mask_m, other=0.0).to(DTYPE)
     r = tl.exp(score - finite(maximum)[:, None] - log_sum[:, None])
-    absent = (score == float("-inf")) | (r == 0)
+    absent = ~present | (r == 0) | ((maximum == float("-inf")) & (dout == 0))[:, None]
     return tl.where(absent, 0.0, dout[:, None] * r), absent
 # fmt: on

@@ -1,6 +1,9 @@
 """The logsumexp of scores along an axis, block by block, and its gradients.
 
 Backward computes each block again, so that only the inputs and two statistics of each result are saved.
+
+A result of -inf has no gradient if all weights are 0. Else its scores have overflowed: the shares of the components are
+unknown, and so is their gradient, NaN.
 """
 
 import math
@@ -11,6 +14,7 @@ from torch import Tensor
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan
 from effops.blocks.tiling import Buffer, part, sizes
+from effops.blocks.weighted import Weighted
 from effops.numerics.exponentials import exp_
 
 
@@ -56,18 +60,22 @@ def forward(scores: Scores, reduction: Reduction, statistics: Tensor) -> Tensor:
     return statistics
 
 
-def backward(scores: Scores, reduction: Reduction, statistics: Tensor, dout: Tensor) -> tuple[Tensor | None, ...]:
+def backward(scores: Weighted, reduction: Reduction, statistics: Tensor, dout: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of the operands. The gradient of a score is its share of `dout`."""
+    if scores.plan.numel(scores.plan.order) == 0:
+        return scores.gradients()
     maximum, log_total, upstream = (reduction.ordered(tensor) for tensor in (*statistics.unbind(-1), dout))
+    lack_weight = scores.lack_weight(reduction.position)
     buffer = Buffer(statistics, scores.arithmetic)
     for block in scores.walk():
         share = buffer.room(sizes(block.pairs))
         evaluated = scores.evaluate(block, share)
-        # Less a maximum of infinity, finite scores have no share.
-        share -= part(maximum, block.pairs).nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
-        remainder = part(log_total, block.pairs)
-        scale = remainder.masked_fill(remainder == -math.inf, math.inf)  # if the sum is 0, so is every share
-        scale = scale.neg_().exp_().mul_(part(upstream, block.pairs))
+        remainder, dresult = part(log_total, block.pairs), part(upstream, block.pairs)
+        # Where the sum is 0, shares are 0 or unknown. An unknown share of an upstream gradient of 0 is 0.
+        no_share = (remainder == -math.inf) & (part(lack_weight, block.pairs) | (dresult == 0))
+        # Less a maximum of infinity, finite scores have no share. Less one of -inf, shares are NaN.
+        share -= part(maximum, block.pairs).masked_fill(no_share, 0)
+        scale = remainder.masked_fill(no_share, math.inf).neg_().exp_().mul_(dresult)
         scores.pull_back(block, exp_(share).mul_(scale), evaluated)
     return scores.gradients()
 

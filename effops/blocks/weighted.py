@@ -1,5 +1,6 @@
 """Scores plus the log weights of a mixture, block by block."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,10 @@ class Weighted(Scores):
     def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
         self.log_weights.add(block.pairs, weight)
         self.scores.pull_back(block, weight, evaluated)
+
+    def lack_weight(self, position: int) -> Tensor:
+        """Where all weights along an axis of the plan's order are 0, with size 1 along it, and where none varies."""
+        return self.log_weights.view.amax(position, keepdim=True) == -math.inf
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         return *self.scores.gradients(), self.log_weights.gradient()

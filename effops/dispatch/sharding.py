@@ -162,7 +162,8 @@ class _Combined(torch.autograd.Function):
         highest = all_reduce(maximum, "max", (mesh, mesh_axis))
         share = torch.exp(maximum - torch.where(highest.isfinite(), highest, 0) + log_total)
         total = all_reduce(share, "sum", (mesh, mesh_axis))
-        ctx.save_for_backward(torch.where(total == 0, 0, share / total))
+        # Where the sum is 0, each process finds whether its own weights are 0, or the scores have overflowed.
+        ctx.save_for_backward(torch.where(total == 0, 1, share / total))
         combined = torch.empty_like(statistics)
         combined[..., 0] = highest
         combined[..., 1] = total.log()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effops.numerics.precision import unit_roundoff
 from effops.ops.densities.density import DensityCall
-from effops.ops.densities.mixture import MixtureCall, statistics
+from effops.ops.densities.mixture import MixtureCall
 from effops.reference.reference import Bounds, Reference, Shape, summed_bounds
 
 
@@ -76,11 +76,6 @@ def _workload(log_prob: Reference, **options: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _logsumexp(values: Tensor, dim: int) -> Tensor:
-    """`torch.logsumexp`, except that gradients are 0 where all values are -inf or there are none."""
-    return statistics(values, dim).sum(-1)
-
-
 def _exact(log_prob: Reference, call: MixtureCall) -> tuple[DensityCall, Bounds, Bounds]:
     """The pairs as a call of the density, and the bounds of log_weights + log densities and of their logsumexp.
 
@@ -92,7 +87,7 @@ def _exact(log_prob: Reference, call: MixtureCall) -> tuple[DensityCall, Bounds,
     eps = torch.finfo(call.arithmetic).eps
     rounding = (2 * eps * (values.abs() + weights.abs())).nan_to_num(posinf=0.0)
     below, above = bounds.below + rounding, bounds.above + rounding
-    out, low, high = (_logsumexp(end, call.dim) for end in (values, values - below, values + above))
+    out, low, high = (torch.logsumexp(end, call.dim) for end in (values, values - below, values + above))
     rounding = eps * (8 + values.shape[call.dim] + out.abs())
     result_below, result_above = (torch.where(out.isfinite(), gap + rounding, 0.0) for gap in (out - low, high - out))
     return pairs, Bounds(values, below, above), Bounds(out, result_below, result_above, dtype=call.dtype)
@@ -111,11 +106,14 @@ def _gradient_bounds(log_prob: Reference, call: MixtureCall, dout: Tensor) -> tu
     pairs, terms, result = _exact(log_prob, call)
     out, u = result.value.unsqueeze(call.dim), unit_roundoff(call.arithmetic)
     error = torch.maximum(terms.below, terms.above) + torch.maximum(result.below, result.above).unsqueeze(call.dim)
-    exponent = torch.where(out == -torch.inf, -torch.inf, terms.value - out)
+    # Without a weight there is no share. If all scores are -inf in the arithmetic of the op, shares are unknown.
+    lacks_weight = call.log_weights.expand(terms.value.shape).isneginf().all(call.dim, keepdim=True) & out.isneginf()
+    is_unknown = (out + result.above.unsqueeze(call.dim) < -torch.finfo(call.arithmetic).max) & ~lacks_weight
+    exponent = torch.where(lacks_weight, -torch.inf, terms.value - out).masked_fill(is_unknown, torch.nan)
     share, error = torch.exp(exponent), error + (8 + exponent.shape[call.dim]) * u
     # A share lies between 0 and 1, however far its exponent is off.
     at_most = torch.maximum(torch.exp(exponent + error).clamp(max=1) - share, share)
-    share_error = torch.where(error < 1, share * torch.expm1(error), at_most).masked_fill(out == -torch.inf, 0.0)
+    share_error = torch.where(error < 1, share * torch.expm1(error), at_most).masked_fill(lacks_weight, 0.0)
     g = dout.double().unsqueeze(call.dim)
     upstream, upstream_error = g * share, g.abs() * share_error
     return (

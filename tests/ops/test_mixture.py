@@ -1,5 +1,6 @@
 """What is peculiar to mixtures: the axis of the components, infinities, shares that add up, and memory."""
 
+import contextlib
 import math
 
 import pytest
@@ -9,6 +10,8 @@ import effops
 from effops.dispatch.op import ops
 from effops.measure import Pass, memory
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
+
+from ..support.blocks import small_blocks
 
 MIXTURES = [op for op in ops().values() if op.logsumexp is not None]
 OPS = [pytest.param(op, id=op.name) for op in MIXTURES]
@@ -74,6 +77,50 @@ def test_components_without_weight(op, variant, where, device, generator):
         assert gradient_error_ratio(op, args, dout, gradients) <= 1
         for gradient in gradients[:3]:
             assert not gradient[shapes[where]].any()
+
+
+def far_away(op, shared, device, generator):
+    """Points whose densities are ordinary, overflow, are ordinary, and overflow where no component has weight."""
+    scale_dims = op.core_dims[list(op.core_dims)[2]]
+    batch = (40,) if shared else (4, 40)
+    shapes = (4, 40), (*batch, 5), (*batch, *(1,) * scale_dims), (4, 1, 5)
+    log_weights, loc, scale, x = reference_of(op).sample(*shapes, device=device, generator=generator)
+    if scale_dims:
+        x[1::2] = 1e20
+    else:
+        mean, far = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0], [-0.8, 0.6, 0.0, 0.0, 0.0]], device=device)
+        log_weights[:], loc[:], scale[:], x[::2], x[1::2] = -3e38, mean, 3e37, mean, far
+    log_weights[3] = -math.inf
+    return log_weights, loc, scale, x
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a batch", "rows"])
+@pytest.mark.parametrize(
+    ("op", "variant", "context"),
+    [
+        *(pytest.param(op, v, contextlib.nullcontext, id=f"{op.name}-{v}") for op in MIXTURES for v in op.variants),
+        *(pytest.param(op, "chunked", small_blocks, id=f"{op.name}-small blocks") for op in MIXTURES),
+    ],
+)
+def test_densities_that_all_overflow(op, variant, context, shared, device, generator):
+    """Their shares are unknown, and gradients NaN. They were 0, as if no component had weight."""
+    args = far_away(op, shared, device, generator)
+    supported(op, variant, args)
+    leaves = tuple(arg.clone().requires_grad_() for arg in args)
+    with context():
+        out = op(*leaves, variant=variant)
+        dout = torch.randn(out.shape, generator=generator).to(device)
+        gradients = torch.autograd.grad(out, leaves, dout, retain_graph=variant != "compile")
+        assert out.isneginf().tolist() == [False, True, False, True]
+        assert error_ratio(op, args, out) <= 1
+        assert gradient_error_ratio(op, args, dout, gradients) <= 1
+        of_weights, of_loc, _, of_x = gradients
+        for gradient in (of_weights, of_x) if shared else (of_weights, of_loc, of_x):
+            assert [bool(of_point.isnan().all()) for of_point in gradient] == [False, True, False, False]
+            assert not gradient[3].any()
+        if variant in ("chunked", "triton"):  # as where another process holds the components that are near
+            dout[1] = 0
+            assert not any(gradient.isnan().any() for gradient in torch.autograd.grad(out, leaves, dout))
 
 
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)

@@ -182,6 +182,27 @@ def check_mixture() -> None:
                 assert gradient_error_ratio(MIXTURE, args, dout, full) <= 1
 
 
+def check_densities_that_overflow() -> None:
+    """Gradients are NaN where all densities do, and not where those of one process do, nor without any weight."""
+    mesh, normal = mesh_of(1), find_op("normal_mixture_log_prob")
+    shapes = (3, 8), (8, 6), (8, 1), (3, 1, 6)
+    weights, loc, scale, x = reference_of(normal).sample(*shapes, generator=torch.Generator().manual_seed(0))
+    x[1:] = 1e20
+    weights[2] = -torch.inf
+    near = loc.clone()
+    near[-1] = 1e20
+    for means, variants, is_known in ((loc, ("chunked", "naive"), False), (near, ("chunked",), True)):
+        args = weights, means, scale, x
+        for variant in variants:
+            placed = [distributed(arg, mesh, (p,)).requires_grad_() for arg, p in zip(args, (S(1), S(0), S(0), R))]
+            result = normal(*placed, variant=variant)
+            gradients = torch.autograd.grad(result.sum(), placed)
+            full = tuple(gradient.full_tensor() for gradient in gradients)
+            assert error_ratio(normal, args, result.full_tensor()) <= 1
+            assert gradient_error_ratio(normal, args, torch.ones(3), full) <= 1
+            assert full[0].isnan().any(-1).tolist() == [False, not is_known, False]
+
+
 def check_variants() -> None:
     for variant in ("einsum", "torchscript", "naive"):
         check_layout("rows", "uneven", variant)
@@ -354,6 +375,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "refuses a mixture": check_mixed,
     "variants": check_variants,
     "mixtures": check_mixture,
+    "densities that overflow": check_densities_that_overflow,
     "scales without axes": check_scales_without_axes,
     "axes of size one": check_axes_of_size_one,
     "an argument still on its way": check_argument_still_on_its_way,

@@ -77,15 +77,21 @@ class MixtureCall(DensityCall):
         return self.plan.without(self.axis).shape
 
 
-def statistics(values: Tensor, dim: int) -> Tensor:
-    """The maximum, without a gradient, and the logarithm of the sum of exp(values - maximum), along a new last axis."""
+def statistics(values: Tensor, log_weights: Tensor, dim: int) -> Tensor:
+    """The maximum, without a gradient, and the logarithm of the sum of exp(values - maximum), along a new last axis.
+
+    `values` include the log weights. Where these are all -inf no gradient passes. Where values alone are, it is NaN.
+    """
     if values.shape[dim] == 0:
         empty = values.sum(dim).unsqueeze(-1)
         return (empty - torch.inf).expand([*empty.shape[:-1], 2])
     maximum = values.amax(dim, keepdim=True).detach()
     shift = maximum.nan_to_num(neginf=0.0)  # +inf becomes the largest number, and other terms vanish
     total = torch.exp(values - shift).sum(dim)
-    log_total = torch.where(total == 0, -torch.inf, torch.log(torch.where(total == 0, 1.0, total)))
+    own_axes = [1] * (values.ndim - log_weights.ndim) + list(log_weights.shape)
+    lacks_weight = log_weights.detach().reshape(own_axes).amax(dim) == -torch.inf
+    no_share = (total == 0) & lacks_weight
+    log_total = torch.where(no_share, -torch.inf, torch.log(torch.where(no_share, 1.0, total)))
     return torch.stack((maximum.squeeze(dim), log_total), -1)
 
 
@@ -194,7 +200,8 @@ class Mixture:
         def log_prob(
             log_weights: Tensor, loc: Tensor, scale: Tensor, x: Tensor, dim: int, dtype: torch.dtype, tolerance: float
         ) -> Tensor:
-            return statistics(_weighted(scores(density, form, loc, scale, x, dtype, tolerance), log_weights), dim)
+            values = scores(density, form, loc, scale, x, dtype, tolerance)
+            return statistics(_weighted(values, log_weights), log_weights, dim)
 
         return log_prob
 

@@ -130,7 +130,8 @@ def normal_mixture_log_prob(
         inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
     For backward, variant chunked saves the four inputs, and two numbers for each result in the dtype of the arithmetic.
-    Without a component, or if all weights are 0, the result is -inf and its gradients are 0. +inf and NaN are as in
+    Without a component, or if all weights are 0, the result is -inf and its gradients are 0. If it is -inf because the
+    density of each component overflows, gradients are NaN, since shares are unknown. +inf and NaN are as in
     `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its density is
     NaN.
 

@@ -226,9 +226,10 @@ def von_mises_fisher_mixture_log_prob(
         inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
     For backward, variants chunked and triton save the four inputs, and two numbers for each result in the dtype of the
-    arithmetic. Without a component, or if all weights are 0, the result is -inf and its gradients are 0. +inf and NaN
-    are as in `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its
-    density is NaN.
+    arithmetic. Without a component, or if all weights are 0, the result is -inf and its gradients are 0. If it is -inf
+    because the density of each component overflows, gradients are NaN, since shares are unknown. +inf and NaN are as in
+    `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its density is
+    NaN.
 
     Values are checked inside of `effops.validate()` only. Without it, weights in place of their logarithms give
     plausible numbers that are wrong. So do arguments in another order, where their shapes allow it. See also
