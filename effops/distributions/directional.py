@@ -20,6 +20,7 @@ from effops.dispatch.call import call
 from effops.dispatch.custom_op import is_plain
 from effops.distributions.constraints import unit_vector
 from effops.numerics.directions import have_length_one, lengths
+from effops.numerics.layout import repeated
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
 from effops.numerics.shapes import broadcast_shapes, is_known
 from effops.ops.densities.density import KeptNormaliser
@@ -84,7 +85,7 @@ class Directional(Distribution):
             self._validate_sample(value)
         log_prob = call(self._family.op, *self._parameters, value, kept=self._kept)
         shape = broadcast_shapes(value.shape[:-1], self._batch_shape) if self._batch_shape else log_prob.shape
-        return _expanded(log_prob, shape)
+        return repeated(log_prob, shape)
 
     def _surely_supports(self, value: Any) -> bool:
         """Whether torch's validation would accept a value, in a third of its time. If it may not, torch says why."""
@@ -161,7 +162,7 @@ class Directional(Distribution):
         return torch.diagonal_scatter(apart, self.variance, dim1=-2, dim2=-1)
 
     def entropy(self) -> Tensor:
-        return self._entropy().to(self._dtype).expand(self._batch_shape)
+        return repeated(self._entropy().to(self._dtype), self._batch_shape)
 
 
 @functools.cache  # so that it warns once, whatever the filters are

@@ -12,6 +12,7 @@ from torch.distributions.kl import register_kl
 from effops.distributions.power_spherical import PowerSpherical
 from effops.distributions.uniform import HypersphericalUniform
 from effops.distributions.von_mises_fisher import VonMisesFisher
+from effops.numerics.layout import repeated
 from effops.numerics.shapes import broadcast_shapes
 from effops.numerics.special import digamma_ratio
 
@@ -30,7 +31,7 @@ def _kl_divergence(p: Any, q: Any, cross_entropy: Callable[[], Tensor]) -> Tenso
             f"got {tuple(p.batch_shape)} and {tuple(q.batch_shape)}; unsqueeze the axes that should pair up"
         ) from None
     result: Tensor = (cross_entropy() - p._entropy()).to(torch.promote_types(p._dtype, q._dtype))
-    return result.expand(batch_shape)
+    return repeated(result, batch_shape)
 
 
 def _kl_to_uniform(p: Any, q: HypersphericalUniform) -> Tensor:

@@ -106,4 +106,4 @@ class HypersphericalUniform(Distribution):
         return torch.diag_embed(self.variance)
 
     def entropy(self) -> Tensor:
-        return self._entropy().to(self._dtype).expand(self._batch_shape)
+        return torch.full(self._batch_shape, self._log_area, dtype=self._dtype, device=self._device)

@@ -1,5 +1,6 @@
 """Layouts: a gradient has the strides of its operand, so that autograd takes it without a copy."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,11 @@ def without_overlap(tensor: Tensor) -> Tensor:
         if stride <= sum(other * (size - 1) for other, size in inner):
             return tensor.contiguous()
     return tensor
+
+
+def repeated(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A result, repeated to a shape in memory of its own, which a caller may change. One of that shape is returned."""
+    return tensor if tensor.shape == shape else tensor.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 def without_negation(argument: Any) -> Any:

@@ -24,6 +24,7 @@ from effops.reference import reference_of
 from effops.reference.reference import Bounds, worst_error_ratio
 
 from ..support.blocks import small_blocks
+from ..support.layouts import has_own_memory
 from .build import EXAMPLES, MODES, Built, build
 from .draw import SHAPES_ONLY, RandomCall, parameters
 from .plain import PLAIN
@@ -218,6 +219,7 @@ def hold(call: RandomCall, tally: Tally) -> None:
                 tally.refused[reason(call, error)] += 1
         elif call.device == "cpu":
             judge(call, built, found)
+            assert found.out is None or has_own_memory(found.out, built.args), "a result shares memory"
             assert_repeated(found, run, call, built)
             assert_laid_out(call, built, found)
         else:

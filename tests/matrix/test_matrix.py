@@ -17,7 +17,7 @@ from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import power_spherical
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
-from ..support.layouts import odd_where_single, strided
+from ..support.layouts import has_own_memory, odd_where_single, strided
 from ..support.tiers import turn
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -132,6 +132,7 @@ def test_any_strides(op, variant, how, device, generator):
         leaf_args = tuple(arg.detach().requires_grad_() for arg in args)
         out = op(*leaf_args, variant=variant)
         gradients = torch.autograd.grad(out, leaf_args, dout)
+        assert has_own_memory(out, args), case
         assert error_ratio(op, args, out) <= 1, case
         assert gradient_error_ratio(op, args, dout, gradients) <= 1, case
 

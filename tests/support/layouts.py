@@ -1,5 +1,8 @@
 """The same values in other layouts."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,3 +41,15 @@ def offset(tensor: Tensor) -> Tensor:
 def negated(tensor: Tensor) -> Tensor:
     """Memory holds the negative numbers, and a bit of the tensor says so."""
     return torch._neg_view(-tensor) if tensor.is_floating_point() else tensor
+
+
+def has_own_memory(result: Tensor, given: Iterable[Any]) -> bool:
+    """Whether no two elements of a result share a place in memory, and none shares its storage with a given tensor."""
+    axes = sorted((stride, size) for stride, size in zip(result.stride(), result.shape) if size > 1)
+    reached = 0  # by all smaller strides
+    for stride, size in axes if result.numel() else ():
+        if stride <= reached:
+            return False
+        reached += stride * (size - 1)
+    storages = {one.untyped_storage().data_ptr() for one in given if isinstance(one, Tensor) and one.numel()}
+    return result.numel() == 0 or result.untyped_storage().data_ptr() not in storages
