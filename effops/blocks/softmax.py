@@ -10,7 +10,8 @@ inputs are saved:
 
     dP = dout value^T,    dscores = P (dP - sum_keys P dP),    dvalue = P^T dout
 
-A row without any key to attend to has weights, result and gradients of 0.
+A row without any key to attend to has weights, result and gradients of 0. So has a row under a mask whose scores all
+overflow to -inf, as in PyTorch. Without a mask such a row is NaN.
 """
 
 import math
@@ -74,7 +75,8 @@ class Rows:
             terms = self.buffer.room(sizes(block.pairs))
             highest = self.scores.maxima(block, terms)
             yield block, terms, absorb(terms, self.maximum, self.total, -1, highest)
-        self.total.masked_fill_(self.total == 0, 1)
+        if self.scores.has_exclusions:  # else a sum of 0 comes of scores that overflow, and weights are NaN
+            self.total.masked_fill_(self.total == 0, 1)
         self.maximum = finite(self.maximum)
 
     def weights(self, block: Block) -> Tensor:

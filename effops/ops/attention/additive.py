@@ -137,6 +137,9 @@ def additive_attention(
         `effops.attention`. Under autocast the operands are rounded. Otherwise the arithmetic is float32, or float64 for
         float64.
 
+    A key that is NaN and that booleans exclude leaves no trace in the result, though the gradients of query and weight
+    are NaN. A mask of numbers does not keep NaN out, and neither mask keeps out a value that is NaN or infinite.
+
     For backward, variants chunked and triton save the inputs and no more. Errors are those of
     `additive_attention_scores`.
 

@@ -64,6 +64,9 @@ def attention_scores(
         The scores `(*batch, L, S)`, in the dtype to which the tensors promote (under autocast float32 or wider). The
         arithmetic is float32, or float64 for float64.
 
+    A pair that booleans or `is_causal` exclude scores -inf, even where its key is NaN or infinite. Numbers that are
+    added leave NaN as it is. The gradient of the query is NaN for such a key in either case.
+
     For backward, variant chunked saves its inputs and no more.
 
     Raises:
@@ -92,7 +95,10 @@ def attention_weights(
     """The softmax of attention scores over the keys: `softmax(attention_scores(...), -1)`, written once.
 
     Arguments, errors and dtypes are those of `attention_scores`. A query that takes part with no key has weights of 0,
-    as inside `F.scaled_dot_product_attention`, and gradients of 0.
+    as inside `F.scaled_dot_product_attention`, and gradients of 0. So has a query under a mask whose scores all
+    overflow to -inf. Without a mask its weights are NaN, or 0 in variant triton.
+
+    A key that is NaN and that booleans or `is_causal` exclude has a weight of 0, and leaves the others as they are.
 
     For backward, variant chunked saves its inputs and no more.
 
@@ -143,6 +149,17 @@ def attention(
         with no key. Under autocast the operands are rounded as PyTorch's function rounds them. Variant sdpa rounds
         weights to 16 bits if the operands have 16 bits. The arithmetic of all other variants is float32, or float64 for
         float64.
+
+    Where padding holds NaN or infinity, a mask does not always keep it out. Overwrite it, as by `nan_to_num`:
+
+    - A key that booleans or `is_causal` exclude leaves no trace in a result, with one exception. Under booleans,
+      variant sdpa, which is the choice for most of them, may give NaN: PyTorch adds -inf to the score. A mask of
+      numbers does the same in every variant. The gradient of the query is NaN in all of them.
+    - A value has a weight of 0 where its key is excluded. If the value is NaN or infinite, the result may be NaN, in
+      every variant.
+
+    Under a mask, the result is also 0 where all scores of a query overflow to -inf. Without one it is NaN, or 0 as in
+    PyTorch in variants sdpa and triton.
 
     For backward, variant chunked saves its inputs. Variant sdpa saves two more tensors: the result, and a number for
     each query.

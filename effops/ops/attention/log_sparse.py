@@ -154,7 +154,8 @@ def log_sparse_attention(
 
     For backward, variants chunked and triton save the three tensors and no more. They take O(L log L) time and memory.
     Variant flex is PyTorch's FlexAttention. It computes no gradients and takes float32 only. It compiles for seconds
-    for each pattern, scale and number of features. It has not run on CUDA yet. It runs only if a call names it.
+    for each pattern, scale and number of features. It has not run on CUDA yet. It runs only if a call names it. On a
+    CPU it may leave out keys whose scores are NaN, and give numbers where all other variants give NaN.
 
     Raises:
         TypeError: a tensor is none, or not of a floating-point dtype; `local` or `restart` is no integer
