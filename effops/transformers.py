@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,8 +29,9 @@ def register_transformers() -> None:
 
     What it cannot honour raises in the forward pass: soft caps, sinks, selected keys, packed sequences that only
     `cu_seq_lens_q` tells of, `output_attentions`, a sliding window without a mask, and every keyword that it does not
-    know. So does a model that makes masks through transformers but computes attention by itself. A model that does both
-    by itself takes no notice of the name: `effops.record()` shows what is called.
+    know. So does a model that makes masks through transformers but computes attention by itself. A model whose layers
+    stand in a table by the names of attention, as Falcon's and SAM's, raises when such a layer is made. A model that
+    has neither tables nor masks of transformers takes no notice of the name: `effops.record()` shows what is called.
 
     Raises:
         ImportError: transformers is not installed, or is older than 5.4
@@ -45,7 +48,7 @@ def register_transformers() -> None:
         ['attention', 'attention']
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise ImportError(
@@ -59,6 +62,7 @@ def register_transformers() -> None:
     torch.compiler.assume_constant_result(_check_models)  # here, since it imports the compiler
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
+    _watch(PreTrainedModel)
 
 
 def _attend(
@@ -161,6 +165,72 @@ def _supports_sdpa(config: type) -> bool:
         models += model.__subclasses__()
     found = [model._supports_sdpa for model in models if model.config_class is config]
     return any(found) or not found
+
+
+@functools.cache
+def _watch(models: Any) -> None:
+    """Have `_prepare` see each model that asks for this attention: when it is made, or given the name later."""
+    own = models.get_correct_attn_implementation
+
+    @functools.wraps(own)
+    def get_correct_attn_implementation(model: Any, requested_attention: str | None, *others: Any, **named: Any) -> Any:
+        if requested_attention == NAME:
+            _prepare(model)
+        return own(model, requested_attention, *others, **named)
+
+    models.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def _prepare(model: Any) -> None:
+    """Have a model raise where it makes layers that compute attention by themselves, or is asked for weights.
+
+    When a model is made, its layers do not exist yet. Later they do, and stay what they are.
+    """
+    for table in _tables_of_layers(type(model)):
+        if any(type(module) in table.values() for module in _own_modules(model, model.config)):
+            _refuse_layer(table)
+        table.setdefault(NAME, functools.partial(_refuse_layer, table))
+    if _refuse_weights not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+
+
+def _tables_of_layers(model: type) -> Iterator[dict[str, Any]]:
+    """The dictionaries in which the file of a class of models looks layers up by the name of the attention."""
+    for file in {base.__module__ for base in model.__mro__} & sys.modules.keys():
+        for found in list(vars(sys.modules[file]).values()):
+            layer = found.get("eager") if isinstance(found, dict) else None
+            if isinstance(layer, type) and issubclass(layer, torch.nn.Module):
+                yield found
+
+
+def _own_modules(module: torch.nn.Module, config: Any) -> Iterator[torch.nn.Module]:
+    """The modules inside, but for parts that are models with a config of their own: those are asked by themselves."""
+    from transformers import PreTrainedModel
+
+    for child in module.children():
+        if not isinstance(child, PreTrainedModel) or child.config is config:
+            yield child
+            yield from _own_modules(child, config)
+
+
+def _refuse_layer(table: dict[str, Any], *arguments: Any, **named: Any) -> NoReturn:
+    names = " or ".join(f'"{name}"' for name in table if name != NAME)
+    raise NotImplementedError(
+        f'attn_implementation="{NAME}": layers must take their attention from AttentionInterface; got '
+        f"{table['eager'].__name__}, which computes it by itself; use {names}, for a part of a model by a dictionary "
+        f'such as {{"": "{NAME}", "vision_config": "eager"}}'
+    )
+
+
+def _refuse_weights(model: Any, arguments: Any, named: dict[str, Any]) -> None:
+    """Raise if a call asks for weights. Some models drop the keyword before attention sees it."""
+    config = model.config
+    if config._attn_implementation != NAME:
+        return
+    if named.get("output_attentions"):
+        raise _refusal(model, "`output_attentions` must be None", "True")
+    if "output_attentions" not in named and getattr(config, "output_attentions", False):
+        raise _refusal(model, "`config.output_attentions` must be False", "True")
 
 
 def _refusal(module: torch.nn.Module, expected: str, got: str) -> NotImplementedError:

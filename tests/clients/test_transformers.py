@@ -2,6 +2,10 @@
 
 import copy
 import doctest
+import functools
+import importlib
+import pathlib
+import re
 import sys
 
 import pytest
@@ -42,6 +46,9 @@ MODELS = {
     "t5": (hf.T5ForConditionalGeneration, hf.T5Config, {**T5, **TOKENS}),
     "bart": (hf.BartForConditionalGeneration, hf.BartConfig, BART),
 }
+PICTURES = {name: size for name, size in SIZES.items() if name not in TOKENS} | {"image_size": 8, "patch_size": 4}
+SAM = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "mlp_dim": 20, "output_channels": 8}
+SAM |= {"image_size": 32, "patch_size": 8, "global_attn_indexes": [1], "window_size": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +75,16 @@ def inputs(name, device, generator, padded=False):
     if name not in ("t5", "bart"):
         return {"input_ids": tokens, **masks}, present
     return {"input_ids": tokens, **masks, "decoder_input_ids": others}, torch.ones_like(present)
+
+
+def picture_model(attention, device, **options):
+    torch.manual_seed(0)
+    config = hf.ViTConfig(**PICTURES, **options)
+    return hf.ViTModel._from_config(config, attn_implementation=attention).to(device, torch.float64).eval()
+
+
+def pictures(device, generator):
+    return torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64).to(device)
 
 
 def calls_of(name):
@@ -299,11 +316,100 @@ def test_missing_masks(device, generator):
         attend(Layer(is_causal=False), *longer, sliding_window=6)
 
 
-def test_weights_are_not_returned(device, generator):
-    for name in ("bert", "llama"):
-        arguments, _ = inputs(name, device, generator)
-        with pytest.raises(NotImplementedError, match="`output_attentions` must be None; got True"):
-            model(name, NAME, device)(**arguments, output_attentions=True)
+@pytest.mark.parametrize("name", [*MODELS, "vit"])
+def test_weights_are_not_returned(name, device, generator):
+    """GPT-2 once returned no weights, as an empty tuple, since it drops the keyword before attention sees it."""
+    one, arguments = picture_model, {"pixel_values": pictures(device, generator)}
+    if name != "vit":
+        one, (arguments, _) = functools.partial(model, name), inputs(name, device, generator)
+    with pytest.raises(NotImplementedError, match="`output_attentions` must be None; got True from "):
+        one(NAME, device)(**arguments, output_attentions=True)
+    configured = one(NAME, device, output_attentions=True)
+    with pytest.raises(NotImplementedError, match=r"`config.output_attentions` must be False; got True from .*"):
+        configured(**arguments)
+    configured(**arguments, output_attentions=False)
+    configured.set_attn_implementation("eager")
+    configured(**arguments, output_attentions=True)
+
+
+def test_weights_are_not_returned_while_generating(device, generator):
+    arguments, _ = inputs("gpt2", device, generator)
+    options = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_attentions": True}
+    with pytest.raises(NotImplementedError, match="`output_attentions` must be None; got True from GPT2LMHeadModel"):
+        model("gpt2", NAME, device).generate(**arguments, **options)
+
+
+@pytest.mark.parametrize("other", ["sdpa", "eager"])
+def test_pictures(other, device, generator):
+    given, results, gradients = pictures(device, generator), [], []
+    for attention in (NAME, other):
+        one = picture_model(attention, device)
+        with effops.record() as calls:
+            results.append(one(given)[0])
+        assert len(calls) == LAYERS * (attention == NAME)
+        results[-1].square().sum().backward()
+        gradients.append({weight: p.grad for weight, p in one.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(*results)
+    assert_close(*gradients)
+
+
+TABLES = {  # a model, its config, and the sizes of it
+    "falcon": ("FalconForCausalLM", "FalconConfig", {"hidden_size": 32, "num_attention_heads": HEADS, **TOKENS}),
+    "gptj": ("GPTJModel", "GPTJConfig", {"n_embd": 32, "n_layer": 1, "n_head": HEADS, "rotary_dim": 4, **TOKENS}),
+    "gpt_neo": ("GPTNeoModel", "GPTNeoConfig", {"hidden_size": 32, "num_heads": HEADS, **TOKENS}),
+    "data2vec": ("Data2VecVisionModel", "Data2VecVisionConfig", {**PICTURES, "num_hidden_layers": 1}),
+    "git": ("GitModel", "GitConfig", {**SIZES, "vision_config": PICTURES}),
+    "sam": ("SamModel", "SamConfig", {"vision_config": SAM}),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_layers_by_the_name_of_the_attention(name):
+    """They compute attention by themselves. Making one once raised a KeyError of transformers, `'effops'`."""
+    made, config, sizes = TABLES[name]
+    message = r'"effops": layers must take their attention from AttentionInterface; got \w+, which .*; use "eager"'
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=message):
+            getattr(hf, made)._from_config(getattr(hf, config)(**copy.deepcopy(sizes)), attn_implementation=NAME)
+
+
+def test_layers_that_exist_are_not_renamed():
+    """SAM has layers in a table and others that take their attention from the interface."""
+    parts = {"": NAME, "vision_config": "eager"}
+    one = hf.SamModel._from_config(hf.SamConfig(vision_config=SAM), attn_implementation=parts)
+    assert one.mask_decoder.config._attn_implementation == NAME
+    one = hf.SamModel._from_config(hf.SamConfig(vision_config=SAM), attn_implementation="sdpa")
+    one.set_attn_implementation({"": NAME, "vision_config": "sdpa"})
+    with pytest.raises(NotImplementedError, match="layers must take their attention from AttentionInterface"):
+        one.set_attn_implementation(NAME)
+
+
+def test_every_table_of_layers_is_found():
+    folder = pathlib.Path(hf.__file__).parent / "models"
+    looked_up = re.compile(r"(\w+_CLASSES)\[[\w.]*attn_implementation\]")
+    found = {file: set(looked_up.findall(file.read_text())) for file in folder.glob("*/modeling_*.py")}
+    found = {file: names for file, names in found.items() if names}
+    assert len(found) >= 11
+    for file, names in found.items():
+        module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+        one = type("Model", (), {"__module__": module.__name__})
+        tables = list(effops.transformers._tables_of_layers(one))
+        assert all(any(vars(module)[name] is table for table in tables) for name in names)
+
+
+def test_models_that_take_no_notice_of_the_name(caplog):
+    """Where effops is never asked, as the page says. A model that exists may refuse the name by a logged warning."""
+    made, config, sizes = TABLES["falcon"]
+    one = getattr(hf, made)._from_config(getattr(hf, config)(**sizes), attn_implementation="sdpa")
+    hf.utils.logging.enable_propagation()
+    one.set_attn_implementation(NAME)
+    assert "does not support setting its attention implementation dynamically" in caplog.text
+    assert one.config._attn_implementation == "sdpa"
+    sizes = {"d_model": 32, "n_layer": 1, "n_head": HEADS, "d_inner": 20, "vocab_size": VOCABULARY}
+    one = hf.XLNetModel._from_config(hf.XLNetConfig(**sizes), attn_implementation=NAME)
+    with effops.record() as calls:
+        one(torch.arange(5).unsqueeze(0))
+    assert not calls
 
 
 @pytest.mark.parametrize("name", ["Bloom", "BigBirdPegasus"])
