@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from effops.distributions import VonMisesFisher
+from effops.distributions import PowerSpherical, VonMisesFisher
 from effops.numerics.quantiles import angle_slope
 
 DIMENSIONS = [2, 3, 4, 8, 32, 128, 512]
@@ -95,3 +95,14 @@ def test_moments_and_gradients_of_draws(dimension, k, count):
     expected = torch.stack([*expected, loc[-1] * (1 - expected[0])])
     standard_error = found.std(1) / math.sqrt(count)
     assert ((found.mean(1) - expected).abs() <= 4 * standard_error + 1e-12 * expected.abs()).all()
+
+
+def test_draws_by_rejection_are_not_captured(monkeypatch):
+    """In a CUDA graph, PyTorch raised an error of CUDA's instead, which named neither the function nor a remedy."""
+    parameters = torch.nn.functional.normalize(torch.ones(4, 3), dim=-1), torch.full((4,), 2.0)
+    distributions = VonMisesFisher(*parameters), PowerSpherical(*parameters)
+    monkeypatch.setattr("effops.ops.densities.von_mises_fisher.is_captured", lambda device: True)
+    for draw in (distributions[0].sample, distributions[0].rsample):
+        with pytest.raises(NotImplementedError, match=r"VonMisesFisher\.rsample: .* CUDA graph, .*; draw before"):
+            draw((2,))
+    assert distributions[1].rsample((2,)).shape == (2, 4, 3)

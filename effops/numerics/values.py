@@ -1,5 +1,6 @@
 """The one way to look at the values of a tensor."""
 
+import torch
 from torch import Tensor
 
 from effops.pytorch import FakeTensor
@@ -12,3 +13,12 @@ def observed(number: Tensor, ordinary: float) -> float:
     that predictions are exact for these.
     """
     return ordinary if isinstance(number, FakeTensor) else number.item()
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether work on a device goes into a CUDA graph now.
+
+    What the host reads or draws meanwhile is the same in every replay. A device other than CUDA is not asked about, so
+    that CUDA is not initialised.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

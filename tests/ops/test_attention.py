@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import effops
 from effops.dispatch.op import find_op
 from effops.measure import Pass, memory
+from effops.numerics.values import is_captured
 from effops.prediction.allocations import Allocations
 from effops.reference import reference_of
 from effops.reference.attention import bounds, gradient_bounds
@@ -253,6 +254,88 @@ def test_dropout(variant, device, generator):
         return effops.attention(*args, dropout_p=p, variant=variant)
 
     assert torch.autograd.gradcheck(seeded, [arg.requires_grad_() for arg in args])
+
+
+DRAWN_BY_THE_HOST = ("sdpa", "triton", "chunked")
+CAPTURED = r"attention: .* dropout while a CUDA graph is captured, .*; got dropout_p=0\.5; give .* variant \"einsum\""
+
+
+@pytest.mark.parametrize("variant", [None, *effops.variants(effops.attention)])
+def test_dropout_that_a_graph_would_repeat(variant, device, generator, monkeypatch):
+    """The seed was read while a CUDA graph was captured, so that all replays dropped the same weights, silently."""
+    args = operands(effops.attention, (3, 5), (4, 5), dtype=torch.float32, device=device, generator=generator)
+    if variant is not None:
+        variant_or_skip(effops.attention, variant, args, {"dropout_p": 0.5})
+    args = [arg.requires_grad_() for arg in args]
+    drawn_before = effops.attention(*args, dropout_p=0.5, variant=variant)
+    monkeypatch.setattr("effops.ops.attention.call.is_captured", lambda device: True)
+    effops.attention(*args, variant=variant).sum().backward()
+    if variant is not None and variant not in DRAWN_BY_THE_HOST:
+        effops.attention(*args, dropout_p=0.5, variant=variant).sum().backward()
+        return
+    with pytest.raises(NotImplementedError, match=CAPTURED):
+        effops.attention(*args, dropout_p=0.5, variant=variant)
+    if variant != "sdpa":  # in backward PyTorch's own operator has kept its seed
+        with pytest.raises(NotImplementedError, match=CAPTURED):
+            drawn_before.sum().backward()
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("variant", DRAWN_BY_THE_HOST[1:])
+def test_compiled_dropout_that_a_graph_would_repeat(variant, device, generator, monkeypatch):
+    """Compiled code draws the seed in an operation of its own, and an operator reads it when the graph is captured."""
+    args = operands(effops.attention, (3, 5), (4, 5), dtype=torch.float32, device=device, generator=generator)
+    variant_or_skip(effops.attention, variant, args, {"dropout_p": 0.5})
+    compiled = torch.compile(
+        lambda *args: effops.attention(*args, dropout_p=0.5, variant=variant), fullgraph=True, backend="aot_eager"
+    )
+    assert not torch.equal(compiled(*args), compiled(*args))
+    monkeypatch.setattr("effops.ops.attention.call.is_captured", lambda device: True)
+    with pytest.raises(NotImplementedError, match=CAPTURED):
+        compiled(*args)
+
+
+def test_only_cuda_is_asked_whether_it_captures(monkeypatch):
+    def ask():
+        return device.type == "cuda" or pytest.fail("asked on a CPU, which may initialise CUDA")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", ask)
+    found = {}
+    for device in map(torch.device, ("cpu", "meta", "cuda", "cuda:1")):
+        found[str(device)] = is_captured(device)
+    assert found == {"cpu": False, "meta": False, "cuda": True, "cuda:1": True}
+
+
+@pytest.mark.parametrize("variant", [*DRAWN_BY_THE_HOST, "einsum", "naive"])
+def test_dropout_in_a_cuda_graph(variant, device):
+    """It is another at each replay, in gradients too, or it is refused."""
+    if device != "cuda":
+        pytest.skip("needs a CUDA device")
+    args = torch.zeros(50, 16, device=device), torch.zeros(64, 16, device=device), torch.eye(64, device=device)
+    args = [arg.requires_grad_() for arg in args]
+    dout = torch.ones(50, 64, device=device)
+
+    def run():
+        out = effops.attention(*args, dropout_p=0.5, variant=variant)
+        return out, torch.autograd.grad(out, args[2], dout)[0]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    if variant in DRAWN_BY_THE_HOST:
+        with pytest.raises(NotImplementedError, match=CAPTURED), torch.cuda.graph(graph):
+            run()
+        return
+    with torch.cuda.graph(graph):
+        out, dvalue = run()
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        torch.testing.assert_close(dvalue, out.mT @ dout)  # the weights that are left are the result
+        replays.append(out.clone())
+    assert not torch.equal(*replays)
 
 
 @pytest.mark.parametrize("variant", ["naive", "chunked"])

@@ -22,7 +22,7 @@ from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, promote, wider
 from effops.numerics.shapes import broadcast_shapes
-from effops.numerics.values import observed
+from effops.numerics.values import is_captured, observed
 from effops.pytorch import _are_functorch_transforms_active, _neg_view
 
 SETTINGS = {
@@ -133,8 +133,15 @@ class AttentionCall(Call):
 
     @property
     def drawn_seed(self) -> int:
-        """The seed as a number."""
+        """The seed as a number. A CUDA graph would keep it, and every replay would drop the same weights."""
         assert self.seed is not None
+        if is_captured(self.device):
+            raise NotImplementedError(
+                "attention: this variant must not draw dropout while a CUDA graph is captured, since every replay "
+                f"would drop the same weights; got dropout_p={self.dropout_p}; give dropout_p=0, capture variant "
+                '"einsum", which holds all pairs, or run it outside of the graph, compiled without '
+                'mode="reduce-overhead"'
+            )
         return int(observed(self.seed, ordinary=0))
 
 

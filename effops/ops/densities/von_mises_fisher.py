@@ -18,6 +18,7 @@ from effops.dispatch.custom_op import CustomOp
 from effops.numerics.directions import directions_at_angle
 from effops.numerics.quantiles import angle_slope
 from effops.numerics.special import bessel_ratio, log_vmf_normaliser
+from effops.numerics.values import is_captured
 from effops.ops.densities.directional import Directional
 from effops.ops.densities.log_prob import LogProb
 from effops.ops.densities.mixture import Mixture
@@ -111,6 +112,11 @@ def _draw_ratio(concentration: Tensor, dimension: int, generator: torch.Generato
     k (w - w0) + d log((1 - w0 w) / (1 - w0^2)) with d = D - 1. It equals d (v + log(1 - v)), where nothing cancels at
     large k.
     """
+    if is_captured(concentration.device):
+        raise NotImplementedError(
+            "VonMisesFisher.rsample: draws by rejection must not be captured in a CUDA graph, since the host asks "
+            "whether any is missing; got a stream that is being captured; draw before, or use PowerSpherical"
+        )
     d = dimension - 1
     c = d / (2 * concentration + torch.hypot(2 * concentration, concentration.new_full((), d)))
     ratio, missing = torch.empty_like(c), torch.ones_like(c, dtype=torch.bool)
