@@ -22,6 +22,7 @@ from effops.prediction.compiled import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
 from effops.prediction.inside import caution
 from effops.prediction.known_values import TOLD_TO_TRANSFORMERS, KnownValues
+from effops.prediction.named_devices import NAMED_BY_AUTOCAST, missing_devices_named
 from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.operations import CLASSES
 from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES, Recorder
@@ -174,7 +175,8 @@ def anatomy(
     Args:
         workload: what a step runs
         batch_size: of each of its forward passes
-        device: "cpu", or "cuda" for the forms and overheads that a CUDA device has
+        device: "cpu", or "cuda" for the forms and overheads that a CUDA device has; a workload may name "cuda" then, in
+            `.to`, `.cuda`, factories and autocast
         measure: also run the step, on this CPU, and put what it allocates beside the prediction
         probe: run single operators on this CPU, once each in a process, to find what they allocate inside where no rule
             tells; those of convolutions and of products in bfloat16 depend on the CPU. Nothing of "cuda" is probed.
@@ -183,7 +185,7 @@ def anatomy(
     Raises:
         ValueError: the batch does not depend on its size, the model is not built anew, or the device is unknown
         NotImplementedError: the model depends on values, which fake tensors do not have, or is compiled by
-            torch.compile; names the module
+            torch.compile; names the module. The workload names another device than the one predicted; names the line
 
     Example:
         >>> print(effops.memory.anatomy(workload, 32))
@@ -221,9 +223,11 @@ def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> t
         DEEP_COPIES,
         SUMS_IN_PLACE,
         COMPILED_REFUSED,
+        NAMED_BY_AUTOCAST,
         # torch.compile leaves hooks alone, so that the first function that it finds is one of the model.
         register_module_forward_pre_hook(torch.compiler.disable(modules.enter)),
         register_module_forward_hook(torch.compiler.disable(modules.leave)),
+        missing_devices_named(cuda),
     ):
         try:
             _check_batch(workload, batch_size)

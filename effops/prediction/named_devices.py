@@ -1,0 +1,144 @@
+"""Reads the devices that a program names as the one that is predicted, whose tensors are fake tensors of a CPU.
+
+A program for CUDA moves its model there, and switches CUDA's autocast on. Without CUDA PyTorch raises at the first, and
+leaves the second out. In a prediction for CUDA, "cuda" is the predicted device. Every other name is refused.
+"""
+
+import os
+import re
+import traceback
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.amp import autocast_mode
+from torch.cuda.amp.common import amp_definitely_not_available
+
+from effops.prediction.allocations import Allocations
+from effops.prediction.shared import Shared
+from effops.pytorch import _get_current_dispatch_mode_stack
+
+HERE = "cpu", "meta"  # fake tensors of the prediction, and tensors without memory
+PACKAGES = tuple(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, __file__))
+# PyTorch says so where a device is used that is not there; those errors have no class of their own.
+NO_INDEX = "Cannot access accelerator device"  # of a device that is named by its index alone
+LACKS_DEVICE = "not compiled with CUDA", "not linked with support for", "Found no NVIDIA driver", NO_INDEX
+MOVED = "a tensor is made there, or moved to it"
+Function = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a function and its arguments
+
+
+def on_predicted_device(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Function:
+    """A function and its arguments, with the fake tensors' device in place of CUDA, which is predicted."""
+    if func is Tensor.cuda:
+        kept = {name: value for name, value in options.items() if name == "memory_format"}
+        return Tensor.to, (args[0], "cpu"), kept
+    if func is Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+        args = (args[0], "cpu", *args[2:])
+    if func is not torch.device and _is_cuda(options.get("device")):
+        options = {**options, "device": "cpu"}
+    return func, args, options
+
+
+def _is_cuda(device: Any) -> bool:
+    return type(device) is int or (isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda")
+
+
+def check_device(kind: str, cuda: bool, use: str = MOVED) -> None:
+    """Refuse a device that is not predicted, with the line of the program."""
+    if kind not in HERE:
+        raise _refusal(kind, cuda, line_of_program(traceback.walk_stack(None)), use)
+
+
+def _refusal(kind: str, cuda: bool, place: str, use: str) -> NotImplementedError:
+    predicted = "cuda" if cuda else "cpu"
+    remedy = 'predict with device="cuda"' if kind == "cuda" else 'name "cuda", and predict with device="cuda"'
+    return NotImplementedError(
+        f'anatomy: a workload that is predicted with device="{predicted}" must name no other device; got "{kind}" '
+        f"{place}, where {use}; {remedy}, or leave it out there"
+    )
+
+
+def line_of_program(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The place of the innermost call that is neither PyTorch's nor one of this folder."""
+    own = ((frame.f_code.co_filename, line) for frame, line in frames)
+    return next((f"in {file}, line {line}" for file, line in own if not file.startswith(PACKAGES)), "in PyTorch")
+
+
+@contextmanager
+def missing_devices_named(cuda: bool) -> Iterator[None]:
+    """Say where a program uses a device that is not there, instead of PyTorch's own error."""
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        if not any(message in str(error) for message in LACKS_DEVICE):
+            raise
+        place = line_of_program(reversed(list(traceback.walk_tb(error.__traceback__))))
+        moved = re.search(r"not linked with support for (\w+) devices", str(error))
+        if moved or NO_INDEX in str(error):
+            raise _refusal(moved[1] if moved else "cuda", cuda, place, MOVED) from error
+        raise NotImplementedError(
+            f'anatomy: a workload must use a device by tensors, modules and autocast alone; got "{error}" {place}; '
+            "leave that call out of the workload, or make it where torch.cuda.is_available()"
+        ) from error
+
+
+def _predicts_cuda() -> bool | None:
+    """Whether this thread predicts for CUDA; None if it predicts nothing."""
+    recorders = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Allocations))
+    return next((getattr(recorder, "cuda", None) for recorder in recorders), None)
+
+
+@contextmanager
+def _read_by_autocast() -> Iterator[None]:
+    """Let autocast of the predicted device be that of its fake tensors."""
+    autocast, cast = autocast_mode.autocast, autocast_mode._cast
+    init, enter = autocast.__init__, autocast.__enter__
+    is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    made_inside: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def begin(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        cuda = _predicts_cuda()
+        if cuda is not None:
+            made_inside.add(self)
+            if cuda and device_type == "cuda":
+                device_type, dtype = "cpu", dtype_of("cuda") if dtype is None else dtype
+            elif enabled:
+                check_device(device_type, cuda, "autocast would change nothing")
+        init(self, device_type, dtype, enabled, cache_enabled)
+
+    def enter_predicted(self: Any) -> Any:
+        is_unsure = self.device == "cuda" and amp_definitely_not_available()  # then it is off, whatever was asked for
+        may_be_on = self.device not in HERE and (self._enabled or is_unsure)
+        if may_be_on and self not in made_inside and _predicts_cuda() is not None:
+            raise NotImplementedError(
+                "anatomy: contexts of autocast must be made while a workload is predicted; got one of "
+                f'"{self.device}" {line_of_program(traceback.walk_stack(None))}, which was made before, perhaps as a '
+                'decorator; write `with torch.autocast("cuda", ...):` inside of the function'
+            )
+        return enter(self)
+
+    def is_enabled_predicted(device_type: str | None = None) -> bool:
+        found = "cpu" if device_type in (None, "cuda") and _predicts_cuda() else device_type
+        return is_enabled() if found is None else is_enabled(found)
+
+    def dtype_predicted(device_type: str) -> torch.dtype:
+        on = device_type == "cuda" and _predicts_cuda() and is_enabled("cpu")
+        return dtype_of("cpu" if on else device_type)
+
+    def cast_predicted(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return cast(value, "cpu" if device_type == "cuda" and _predicts_cuda() else device_type, dtype)
+
+    with (
+        mock.patch.multiple(autocast, __init__=begin, __enter__=enter_predicted),
+        mock.patch.multiple(torch, is_autocast_enabled=is_enabled_predicted, get_autocast_dtype=dtype_predicted),
+        mock.patch.object(autocast_mode, "_cast", cast_predicted),
+    ):
+        yield
+
+
+NAMED_BY_AUTOCAST = Shared(_read_by_autocast)
