@@ -200,7 +200,7 @@ class _Product:
         else:
             self.rows = self.plain = _Plain(plan, plan.columns, direct.x, direct)
             self.columns = self.scaled = _Scaled(plan, plan.rows, direct.loc, direct)
-        self.pairs = Buffer(direct.x.view, torch.float64)
+        self.pairs, self.doubtful = (Buffer(direct.x.view, dtype) for dtype in (torch.float64, torch.bool))
         self.at: tuple[Block, slice] | None = None
 
     def load(self, block: Block, depth: slice) -> None:
@@ -222,9 +222,10 @@ class _Product:
         rate = _roundoff(self.dimension) / TOLERANCE
         certain = constant.abs() >= squares.mul_(2 * rate)
         near: tuple[Tensor, ...] = ()
+        doubtful = self.doubtful.room(matrices.shape)  # in any case, so that bytes do not depend on values
         if not observed(certain.all(), ordinary=True):
             least = torch.where(certain, math.inf, constant.sub(squares, alpha=0.5))
-            doubtful = (matrices <= least.unsqueeze(2 if self.by_rows else 1)).logical_not_()
+            torch.le(matrices, least.unsqueeze(2 if self.by_rows else 1), out=doubtful).logical_not_()
             if observed(doubtful.count_nonzero(), ordinary=0) * limits.PAIRS_PER_DUPLICATE > doubtful.numel():
                 return False
             near = doubtful.view(out.shape).nonzero(as_tuple=True)
