@@ -222,9 +222,10 @@ class _Product:
         rate = _roundoff(self.dimension) / TOLERANCE
         certain = constant.abs() >= squares.mul_(2 * rate)
         near: tuple[Tensor, ...] = ()
-        doubtful = self.doubtful.room(matrices.shape)  # in any case, so that bytes do not depend on values
+        # In any case, so that bytes do not depend on values.
+        least = torch.where(certain, math.inf, constant.sub(squares, alpha=0.5))
+        doubtful = self.doubtful.room(matrices.shape)
         if not observed(certain.all(), ordinary=True):
-            least = torch.where(certain, math.inf, constant.sub(squares, alpha=0.5))
             torch.le(matrices, least.unsqueeze(2 if self.by_rows else 1), out=doubtful).logical_not_()
             if observed(doubtful.count_nonzero(), ordinary=0) * limits.PAIRS_PER_DUPLICATE > doubtful.numel():
                 return False

@@ -84,6 +84,10 @@ CALLS = {
         ),
     ),
     "antipodes": ("power_spherical_log_prob", opposite),
+    "doubtful squares of differences": (
+        "normal_log_prob",
+        lambda: (laid_out((33, 40)) + 1e4, laid_out((33, 40)) * 1e-3, laid_out((5000, 1, 40)) + 1e4),
+    ),
     "queries without keys": (
         "attention",
         lambda: (
