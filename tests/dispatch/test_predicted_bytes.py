@@ -86,7 +86,7 @@ CALLS = {
     "antipodes": ("power_spherical_log_prob", opposite),
     "doubtful squares of differences": (
         "normal_log_prob",
-        lambda: (laid_out((33, 40)) + 1e4, laid_out((33, 40)) * 1e-3, laid_out((5000, 1, 40)) + 1e4),
+        lambda: (torch.randn(100, 64) + 1e4, laid_out((100, 64)) * 1e-3, torch.randn(5000, 1, 64) + 1e4),
     ),
     "queries without keys": (
         "attention",
