@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from effops.prediction.outcomes import run
 from effops.pytorch import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 
@@ -52,11 +51,14 @@ class Allocations(TorchDispatchMode):
         self.storages: dict[weakref.ref[Any], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = run(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        self.count_all(result)
+        return result
+
+    def count_all(self, result: Any) -> None:
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.count(leaf)
-        return result
 
     def count(self, tensor: Tensor, *, nbytes: int | None = None) -> None:
         """Count the storage of a tensor once, until it is released; `nbytes` stands in for its size."""

@@ -11,8 +11,6 @@ from effops.pytorch import FakeTensor, _DisableTorchDispatch, in_kernel_invocati
 NAMESPACES = ("aten", "effops")
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-REMEMBERED = 10000  # calls of operators
-
 Outcome = Callable[[Sequence[FakeTensor]], Any]
 
 
@@ -109,21 +107,3 @@ def is_known(tensor: FakeTensor) -> bool:
 
 def _layout(tensor: FakeTensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device
-
-
-def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator makes of fake tensors."""
-    call = OperatorCall(func, args, kwargs)
-    outcome = _remembered.get(call.key)
-    if outcome is not None:
-        return outcome(call.tensors)
-    result = func(*args, **kwargs)
-    outcome = call.outcome(result)
-    if outcome is not None:
-        if len(_remembered) >= REMEMBERED:
-            _remembered.clear()
-        _remembered[call.key] = outcome
-    return result
-
-
-_remembered: dict[Any, Outcome] = {}
