@@ -306,8 +306,9 @@ def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor.to(dtype)`, which would first copy a tensor whose memory holds the negatives of its values."""
-    is_negated = not is_compiling() and tensor.is_neg()
-    return _neg_view(tensor).to(dtype).neg_() if is_negated else tensor.to(dtype)
+    if is_compiling() or not tensor.is_neg():
+        return tensor.to(dtype)
+    return _neg_view(tensor).to(dtype, copy=True).neg_()
 
 
 def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
