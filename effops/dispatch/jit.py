@@ -72,7 +72,11 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     As a rule, Inductor lets a backward pass write into the saved tensors ("donated buffers"). PyTorch then refuses
     `retain_graph=True`. The switch `torch._functorch.config.donated_buffer` belongs to the user, and is read again when
     a backward pass runs. So the list of donated buffers is emptied instead, whenever a pass is compiled.
+
+    Views of operands are not saved, but computed again from the operands. Compiled code makes views that do not share
+    the version of their operand, so that PyTorch would not see that an operand was changed before the backward pass.
     """
+    from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # takes seconds to import
 
     # Inductor's cache does not see the emptied list. Without a tag it could return a pass that writes.
@@ -86,5 +90,5 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         with tagged():  # a backward pass may be compiled later, when it first runs
             return compile_fx_inner(*args, **settings)
 
-    with tagged():
+    with tagged(), functorch_config.patch(recompute_views=True):
         return compile_fx(graph, inputs, inner_compile=compile_pass)

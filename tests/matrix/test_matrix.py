@@ -244,6 +244,34 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
                 assert out.requires_grad == any(needs), case
 
 
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(("op", "variant"), VARIANTS)
+def test_operands_changed_before_backward(op, variant, device, generator):
+    """PyTorch raises, or the change touches no gradient. Compiled forms saved views, whose changes it did not see.
+
+    Gradients are required of all operands, and of each alone.
+    """
+    args = reference_of(op).sample_case(first_case(op, variant), device=device, generator=generator)
+    supported(op, variant, args)
+    dout = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
+    everywhere = (True,) * len(args)
+    alone = [tuple(i == j for j in range(len(args))) for i in range(len(args))]
+    for needs, changed in itertools.product((everywhere, *alone), range(len(args))):
+        copies = tuple(arg.clone().requires_grad_(need) for arg, need in zip(args, needs))
+        learned = [copy for copy in copies if copy.requires_grad]
+        out = op(*copies, variant=variant)
+        expected = torch.autograd.grad(out, learned, dout, retain_graph=True)
+        with torch.no_grad():
+            copies[changed].mul_(0.5)
+        try:
+            found = torch.autograd.grad(out, learned, dout)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+        else:
+            assert all(torch.equal(one, right) for one, right in zip(found, expected)), (needs, changed)
+
+
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_derivatives_against_finite_differences(op, variant, device, generator):
     if variant == "compile":
