@@ -23,8 +23,8 @@ from effops.dispatch.validation import Condition
 from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
 from effops.numerics.shapes import broadcast_shapes
 
-# A scriptable function of loc, scale in float64, the normaliser of scale, x, the dtype of the arithmetic, and the
-# tolerance. It returns the scores in that dtype.
+# A scriptable function of loc, scale in no narrower a dtype than that of the arithmetic, the normaliser of scale in
+# float64, x, the dtype of the arithmetic, and the tolerance. It returns the scores in the dtype of the arithmetic.
 Form = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype, float], Tensor]
 Wanted = Sequence[bool]  # whether the gradients of loc, scale and x are wanted
 

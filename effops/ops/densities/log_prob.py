@@ -108,8 +108,11 @@ def scores(
     density: Density, form: Form, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype, tolerance: float
 ) -> Tensor:
     """All scores as a form computes them, in the dtype of the arithmetic for a result in `dtype`."""
-    wide = scale.double()  # one conversion, so that the two parts of its gradient cancel before they are rounded
-    return form(loc, wide, density.normaliser(wide, x.shape[-1]), x, arithmetic_dtype(dtype), tolerance)
+    arithmetic = arithmetic_dtype(dtype)
+    # One conversion, so that the two parts of its gradient cancel before they are rounded. It is to no wider a dtype
+    # than needed, since a compiled form converts the scale again for every pair.
+    scale = scale.to(torch.promote_types(scale.dtype, arithmetic))
+    return form(loc, scale, density.normaliser(scale.double(), x.shape[-1]), x, arithmetic, tolerance)
 
 
 def compiled_bytes(density: Density, program: inductor.Program, call: DensityCall, *, reduced: bool = False) -> Bytes:

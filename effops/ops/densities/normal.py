@@ -25,7 +25,9 @@ from effops.ops.densities.mixture import Mixture
 def _naive(
     loc: Tensor, scale: Tensor, normaliser: Tensor, x: Tensor, arithmetic: torch.dtype, tolerance: float
 ) -> Tensor:
-    z = (x.to(arithmetic) - loc.to(arithmetic)) / scale.to(arithmetic)
+    # Expanded, the scale has its gradient summed over the pairs as that of loc is, by one loop of a compiled form.
+    deviation = scale.to(arithmetic).expand(list(scale.shape[:-1]) + [x.shape[-1]])  # noqa: RUF005
+    z = (x.to(arithmetic) - loc.to(arithmetic)) / deviation
     return torch.add(normaliser.to(arithmetic), (z * z).sum(-1), alpha=-0.5)
 
 
