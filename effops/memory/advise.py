@@ -13,6 +13,7 @@ from torch.optim import SGD, Adafactor, AdamW
 
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.building import build_model
+from effops.memory.named_devices import OneDeviceRecorder
 from effops.memory.optimizers import AdamW8bit
 from effops.memory.surroundings import apart
 from effops.memory.workload import Workload, check_step
@@ -21,7 +22,6 @@ from effops.prediction.allocations import fake_mode
 from effops.prediction.inside import caution
 from effops.prediction.known_values import KnownValues
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
-from effops.prediction.recorder import Recorder
 from effops.prediction.timeline import Timeline
 from effops.pytorch import _BatchNorm
 from effops.text import aligned, format_bytes, parse_bytes
@@ -420,7 +420,7 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
 def fake_model(workload: Workload) -> nn.Module:
     """The workload's model without any memory."""
     mode = fake_mode(allow_non_fake_inputs=True)
-    recorder = Recorder(mode)
+    recorder = OneDeviceRecorder(mode)
     recorder.enter("setup")
     with apart(), mode, recorder, KnownValues():
         return build_model(workload.model)

@@ -15,17 +15,17 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from effops.measure import tensors
 from effops.memory.building import build_model
 from effops.memory.measured import measured_timeline
+from effops.memory.named_devices import NAMED_BY_AUTOCAST, NamedCudaForms, OneDeviceRecorder, missing_devices_named
 from effops.memory.surroundings import apart
 from effops.memory.workload import Step, Workload, called_as, check_step
 from effops.prediction.allocations import fake_mode
 from effops.prediction.compiled import COMPILED_REFUSED, CompiledFunctionError
-from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, CudaForms, overheads
+from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, overheads
 from effops.prediction.inside import caution
 from effops.prediction.known_values import TOLD_TO_TRANSFORMERS, KnownValues
-from effops.prediction.named_devices import NAMED_BY_AUTOCAST, missing_devices_named
 from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.operations import CLASSES
-from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES, Recorder
+from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES
 from effops.prediction.timeline import Timeline
 from effops.pytorch import (
     DataDependentOutputException,
@@ -206,17 +206,17 @@ def anatomy(
     )
 
 
-def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> tuple[Recorder, Timeline]:
+def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> tuple[OneDeviceRecorder, Timeline]:
     """What has followed two steps, with what it tells of the second, and the timeline."""
     mode = fake_mode(allow_non_fake_inputs=True)
-    recorder = Recorder(mode, cuda, probe)
+    recorder = OneDeviceRecorder(mode, cuda, probe)
     recorder.enter("setup")
     modules = _CalledModules()
     workload = replace(workload, model=functools.partial(_build_new, workload.model))
     with (
         apart(),
         mode,
-        CudaForms(recorder.unknown) if cuda else nullcontext(),
+        NamedCudaForms(recorder.unknown) if cuda else nullcontext(),
         recorder,
         KnownValues(),
         GENERATOR_STATES,

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from effops.prediction.allocations import round_up
-from effops.prediction.named_devices import on_predicted_device
 from effops.prediction.timeline import Timeline
 from effops.pytorch import _VF, _engine_run_backward, tree_map_only
 
@@ -179,7 +178,7 @@ class CudaForms(TorchFunctionMode):
         self.unknown = unknown
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func, args, options = on_predicted_device(func, args, kwargs or {})
+        options = kwargs or {}
         if func in RECURRENT_FUNCTIONS:
             self.unknown.add(f"aten::{func.__name__}")
         if func is torch.nn.functional.dropout:

@@ -15,7 +15,6 @@ from effops.prediction.allocations import Allocations, Workspace
 from effops.prediction.convolutions import CONVOLUTIONS
 from effops.prediction.inside import workspace
 from effops.prediction.known_values import NEW_CONSTANTS
-from effops.prediction.named_devices import check_device
 from effops.prediction.observed_forms import unobserved
 from effops.prediction.operations import operations
 from effops.prediction.outcomes import OperatorCall, Outcome
@@ -143,8 +142,6 @@ class Recorder(Allocations):
             return args[0].fake_device  # a third of all calls, and the mode below is slow at it
         phase = self.phases[-1][0]
         kwargs = kwargs or {}
-        if kwargs.get("device") is not None:
-            check_device(kwargs["device"].type, self.cuda)
         func, formula = unobserved(func, args)
         if formula:
             self.unknown.add(formula)

@@ -20,11 +20,14 @@ from torch.amp import autocast_mode
 from torch.cuda.amp.common import amp_definitely_not_available
 
 from effops.prediction.allocations import Allocations
+from effops.prediction.cuda_forms import CudaForms
+from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
 from effops.pytorch import _get_current_dispatch_mode_stack
 
 HERE = "cpu", "meta"  # fake tensors of the prediction, and tensors without memory
-PACKAGES = tuple(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, __file__))
+FOLDERS = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+PACKAGES = tuple(os.path.join(folder, "") for folder in FOLDERS)  # PyTorch and effops
 # PyTorch says so where a device is used that is not there; those errors have no class of their own.
 NO_INDEX = "Cannot access accelerator device"  # of a device that is named by its index alone
 LACKS_DEVICE = "not compiled with CUDA", "not linked with support for", "Found no NVIDIA driver", NO_INDEX
@@ -32,7 +35,7 @@ MOVED = "a tensor is made there, or moved to it"
 Function = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a function and its arguments
 
 
-def on_predicted_device(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Function:
+def _on_predicted_device(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Function:
     """A function and its arguments, with the fake tensors' device in place of CUDA, which is predicted."""
     if func is Tensor.cuda:
         kept = {name: value for name, value in options.items() if name == "memory_format"}
@@ -48,10 +51,31 @@ def _is_cuda(device: Any) -> bool:
     return type(device) is int or (isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda")
 
 
-def check_device(kind: str, cuda: bool, use: str = MOVED) -> None:
+def _check_device(kind: str, cuda: bool, use: str = MOVED) -> None:
     """Refuse a device that is not predicted, with the line of the program."""
     if kind not in HERE:
         raise _refusal(kind, cuda, line_of_program(traceback.walk_stack(None)), use)
+
+
+class NamedCudaForms(CudaForms):
+    """Gives functions the form that they have on CUDA, also where they name it.
+
+    It is one mode with the forms, so that what checkpointing computes again in the backward pass may name CUDA too.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, args, options = _on_predicted_device(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, options)
+
+
+class OneDeviceRecorder(Recorder):
+    """Follows a step, and refuses tensors on a device that is not predicted."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = kwargs.get("device") if kwargs else None
+        if device is not None:
+            _check_device(device.type, self.cuda)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _refusal(kind: str, cuda: bool, place: str, use: str) -> NotImplementedError:
@@ -64,7 +88,7 @@ def _refusal(kind: str, cuda: bool, place: str, use: str) -> NotImplementedError
 
 
 def line_of_program(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The place of the innermost call that is neither PyTorch's nor one of this folder."""
+    """The place of the innermost call that is neither PyTorch's nor one of effops."""
     own = ((frame.f_code.co_filename, line) for frame, line in frames)
     return next((f"in {file}, line {line}" for file, line in own if not file.startswith(PACKAGES)), "in PyTorch")
 
@@ -108,7 +132,7 @@ def _read_by_autocast() -> Iterator[None]:
             if cuda and device_type == "cuda":
                 device_type, dtype = "cpu", dtype_of("cuda") if dtype is None else dtype
             elif enabled:
-                check_device(device_type, cuda, "autocast would change nothing")
+                _check_device(device_type, cuda, "autocast would change nothing")
         init(self, device_type, dtype, enabled, cache_enabled)
 
     def enter_predicted(self: Any) -> Any:
