@@ -19,6 +19,7 @@ from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_gr
 from effops.dispatch.op import Op
 from effops.dispatch.record import add_to_records, is_recorded
 from effops.dispatch.validation import check_values, is_validated
+from effops.numerics.layout import is_negated, without_negation
 from effops.numerics.precision import CPU, autocast_enabled, without_autocast
 from effops.pytorch import _get_float32_matmul_precision, is_legacy_batchedtensor
 
@@ -36,8 +37,8 @@ def call(op: Op, *args: Any, variant: str | None = None, **kwargs: Any) -> Tenso
 
         return sharded_call(op, args, kwargs, variant)
     validated = op.prepare(*args, **kwargs)
-    if not is_compiling():  # traced code cannot ask, nor can PyTorch's
-        validated = validated.without_negation()
+    if not is_compiling() and any(map(is_negated, args)):  # traced code cannot ask, nor can PyTorch's
+        validated = validated.map_tensors(Tensor, without_negation)
     check_values(op.name, op.conditions, validated)
     chosen = choose(op, validated, variant)
     add_to_records(op, chosen, validated, args)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from effops.dispatch.validation import Conditions, no_conditions
-from effops.numerics.layout import without_negation
 from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import Bytes
 from effops.pytorch import tree_map_only
@@ -33,10 +32,6 @@ class Call(ABC):
         """The call with every tensor, or what stands for one, replaced by a function of it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         return type(self)(**tree_map_only(kind, function, fields))
-
-    def without_negation(self: CallT) -> CallT:
-        """The call, with copies of tensors whose memory holds the negatives of their values."""
-        return self.map_tensors(Tensor, without_negation) if any(map(Tensor.is_neg, self.tensors)) else self
 
     def note_arguments(self, arguments: Iterable[Any]) -> None:
         """Tell which of the tensors are neither among the arguments of the public function, nor views of them."""
@@ -83,8 +78,8 @@ class Cost(NamedTuple):
 
     @classmethod
     def of(cls, predicted: Bytes, operations: int) -> "Cost":
-        *counts, unknown = predicted
-        return cls(*counts, operations, unknown)
+        output_bytes, saved_bytes, temporary_bytes, unknown = predicted
+        return cls(output_bytes, saved_bytes, temporary_bytes, operations, unknown)
 
 
 Requirement = Callable[[Any], str]

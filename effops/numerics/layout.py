@@ -63,9 +63,14 @@ def repeated(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor if tensor.shape == shape else tensor.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
-def without_negation(argument: Any) -> Any:
-    """The argument, or a copy of a tensor whose memory holds the negatives of its values, as that of `z.conj().imag`.
+def is_negated(argument: Any) -> bool:
+    """Whether the memory of a tensor holds the negatives of its values, as that of `z.conj().imag`.
 
     Kernels and compiled code read memory alone.
     """
-    return argument.resolve_neg() if isinstance(argument, Tensor) and argument.is_neg() else argument
+    return isinstance(argument, Tensor) and argument.is_neg()
+
+
+def without_negation(argument: Any) -> Any:
+    """The argument, or a copy of a tensor whose memory holds the negatives of its values."""
+    return argument.resolve_neg() if is_negated(argument) else argument
