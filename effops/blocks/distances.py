@@ -228,6 +228,8 @@ class _Product:
         if not observed(certain.all(), ordinary=True):
             torch.le(matrices, least.unsqueeze(2 if self.by_rows else 1), out=doubtful).logical_not_()
             if observed(doubtful.count_nonzero(), ordinary=0) * limits.PAIRS_PER_DUPLICATE > doubtful.numel():
+                del doubtful
+                self.doubtful.release()  # before the direct form takes memory
                 return False
             near = doubtful.view(out.shape).nonzero(as_tuple=True)
         out.copy_(matrices.view(out.shape))

@@ -212,3 +212,7 @@ class Buffer:
             self.values = self.like.new_empty(numel, dtype=self.dtype)
         memory = self.values if numel == self.values.numel() else self.values[:numel]
         return memory.view(shape)
+
+    def release(self) -> None:
+        """Give the memory back, until there is another block."""
+        self.values = None

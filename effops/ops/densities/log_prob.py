@@ -109,9 +109,9 @@ def scores(
 ) -> Tensor:
     """All scores as a form computes them, in the dtype of the arithmetic for a result in `dtype`."""
     arithmetic = arithmetic_dtype(dtype)
-    # One conversion, so that the two parts of its gradient cancel before they are rounded. It is to no wider a dtype
-    # than needed, since a compiled form converts the scale again for every pair.
-    scale = scale.to(torch.promote_types(scale.dtype, arithmetic))
+    # One conversion, so that the two parts of its gradient cancel before they are rounded. A scale of coordinates is
+    # converted to no wider a dtype than needed, since a compiled form converts it again for every pair.
+    scale = scale.to(torch.promote_types(scale.dtype, arithmetic)) if density.scale_dims else scale.double()
     return form(loc, scale, density.normaliser(scale.double(), x.shape[-1]), x, arithmetic, tolerance)
 
 
