@@ -18,12 +18,11 @@ from effops.memory.optimizers import AdamW8bit
 from effops.memory.surroundings import apart
 from effops.memory.workload import Workload, check_step
 from effops.nn import MultiheadAttention
-from effops.prediction.allocations import fake_mode
 from effops.prediction.inside import caution
 from effops.prediction.known_values import KnownValues
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
 from effops.prediction.timeline import Timeline
-from effops.pytorch import _BatchNorm
+from effops.pytorch import FakeTensorMode, _BatchNorm
 from effops.text import aligned, format_bytes, parse_bytes
 
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
@@ -419,7 +418,7 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
 
 def fake_model(workload: Workload) -> nn.Module:
     """The workload's model without any memory."""
-    mode = fake_mode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = OneDeviceRecorder(mode)
     recorder.enter("setup")
     with apart(), mode, recorder, KnownValues():

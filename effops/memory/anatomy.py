@@ -18,7 +18,6 @@ from effops.memory.measured import measured_timeline
 from effops.memory.named_devices import NAMED_BY_AUTOCAST, NamedCudaForms, OneDeviceRecorder, missing_devices_named
 from effops.memory.surroundings import apart
 from effops.memory.workload import Step, Workload, called_as, check_step
-from effops.prediction.allocations import fake_mode
 from effops.prediction.compiled import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, overheads
 from effops.prediction.inside import caution
@@ -31,6 +30,7 @@ from effops.pytorch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from effops.text import aligned, format_bytes
@@ -208,7 +208,7 @@ def anatomy(
 
 def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> tuple[OneDeviceRecorder, Timeline]:
     """What has followed two steps, with what it tells of the second, and the timeline."""
-    mode = fake_mode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = OneDeviceRecorder(mode, cuda, probe)
     recorder.enter("setup")
     modules = _CalledModules()

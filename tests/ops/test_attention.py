@@ -376,7 +376,8 @@ def test_the_choice_never_holds_all_pairs(device):
     # other than four axes PyTorch does not fuse by itself
     assert effops.explain(effops.attention, query[0], key[0], key[0]).chosen == "sdpa"
     report = effops.explain(effops.attention, *(torch.empty(4096, 64, device="meta") for _ in range(3)))
-    assert report.variants["sdpa"].temporary_bytes < 2**20 < report.variants["naive"].temporary_bytes
+    blocks_bytes = torch.get_num_threads() * 2**20  # each thread holds a block
+    assert report.variants["sdpa"].temporary_bytes < blocks_bytes < report.variants["naive"].temporary_bytes
 
 
 def test_memory(device):
@@ -440,7 +441,7 @@ def test_fused_kernels_under_masks_of_any_dtype_and_shape(dtype, device, generat
             if report.unknown:  # where oneDNN multiplies, it takes memory that no rule predicts
                 assert (chosen.chosen, dtype) == ("sdpa", torch.bfloat16)
                 assert report.unknown == "aten::_scaled_dot_product_flash_attention_for_cpu"
-                assert f"what {report.unknown} allocate inside" in str(chosen)
+                assert f"{report.unknown} allocate inside" in str(chosen)
                 assert report.temporary_bytes <= measured, (shape, mask.dtype)
             else:
                 assert abs(report.temporary_bytes - measured) <= max(2**16, 0.1 * measured), (shape, mask.dtype)
