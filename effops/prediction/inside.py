@@ -282,8 +282,9 @@ class Inside(Allocations):
             return args[0].fake_device  # a quarter of all calls
         call = OperatorCall(func, args, kwargs or {})
         key = call.key, self.cuda, torch.get_num_threads(), _get_float32_matmul_precision()
-        if key in _remembered:
-            outcome, allocated = _remembered[key]
+        known = _remembered.get(key)
+        if known is not None:
+            outcome, allocated = known
             result = outcome(call.tensors)
         else:
             if func.namespace == "aten":

@@ -673,3 +673,12 @@ def test_predicted_bytes_of_the_compiled_form(length, dimension, dtype, needs_gr
     report = effops.explain(op.name, *args).variants["compile"]
     measured = memory(Pass(lambda *args: op(*args, variant="compile"), args))
     assert (report.temporary_bytes, report.saved_bytes) == (measured.temporary_bytes, measured.saved_bytes)
+
+
+def test_a_batch_of_negated_queries_under_autocast(generator):
+    """It raised, as PyTorch has no rule to batch what reads their memory."""
+    query = torch.randn(4, 9, 8, generator=generator)
+    negated = torch.complex(torch.zeros_like(query), -query).conj().imag
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (torch.func.vmap(lambda q: effops.attention(q, q, q))(one) for one in (negated, query))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

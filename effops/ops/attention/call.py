@@ -306,7 +306,7 @@ def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor.to(dtype)`, which would first copy a tensor whose memory holds the negatives of its values."""
-    if is_compiling() or not tensor.is_neg():
+    if is_compiling() or _are_functorch_transforms_active() or not tensor.is_neg():
         return tensor.to(dtype)
     return _neg_view(tensor).to(dtype, copy=True).neg_()
 

@@ -65,7 +65,7 @@ def attention_scores(
         arithmetic is float32, or float64 for float64.
 
     A pair that booleans or `is_causal` exclude scores -inf, even where its key is NaN or infinite. Numbers that are
-    added leave NaN as it is. The gradient of the query is NaN for such a key in either case.
+    added leave NaN as it is. The gradient of the query may be NaN for such a key in either case.
 
     For backward, variant chunked saves its inputs and no more.
 
@@ -154,7 +154,7 @@ def attention(
 
     - A key that booleans or `is_causal` exclude leaves no trace in a result, with one exception. Under booleans,
       variant sdpa, which is the choice for most of them, may give NaN: PyTorch adds -inf to the score. A mask of
-      numbers does the same in every variant. The gradient of the query is NaN in all of them.
+      numbers does the same in every variant. The gradient of the query may be NaN in all of them.
     - A value has a weight of 0 where its key is excluded. If the value is NaN or infinite, the result may be NaN, in
       every variant.
 
