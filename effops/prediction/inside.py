@@ -72,7 +72,7 @@ def workspace(func: Any, args: Sequence[Any], options: Mapping[str, Any], result
     if cuda and func in CPU_ONLY:
         return Workspace(known=False)
     if func.namespace == "effops":
-        return _body(func, args)
+        return _body(func, args, cuda)
     is_known = func.namespace in KNOWN_NAMESPACES and func not in UNKNOWN and func not in PROBED
     rule = RULES.get(func) if cuda else CPU_RULES.get(func, RULES.get(func))
     given = (*args, *options.values()) if func in WITH_OPTIONS else args
@@ -254,10 +254,10 @@ def register_body(name: str, function: Callable[..., Any]) -> None:
     BODIES[name] = function
 
 
-def _body(func: Any, args: Sequence[Any]) -> Workspace:
+def _body(func: Any, args: Sequence[Any], cuda: bool) -> Workspace:
     """The workspace of one of our operators: what its body allocates."""
     function = BODIES[func._schema.name.split("::")[1]]
-    with Inside() as allocations:
+    with Inside(cuda) as allocations:
         for tensor in (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             allocations.count(tensor, nbytes=0)
         result = function(*args)
