@@ -22,11 +22,13 @@ def add_forms(
     settings: Callable[[Any], tuple[Any, ...]],
     compiled_bytes: Callable[[Program, Any], Bytes],
     operations: Callable[[Any], int] = lambda call: call.operations,
+    compiled_form: Callable[..., Tensor] | None = None,
 ) -> None:
     """Add each form as a variant. The last form is the best: add it scripted and compiled too.
 
     `composed(form)` computes the op by a form. It takes the tensors of a call, and then its `settings`.
     `compiled_bytes(program, call)` predicts what the compiled form allocates; `operations`, what any form computes.
+    `compiled_form` is what is compiled, if not the best form: a function with the arguments of `composed(form)`.
     """
 
     def add(
@@ -59,7 +61,7 @@ def add_forms(
         add(name, composed(form))
     best = best_form(forms)
     add("torchscript", composed(script(best)), requires_torchscript)
-    add("compile", compile_by_signature(composed(best)), requires_inductor, allocated=compiled)
+    add("compile", compile_by_signature(compiled_form or composed(best)), requires_inductor, allocated=compiled)
 
 
 def best_form(forms: Mapping[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.distributions import Independent, Normal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from effops.measure import Pass, memory
 from effops.ops.densities.normal import mixture, op
@@ -80,6 +81,25 @@ def test_kernels_refuse_scales_that_they_would_copy_for_every_pair(scale, is_cop
     weights = torch.zeros(4, device=device)
     obstacles = [need(mixture.prepare(weights, *args)) for need in mixture.variants["triton"].requires]
     assert any("here it would be copied" in obstacle for obstacle in obstacles) == is_copied
+
+
+@pytest.mark.parametrize("density", [op, mixture], ids=lambda density: density.name)
+def test_a_scale_of_the_arithmetic_is_not_converted_back(density, generator):
+    """Compiled, it went through float64 and back for every pair and coordinate, which took three times as long."""
+
+    class Narrowed(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.count += func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64 != out.dtype
+            return out
+
+    narrowed, reference = Narrowed(), reference_of(density)
+    args = reference.sample_case(next(iter(reference.cases)), dtype=torch.float32, generator=generator)
+    with narrowed:
+        density(*args, variant="naive")
+    assert narrowed.count == 1  # the normaliser
 
 
 def test_bad_scales(device):

@@ -23,7 +23,7 @@ KIND = Kind({"query": 2, "key": 2}, {"naive": naive, "einsum": einsum}, scaled_d
 PREFERENCE = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
 scores_op = attention_op(KIND, "attention_scores", "scores", prepare_scores, PREFERENCE)
 weights_op = attention_op(KIND, "attention_weights", "weights", prepare_scores, PREFERENCE)
-op = attention_op(KIND, "attention", "sums", prepare_sums, ("sdpa", *PREFERENCE))
+op = attention_op(KIND, "attention", "sums", prepare_sums, ("sdpa", *PREFERENCE), fused=sdpa.FUSED)
 for with_kernels, output in ((scores_op, "scores"), (weights_op, "weights"), (op, "sums")):
     in_kernels = custom_op(with_kernels, KIND, output, "triton", triton.forward, triton.backward, empty=empty)
     add_kernels(with_kernels, in_kernels)
@@ -159,7 +159,7 @@ def attention(
       every variant.
 
     Under a mask, the result is also 0 where all scores of a query overflow to -inf. Without one it is NaN, or 0 as in
-    PyTorch in variants sdpa and triton.
+    PyTorch in variants sdpa, compile and triton.
 
     For backward, variant chunked saves its inputs. Variant sdpa saves two more tensors: the result, and a number for
     each query.

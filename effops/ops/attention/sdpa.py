@@ -15,7 +15,7 @@ from effops.dispatch.custom_op import Gradients, is_plain, requires_grad
 from effops.numerics.layout import without_overlap
 from effops.numerics.shapes import is_known
 from effops.ops.attention.call import AttentionCall
-from effops.ops.attention.variants import in_blocks_backward, scaled_dots
+from effops.ops.attention.variants import Fused, in_blocks_backward, scaled_dots
 from effops.pytorch import _fused_sdp_choice
 
 
@@ -44,6 +44,14 @@ class _FourAxes:
         if self.grouped:
             return tensor.flatten(-4, -3)
         return tensor.flatten(0, -4) if len(batch) > 2 else tensor[(None,) * (2 - len(batch))]
+
+    @property
+    def are_expanded(self) -> bool:
+        """Whether an element of an operand stands for several."""
+        operands = (self.query, self.key, self.value)
+        return any(
+            size > 1 and stride == 0 for one in operands for size, stride in zip(one.shape, one.stride(), strict=True)
+        )
 
     def _mask(self) -> Tensor:
         """The mask with axes of size 1 where it broadcasts. PyTorch makes a tensor of this size of a boolean mask."""
@@ -162,3 +170,23 @@ def is_fused(call: AttentionCall) -> bool:
         and is_known(key.shape[-2] > 0)
         and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     )
+
+
+def serves_compiled(call: AttentionCall) -> bool:
+    """Whether the kernels serve a compiled call on a CPU as the forms do.
+
+    They round 16 bits, and give NaN where booleans exclude a key that is NaN. TorchInductor would copy expanded
+    operands.
+    """
+    return (
+        call.device.type == "cpu"
+        and all(tensor.dtype == call.arithmetic for tensor in call.tensors[:3])
+        and not (call.masked and call.mask.dtype == torch.bool)
+        and not call.is_lower_right
+        and 0 < call.factor < math.inf
+        and is_fused(call)
+        and not _FourAxes(call).are_expanded
+    )
+
+
+FUSED = Fused(serves_compiled, forward)

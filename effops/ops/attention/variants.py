@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from effops.numerics.layout import as_gradient
 from effops.ops.attention.call import SETTINGS, AttentionCall, given, join_arguments, split_arguments
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
+from effops.prediction.inside import predict_bytes
 
 Form = Callable[..., Tensor]  # a scriptable function of the operands of the scores, the scale, and the arithmetic dtype
 # A function of a call and of which gradients of the operands are wanted. It returns the scores block by block.
@@ -46,12 +48,26 @@ class Kind:
     blocks: Blocks
 
 
+@dataclass(frozen=True)
+class Fused:
+    """PyTorch's own fused attention, for the calls that `serves` accepts."""
+
+    serves: Callable[[AttentionCall], bool]
+    forward: Callable[[AttentionCall], Tensor]
+
+
 def attention_op(
-    kind: Kind, name: str, output: str, prepare: Callable[..., AttentionCall], preference: tuple[str, ...]
+    kind: Kind,
+    name: str,
+    output: str,
+    prepare: Callable[..., AttentionCall],
+    preference: tuple[str, ...],
+    fused: Fused | None = None,
 ) -> Op:
     """The op of the scores, the weights or the sums of a kind.
 
-    `prepare` takes the name of the op, the output, and the arguments of the public function.
+    `prepare` takes the name of the op, the output, and the arguments of the public function. The compiled form calls
+    `fused` where it can: a compiler does not find it in the form.
     """
     values = [("value", 2)] if output == "sums" else []
     op = Op(
@@ -65,7 +81,18 @@ def attention_op(
     def composed(form: Form) -> Callable[..., Tensor]:
         return lambda *arguments: by_operations(form, AttentionCall.split(output, arguments))
 
-    add_forms(op, kind.forms, composed, lambda call: call.settings, functools.partial(compiled_bytes, kind))
+    def compiled(*arguments: Any) -> Tensor:
+        call = AttentionCall.split(output, arguments)
+        if fused is not None and fused.serves(call):
+            return fused.forward(call)
+        return by_operations(best_form(kind.forms), call)
+
+    def allocated(program: inductor.Program, call: AttentionCall) -> Bytes:
+        if fused is not None and fused.serves(call):
+            return predict_bytes(lambda *tensors: compiled(*tensors, *call.settings), *call.tensors, made=call.made)
+        return compiled_bytes(kind, program, call)
+
+    add_forms(op, kind.forms, composed, lambda call: call.settings, allocated, compiled_form=compiled)
     forward, backward = functools.partial(in_blocks, kind.blocks), functools.partial(in_blocks_backward, kind.blocks)
     add_custom_op(op, custom_op(op, kind, output, "chunked", forward, backward), "chunked")
     return op
