@@ -1,9 +1,8 @@
 """Functions compiled just in time, by TorchScript and by torch.compile."""
 
 import functools
-import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,18 +51,31 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
         )
         compiled = objects.get(signature)
         if compiled is None:
-            # Each signature has its own code object, since PyTorch limits recompilations per code object.
-            own = types.FunctionType(
-                function.__code__.replace(),
-                function.__globals__,
-                function.__name__,
-                function.__defaults__,
-                function.__closure__,
-            )
-            compiled = objects[signature] = torch.compile(own, backend=_inductor, dynamic=True, fullgraph=True)
-        return compiled(*args)
+            compiled = objects[signature] = _compile(function, args)
+        return compiled(*(arg for arg in args if isinstance(arg, Tensor)))
 
     return call
+
+
+def _compile(function: Callable[..., Tensor], args: Sequence[Any]) -> Callable[..., Tensor]:
+    """The function of the tensors among the arguments, compiled. The other arguments are constants.
+
+    As arguments, numbers would become symbols. What compares with one is then saved for backward, not computed again.
+    """
+    are_tensors = [isinstance(arg, Tensor) for arg in args]
+    others = [arg for arg in args if not isinstance(arg, Tensor)]
+
+    @torch.compiler.assume_constant_result
+    def constants() -> list[Any]:
+        return others
+
+    def of_tensors(*tensors: Tensor) -> Tensor:
+        given, fixed = iter(tensors), iter(constants())
+        return function(*(next(given if is_tensor else fixed) for is_tensor in are_tensors))
+
+    # PyTorch limits recompilations per code object.
+    of_tensors.__code__ = of_tensors.__code__.replace()
+    return torch.compile(of_tensors, backend=_inductor, dynamic=True, fullgraph=True)
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:

@@ -1,10 +1,11 @@
-"""Compiled variants where the caller runs a backward pass more than once."""
+"""Compiled variants: backward passes that run more than once, and what is a constant of a compiled form."""
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
 
 import effops
+from effops.dispatch import jit
 
 
 def density(normal):
@@ -36,3 +37,19 @@ def test_compiled_backward_passes_run_again(case, donated, generator):
     for one, other, right in zip(first, again, expected, strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, right)
+
+
+def test_numbers_are_constants(monkeypatch):
+    """They were inputs, so that masks that come of them were saved for backward: 1.2 times as long."""
+    tensors = []
+
+    def as_it_is(graph, inputs):
+        tensors.extend(one for one in inputs if isinstance(one, torch.Tensor))
+        return graph
+
+    monkeypatch.setattr(jit, "_inductor", as_it_is)
+    clamped = jit.compile_by_signature(lambda x, bound: x.clamp(max=bound))
+    x = torch.arange(3.0)
+    for bound in (0.5, 1.5):
+        assert torch.equal(clamped(x, bound), x.clamp(max=bound))
+    assert [one.shape for one in tensors] == [x.shape] * 2
