@@ -4,7 +4,8 @@ python bench/compiled.py --json FILE
 
 A line is one pass of a call at the default size: the variant's time, the best other form, the ratio of the two, and the
 error of both, forward, in the units of the op's bounds: above 1 a form is not right. Times are medians over processes,
-in each of which all forms take turns. An op and a number of threads that would begin after --minutes is left out.
+in each of which all forms take turns; one that takes several times as long as the variant runs once. An op and a
+number of threads that would begin after --minutes is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 from expected import Workload
 from peers import additive_scores, additive_sums, normal, plain_weights, power_spherical
-from ratios import CPU, Training
+from ratios import CPU, HOPELESS, Training, second_run_ms
 from report import header, write_json
 from torch import Tensor
 from torch._inductor import config as inductor
@@ -103,11 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=5, help="fresh processes of each, 5")
     parser.add_argument("--minutes", type=float, default=60, help="begin nothing after so many, 60")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=("errors", "times"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     threads = options.threads or sorted({torch.get_num_threads(), 1}, reverse=True)
     if options.child:
-        print(json.dumps(measured(ops()[options.op[0]], threads[0])))
+        torch.set_num_threads(threads[0])
+        inductor.cpp.threads = threads[0]  # compiled code has the number in it, and is kept on disk
+        measured = errors_of if options.child == "errors" else times_of
+        print(json.dumps(measured(ops()[options.op[0]])))
         return
     end = time.perf_counter() + 60 * options.minutes
     console = plain_or_rich_console(110)
@@ -120,23 +124,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if time.perf_counter() > end:
                 head.setdefault("left_out", []).append(f"{name}, {count} threads")
                 continue
-            found = [child(name, count) for _ in range(options.processes)]
-            for row in rows_of(name, count, found):
+            errors = child(name, count, "errors")
+            found = [child(name, count, "times") for _ in range(options.processes)]
+            for row in rows_of(name, count, found, errors):
                 console.print(LINE.format(*cells(row)))
                 rows.append(row)
             if options.json:
                 write_json(options.json, head, rows)
 
 
-def child(name: str, threads: int) -> Mapping[str, Any]:
-    """What one fresh process measures."""
-    command = [sys.executable, __file__, "--child", "--op", name, "--threads", str(threads)]
+def child(name: str, threads: int, measured: str) -> Mapping[str, Any]:
+    """The errors or the times that one fresh process measures."""
+    command = [sys.executable, __file__, "--child", measured, "--op", name, "--threads", str(threads)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found: Mapping[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 
-def rows_of(name: str, threads: int, found: Sequence[Mapping[str, Any]]) -> list[Row]:
+def rows_of(name: str, threads: int, found: Sequence[Mapping[str, Any]], errors: Mapping[str, float]) -> list[Row]:
     rows = []
     for pass_name in PASSES:
         times = defaultdict(list)
@@ -145,7 +150,6 @@ def rows_of(name: str, threads: int, found: Sequence[Mapping[str, Any]]) -> list
                 times[form].append(ms)
         median = {form: statistics.median(all_ms) for form, all_ms in times.items()}
         best = min((form for form in median if form != OURS), key=median.__getitem__)
-        errors = found[0]["errors"]
         ratio = median[OURS] / median[best]
         ours = pass_name, threads, len(found), median[OURS]
         rows.append(Row(name, *ours, best, median[best], ratio, errors[OURS], errors[best], median))
@@ -168,24 +172,27 @@ def forms_of(op: Op) -> dict[str, Callable[..., Tensor]]:
     return {OURS: called(OURS), **own, **plain}
 
 
-def measured(op: Op, threads: int) -> dict[str, Any]:
-    """Milliseconds of each form by pass, and the errors of their results at small sizes."""
-    torch.set_num_threads(threads)
-    inductor.cpp.threads = threads  # compiled code has the number in it, and is kept on disk
-    sizes, forms = reference_of(op).sizes, forms_of(op)
-    small = Workload(op, {name: min(size, SMALL) for name, size in sizes.items()}, torch.float32, CPU, backward=False)
-    args = small.args()
-    bounds = reference_of(op).bounds(op.prepare(*args))
-    found: dict[str, Any] = {"errors": {name: bounds.error_ratio(form(*args)) for name, form in forms.items()}}
-    forms = forms_of(op)  # compiled anew, for the one size
+def errors_of(op: Op) -> dict[str, float]:
+    """The errors of the forms' results at small sizes."""
+    sizes = {name: min(size, SMALL) for name, size in reference_of(op).sizes.items()}
     args = Workload(op, sizes, torch.float32, CPU, backward=False).args()
+    bounds = reference_of(op).bounds(op.prepare(*args))
+    return {name: bounds.error_ratio(form(*args)) for name, form in forms_of(op).items()}
+
+
+def times_of(op: Op) -> dict[str, dict[str, float]]:
+    """Milliseconds of each form by pass, at the default size."""
+    found = {}
+    args, forms = Workload(op, reference_of(op).sizes, torch.float32, CPU, backward=False).args(), forms_of(op)
     for pass_name in PASSES:
         if pass_name == "both":
             args = tuple(arg.detach().requires_grad_() for arg in args)
             forms = {name: Training(form) for name, form in forms.items()}
         passes = {name: measure.Pass(form, args) for name, form in forms.items()}
+        once_ms = {name: second_run_ms(form, args) for name, form in forms.items()}
+        passes = {name: one for name, one in passes.items() if once_ms[name] <= HOPELESS * once_ms[OURS]}
         timings = measure.times(passes, repeats=9, budget_s=0.5, warmup=2)
-        found[pass_name] = {name: timing.median_ms for name, timing in timings.items()}
+        found[pass_name] = once_ms | {name: timing.median_ms for name, timing in timings.items()}
     return found
 
 

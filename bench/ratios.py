@@ -311,7 +311,7 @@ class Bench:
         passes: dict[str, measure.Pass] = {}
         for name, function in functions.items():
             try:
-                once_ms = self.once_ms(function, args)
+                once_ms = second_run_ms(function, args)
             except Exception as error:  # a peer's, which is told
                 if name in (AUTO, AGAIN):
                     raise
@@ -371,12 +371,13 @@ class Bench:
                 functions[one.name] = one.function
         return functions, reasons
 
-    def once_ms(self, function: Callable[..., Any], args: Arguments) -> float:
-        """The time of a second run: the first one compiles."""
-        function(*args)
-        start = time.perf_counter()
-        function(*args)
-        return 1000 * (time.perf_counter() - start)
+
+def second_run_ms(function: Callable[..., Any], args: Arguments) -> float:
+    """The time of a second run: the first one compiles."""
+    function(*args)
+    start = time.perf_counter()
+    function(*args)
+    return 1000 * (time.perf_counter() - start)
 
 
 def first_calls(step: Step) -> Row:
