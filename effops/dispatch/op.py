@@ -13,7 +13,7 @@ from torch import Tensor
 from effops.dispatch.validation import Conditions, no_conditions
 from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import Bytes
-from effops.pytorch import tree_map_only
+from effops.pytorch import _is_alias_of, tree_map_only
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
 CallT = TypeVar("CallT", bound="Call")
@@ -37,7 +37,13 @@ class Call(ABC):
         """Tell which of the tensors are neither among the arguments of the public function, nor views of them."""
         given = [argument for argument in arguments if isinstance(argument, Tensor)]
         known = {*map(id, given), *(id(tensor._base) for tensor in given if tensor._base is not None)}
-        self.made = [id(tensor) not in known and id(tensor._base) not in known for tensor in self.tensors]
+
+        def is_given(tensor: Tensor) -> bool:
+            # A view that was made in inference mode has no base. A tensor inside of a transform has no memory.
+            shares = any(_is_alias_of(tensor, argument) for argument in given)
+            return shares or id(tensor) in known or id(tensor._base) in known
+
+        self.made = [not is_given(tensor) for tensor in self.tensors]
 
     @property
     @abstractmethod

@@ -163,3 +163,12 @@ def test_explain_leaves_nothing_in_the_cache_of_pytorch():
     for points in range(100, 105):
         explained(points)
     assert len(mode.cache) == before > 0
+
+
+def test_views_in_inference_mode_are_no_copies():
+    """They were counted as operands that the call makes: a view that is made in inference mode has no base."""
+    heads = [torch.randn(2, 4, 30, 16) for _ in range(3)]
+    expected = effops.explain("attention", *heads, enable_gqa=True).variants
+    with torch.inference_mode():
+        made, inside = [one + 0 for one in heads], effops.explain("attention", *heads, enable_gqa=True).variants
+        assert effops.explain("attention", *made, enable_gqa=True).variants == inside == expected
