@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import os
 import sys
@@ -16,11 +15,12 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-from comparison import Effort, Row, compare
-from expected import Workload
-from report import LEAST_WIDTH, PROFILE_KEYS, SORT_KEYS, header, plot_memory, print_tables, title, write_json
-from summary import print_summary
-from timeleft import TimeLeft, expected_seconds, live_line
+from parts.arguments import comma_separated, keywords, positive, sizes, sweep
+from parts.comparison import Effort, Row, compare
+from parts.expected import Workload
+from parts.report import LEAST_WIDTH, PROFILE_KEYS, SORT_KEYS, header, plot_memory, print_tables, title, write_json
+from parts.summary import print_summary
+from parts.timeleft import TimeLeft, expected_seconds, live_line
 
 import effops  # noqa: F401  (registers the ops)
 from effops.commands.console import plain_or_rich_console
@@ -130,39 +130,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--wide", action="store_true", help="more columns, in tables of their own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
     return parser
-
-
-def positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if not number:
-        raise argparse.ArgumentTypeError(f"expected a positive integer; got {text!r}")
-    return number
-
-
-def comma_separated(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def sizes(text: str) -> dict[str, int]:
-    pairs = [part.partition("=") for part in comma_separated(text)]
-    if not all(key and number.isdecimal() and int(number) for key, _, number in pairs):
-        raise argparse.ArgumentTypeError(f"expected KEY=N,KEY=N with positive integers; got {text!r}")
-    return {key: int(number) for key, _, number in pairs}
-
-
-def sweep(text: str) -> tuple[str, list[int]]:
-    key, _, numbers = text.partition("=")
-    if not key or not all(number.isdecimal() and int(number) for number in numbers.split(",")):
-        raise argparse.ArgumentTypeError(f"expected KEY=N,N,N with positive integers; got {text!r}")
-    return key, [int(number) for number in numbers.split(",")]
-
-
-def keywords(text: str) -> dict[str, Any]:
-    pairs = [part.partition("=") for part in comma_separated(text)]
-    try:
-        return {key: ast.literal_eval(value) for key, _, value in pairs}
-    except (SyntaxError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE,NAME=VALUE of Python; got {text!r}") from error
 
 
 def accepted(op: Op) -> set[str]:

@@ -1,4 +1,4 @@
-"""The texts with figures in README.md and docs/*.md, from committed results and from the model of bench/sharded.py."""
+"""The texts with figures in README.md and docs/*.md, from committed results and bench/studies/sharded.py's model."""
 
 import json
 import os
@@ -168,9 +168,9 @@ def largest() -> str:
 
 
 def bench_sharded() -> ModuleType:
-    """bench/sharded.py, which has the model and its tables."""
-    if str(BENCH) not in sys.path:
-        sys.path.append(str(BENCH))
+    """bench/studies/sharded.py, which has the model and its tables."""
+    if str(BENCH / "studies") not in sys.path:
+        sys.path.append(str(BENCH / "studies"))
     import sharded
 
     return sharded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from effops.reference import Reference, reference_of
 from effops.reference.reference import Bounds
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
+SCRIPTS = sorted(script for folder in (".", "studies", "device") for script in (BENCH / folder).glob("*.py"))
 ROW_KEYS = {
     "op",
     "variant",
@@ -129,10 +131,16 @@ def bench(run: ModuleType, toy: Op, tmp_path: Path) -> Bench:
     return call
 
 
-@pytest.mark.parametrize("script", sorted(BENCH.glob("*.py")), ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_scripts_find_what_they_import(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.syspath_prepend(str(script.parent))
     runpy.run_path(str(script))
+
+
+def test_the_index_has_every_script() -> None:
+    """A user runs one of twenty scripts; each line of the index tells how, and its command is that of a file."""
+    commands = re.findall(r"`(?:python|bash) bench/(\S+?)[` ]", (BENCH / "README.md").read_text())
+    assert sorted({BENCH / name for name in commands}) == sorted([*SCRIPTS, BENCH / "on_device.sh"])
 
 
 @pytest.mark.slow
@@ -279,7 +287,7 @@ def test_what_would_not_fit_is_skipped(
 
 
 def test_a_peer_is_shown_and_does_not_fail_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = importlib.import_module("peers")
+    peers = importlib.import_module("parts.peers")
 
     def rounded(a: Tensor) -> Tensor:
         return row_sum_naive(a).bfloat16().float()
@@ -346,7 +354,7 @@ def test_options_of_the_op_and_a_sweep(run: ModuleType, tmp_path: Path, capsys: 
 
 
 def test_sorting(run: ModuleType) -> None:
-    comparison, report = importlib.import_module("comparison"), importlib.import_module("report")
+    comparison, report = importlib.import_module("parts.comparison"), importlib.import_module("parts.report")
     measure = importlib.import_module("effops.measure")
     times_ms = {"slow": 3.0, "skipped": None, "fast": 1.0, "middle": 2.0}
     rows = [

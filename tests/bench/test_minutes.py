@@ -22,7 +22,7 @@ MODULES = ("comparison", "expected", "report", "summary", "timeleft")
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     monkeypatch.syspath_prepend(str(BENCH))
-    return {name: importlib.import_module(name) for name in MODULES}
+    return {name: importlib.import_module(f"parts.{name}") for name in MODULES}
 
 
 def expected_of(bench: dict[str, ModuleType], op: str, most_flops: float, **sizes: int) -> tuple[Any, torch.Tensor]:

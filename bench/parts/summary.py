@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from comparison import Row
-from report import format_count, format_ms, format_ratio, table
 from rich.console import Console
+
+from .comparison import Row
+from .report import format_count, format_ms, format_ratio, table
 
 _COLUMNS = ("Op", "Variant", "Temporary", "Time", "Less", "Faster")
 

@@ -10,15 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from expected import Expected, Workload
-from floors import parts_of, total_ms
-from peers import PEERS
 from torch import Tensor
 
 from effops import measure
 from effops.commands.console import Progress
 from effops.dispatch.op import Cost
 from effops.text import format_bytes
+
+from .expected import Expected, Workload
+from .floors import parts_of, total_ms
+from .peers import PEERS
 
 
 @dataclass(frozen=True)

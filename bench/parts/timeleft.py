@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from comparison import Effort, contenders_of
-from expected import Workload
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from effops.commands.console import Progress
+
+from .comparison import Effort, contenders_of
+from .expected import Workload
 
 # What an op and a run that allocates a GiB take on two cores. Only their ratio matters once the first op is done.
 SECONDS_OF_THE_FIRST = 15.0  # TorchInductor starts

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from comparison import Found, Row
-from expected import Workload
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
@@ -24,6 +22,9 @@ from rich.table import Table
 
 from effops.measure import Profile, ProfileRow, device_model
 from effops.text import format_bytes
+
+from .comparison import Found, Row
+from .expected import Workload
 
 LEAST_WIDTH = 80  # what every table fits into
 ANY_WIDTH = 1000
@@ -118,7 +119,7 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """The checkout's commit, with "-dirty" after it if tracked files differ; None outside of a checkout."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
         return subprocess.run(
