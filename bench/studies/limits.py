@@ -21,7 +21,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 from parts.expected import Workload
-from parts.report import LEAST_WIDTH, header, write_json
+from parts.report import LEAST_WIDTH, header, heading, write_json
 from torch import Tensor
 
 import effops  # noqa: F401  (registers the ops)
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     cases = [case for case in CASES if options.limit in (None, case.limit)]
     console, head = plain_or_rich_console(LEAST_WIDTH), header(CPU, measure.copy_bandwidth_gbps(CPU))
-    console.print(", ".join(f"{key}: {value}" for key, value in head.items()))
+    console.print(heading(head))
     console.print(LINE.format(*TITLES), soft_wrap=True)
     rows = []
     for case in cases:

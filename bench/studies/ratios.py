@@ -32,7 +32,7 @@ import torch
 from parts.comparison import contenders_of, shortage
 from parts.expected import Workload
 from parts.peers import PEERS
-from parts.report import header, write_json
+from parts.report import header, heading, write_json
 from parts.timeleft import TimeLeft, live_line
 from rich.console import Console
 from torch import Tensor
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = list(chosen_steps(options))
     rows: list[Row] = []
     head = header(CPU, measure.copy_bandwidth_gbps(CPU))
-    console.print(", ".join(f"{key}: {value}" for key, value in head.items()))
+    console.print(heading(head))
     console.print(LINE.format(*TITLES))
     bench = Bench(options.repeats, options.budget)
     left = TimeLeft([SECONDS_PER_STEP] * len(steps))
