@@ -8,4 +8,4 @@
 # Needs python3 with torch, triton, opt_einsum, rich, mpmath, pytest 8 and pytest-xdist. OUT_DIR gets at most eight
 # files: a log for each stage, and results.json. The exit code is 1 if a stage failed. See also --help.
 set -euo pipefail
-exec "${PYTHON:-python3}" "$(dirname "$0")/stages.py" "$@"
+exec "${PYTHON:-python3}" "$(dirname "$0")/device/stages.py" "$@"

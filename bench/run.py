@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import os
 import sys
@@ -14,13 +13,28 @@ from typing import Any
 
 # The profiler's library announces each start and stop on stderr below this level.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+# Processes that compile would each import PyTorch first. One kernel is compiled at a time, so they save nothing.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
-from comparison import Effort, Row, compare
-from expected import Workload
-from report import LEAST_WIDTH, PROFILE_KEYS, SORT_KEYS, header, plot_memory, print_tables, title, write_json
-from summary import print_summary
-from timeleft import TimeLeft, expected_seconds, live_line
+from parts.arguments import comma_separated, keywords, positive, sizes, sweep
+from parts.comparison import Effort, Row, compare
+from parts.expected import Workload
+from parts.outlook import Speed, needs, outlook, seconds_of_steps
+from parts.report import (
+    LEAST_WIDTH,
+    PROFILE_KEYS,
+    SORT_KEYS,
+    header,
+    heading,
+    plot_memory,
+    print_tables,
+    prose,
+    title,
+    write_json,
+)
+from parts.summary import print_summary
+from parts.timeleft import TimeLeft, live_line
 
 import effops  # noqa: F401  (registers the ops)
 from effops.commands.console import plain_or_rich_console
@@ -37,8 +51,13 @@ DTYPES = {
 PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 
 
+MEANING = (
+    "Temporary memory does not count inputs and output. Errors are in units of a budget: 1.0 is the largest that "
+    "rounding can explain."
+)
 FOUNDING = "power_spherical_log_prob"
-QUICK = Effort(least_repeats=1, budget_s=0.5, most_flops=2**28)
+QUICK = Effort(least_repeats=1, budget_s=0.2, most_flops=2**28)
+QUICK_SHARE = 4  # the default divides the first size of each other op by it: what it takes falls as much
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,12 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with live_line(console) as progress:
         progress("measuring the bandwidth of a copy")
         head = header(device, copy_bandwidth_gbps(device))
-        console.print(", ".join(f"{key}: {value}" for key, value in head.items()))
-        console.print(
-            "Temporary memory does not count inputs and output. Errors are in units of a budget: 1.0 is the largest "
-            "that rounding can explain."
-        )
-        left = TimeLeft([sum(expected_seconds(one, variants, effort) for one in passes) for passes, variants in steps])
+        console.print(heading(head))
+        console.print(prose(MEANING))
+        progress("predicting memory and time")
+        speed = Speed.measured(device)
+        outlooks = [
+            [outlook(one, variants, effort, speed, with_peers=options.peers) for one in passes]
+            for passes, variants in steps
+        ]
+        console.print(needs([one for group in outlooks for one in group], device))
+        left = TimeLeft(seconds_of_steps(outlooks, speed))
         for passes, variants in steps:
             console.print("\n" + left.next_step())
             for workload in passes:
@@ -124,7 +147,9 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--group-by-stack", type=positive, default=0, metavar="N", help="operators by call stack")
     parser.add_argument(
-        "--all", action="store_true", help="slow rows run thrice, every result is checked whole, every op profiled"
+        "--all",
+        action="store_true",
+        help="whole sizes; slow rows run thrice, every result is checked whole, every op profiled",
     )
     parser.add_argument("--profile", action="store_true", help="the profiler's table under every op")
     parser.add_argument("--wide", action="store_true", help="more columns, in tables of their own")
@@ -132,43 +157,19 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if not number:
-        raise argparse.ArgumentTypeError(f"expected a positive integer; got {text!r}")
-    return number
-
-
-def comma_separated(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def sizes(text: str) -> dict[str, int]:
-    pairs = [part.partition("=") for part in comma_separated(text)]
-    if not all(key and number.isdecimal() and int(number) for key, _, number in pairs):
-        raise argparse.ArgumentTypeError(f"expected KEY=N,KEY=N with positive integers; got {text!r}")
-    return {key: int(number) for key, _, number in pairs}
-
-
-def sweep(text: str) -> tuple[str, list[int]]:
-    key, _, numbers = text.partition("=")
-    if not key or not all(number.isdecimal() and int(number) for number in numbers.split(",")):
-        raise argparse.ArgumentTypeError(f"expected KEY=N,N,N with positive integers; got {text!r}")
-    return key, [int(number) for number in numbers.split(",")]
-
-
-def keywords(text: str) -> dict[str, Any]:
-    pairs = [part.partition("=") for part in comma_separated(text)]
-    try:
-        return {key: ast.literal_eval(value) for key, _, value in pairs}
-    except (SyntaxError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE,NAME=VALUE of Python; got {text!r}") from error
-
-
 def accepted(op: Op) -> set[str]:
     """The arguments of an op that are no tensors."""
     assert op.function is not None
     return inspect.signature(op.function).parameters.keys() - op.core_dims.keys() - {"variant"}
+
+
+def default_sizes(op: Op, *, whole: bool) -> dict[str, int]:
+    """The sizes of an op's workload; in the default, but for the founding op, a part of the first of them."""
+    own = dict(reference_of(op).sizes)
+    if not whole and op.name != FOUNDING:
+        first = next(iter(own))
+        own[first] = max(1, own[first] // QUICK_SHARE)
+    return own
 
 
 def selected_ops(
@@ -196,12 +197,15 @@ def selected_ops(
     return [
         (
             op,
-            {key: one.get(key, options.size.get(key, default)) for key, default in reference_of(op).sizes.items()},
+            {
+                **default_sizes(op, whole=options.all),
+                **{key: size for key, size in given.items() if key in reference_of(op).sizes},
+            },
             {key: value for key, value in options.set.items() if key in accepted(op)},
             [name for name in op.variants if options.variants is None or name in options.variants],
         )
         for op in chosen
-        for one in ([{key: size} for key, sizes in swept.items() for size in sizes] or [{}])
+        for given in ([{**options.size, key: size} for key, sizes in swept.items() for size in sizes] or [options.size])
         if options.variants is None or not op.variants.keys().isdisjoint(options.variants)
     ]
 

@@ -1,4 +1,4 @@
-"""The texts with figures in README.md and docs/*.md, from committed results and from the model of bench/sharded.py."""
+"""The texts with figures in README.md and docs/*.md, from committed results and bench/studies/sharded.py's model."""
 
 import json
 import os
@@ -84,11 +84,7 @@ def fastest_first(rows: Sequence[Row], name: Callable[[Row], str]) -> list[tuple
 
 
 def variant(row: Row) -> str:
-    return f"`{row['variant']}`"
-
-
-def variant_or_peer(row: Row) -> str:
-    return f"{variant(row)}, a peer" if row["is_peer"] else variant(row)
+    return f"`{row['variant']}`" + (", a peer" if row["is_peer"] else "")
 
 
 def case(row: Row) -> str:
@@ -111,7 +107,7 @@ def comparison(result: Path) -> str:
     """A table for each op and pass of a benchmark."""
     parts = [measured_on(result)]
     for title, group in groupby(measured(result), case):
-        parts += [title, table(("variant", *MEASURES), fastest_first(list(group), variant_or_peer))]
+        parts += [title, table(("variant", *MEASURES), fastest_first(list(group), variant))]
     return "\n\n".join(parts)
 
 
@@ -168,9 +164,9 @@ def largest() -> str:
 
 
 def bench_sharded() -> ModuleType:
-    """bench/sharded.py, which has the model and its tables."""
-    if str(BENCH) not in sys.path:
-        sys.path.append(str(BENCH))
+    """bench/studies/sharded.py, which has the model and its tables."""
+    if str(BENCH / "studies") not in sys.path:
+        sys.path.append(str(BENCH / "studies"))
     import sharded
 
     return sharded

@@ -37,6 +37,11 @@ def format_us(microseconds: float) -> str:
     return f"{microseconds:.1f} us"
 
 
+def how_to_install(extra: str) -> str:
+    """What brings the packages of an extra: effops is on no package index yet, and is installed from its checkout."""
+    return f'in the checkout, pip install -c constraints.txt -e ".[{extra}]"'
+
+
 def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
     """Bytes of a number, as 6e9, or of a text, as "6G", "6 GiB" or "512 MB".
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from effops.ops.attention.dot_product import attention
+from effops.text import how_to_install
 
 NAME = "effops"
 # Models hand all of their keywords on to attention. These change nothing that it computes.
@@ -52,12 +53,12 @@ def register_transformers() -> None:
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise ImportError(
-            "register_transformers: transformers 5.4 or later cannot be imported; pip install 'effops[transformers]'"
+            f"register_transformers: transformers 5.4 or later cannot be imported; {how_to_install('transformers')}"
         ) from error
     if "q_length" not in inspect.signature(sdpa_mask).parameters:
         raise ImportError(
             "register_transformers: transformers must be 5.4 or later, whose functions of masks take other arguments; "
-            "pip install -U 'effops[transformers]'"
+            + how_to_install("transformers")
         )
     torch.compiler.assume_constant_result(_check_models)  # here, since it imports the compiler
     AttentionInterface.register(NAME, _attend)

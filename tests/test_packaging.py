@@ -1,5 +1,6 @@
 """A wheel holds every module, and works without what is installed for tests alone."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -24,6 +25,24 @@ def test_every_folder_of_modules_is_a_package_of_the_wheel(monkeypatch):
     expected = {".".join(folder if folder[0] == "effops" else ("effops", *folder)) for folder in folders}
     assert sorted(named) == sorted(expected)
     assert (ROOT / "effops" / "py.typed").exists()
+
+
+def test_one_tested_set_pins_what_the_package_asks_for():
+    """A plot looked different, or failed, with the matplotlib of the day."""
+    project = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[0]
+    asked = set(re.findall(r'"([a-z][a-z-]*)>=', project)) - {"setuptools"}
+    pinned = set(re.findall(r"^([a-z][a-z-]*)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert len(asked) > 10
+    assert asked <= pinned
+
+
+def test_no_text_asks_for_effops_from_an_index():
+    """`pip install 'effops[bench]'` finds nothing before there is a release."""
+    files = [
+        *ROOT.glob("*.md"),
+        *(file for folder in ("effops", "docs", "bench") for file in (ROOT / folder).rglob("*.[mp][dy]")),
+    ]
+    assert [file for file in files if re.search(r"pip install [^\n]*['\"]effops", file.read_text())] == []
 
 
 def test_without_triton():

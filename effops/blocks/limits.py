@@ -1,7 +1,7 @@
 """Sizes of blocks and crossovers on a CPU, in one table.
 
-They are constants, so that nothing is timed when a call runs. `python bench/limits.py` runs a call at half and at twice
-each of them. Where a larger size is no faster, the smaller one is taken.
+They are constants, so that nothing is timed when a call runs. `python bench/studies/limits.py` runs a call at half and
+at twice each of them. Where a larger size is no faster, the smaller one is taken.
 """
 
 # All ops

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from effops.text import aligned, format_bytes
+from effops.text import aligned, format_bytes, how_to_install
 
 
 class NVMLUnavailableError(RuntimeError):
@@ -116,7 +116,7 @@ def _nvml() -> Iterator[Any]:
         import pynvml
     except ImportError as error:
         raise NVMLUnavailableError(
-            "device_usage: needs the package nvidia-ml-py, which cannot be imported; pip install 'effops[bench]'"
+            f"device_usage: needs the package nvidia-ml-py, which cannot be imported; {how_to_install('bench')}"
         ) from error
     try:
         pynvml.nvmlInit()

@@ -7,6 +7,7 @@ from typing import Any
 
 from effops.memory.anatomy import Anatomy
 from effops.prediction.timeline import Timeline
+from effops.text import how_to_install
 
 MIB = 2**20
 LEAST_LABELLED = 0.04  # of the picture's width: shorter phases have no label
@@ -75,6 +76,6 @@ def _figure(caller: str, size: tuple[float, float]) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            f"{caller}: needs the package matplotlib, which cannot be imported; pip install 'effops[bench]'"
+            f"{caller}: needs the package matplotlib, which cannot be imported; {how_to_install('bench')}"
         ) from error
     return Figure(figsize=size, layout="constrained")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from effops.reference import Reference, reference_of
 from effops.reference.reference import Bounds
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
+SCRIPTS = sorted(script for folder in (".", "studies", "device") for script in (BENCH / folder).glob("*.py"))
 ROW_KEYS = {
     "op",
     "variant",
@@ -123,16 +125,24 @@ def bench(run: ModuleType, toy: Op, tmp_path: Path) -> Bench:
 
     def call(*options: str) -> tuple[int, dict[str, dict[str, Any]]]:
         path = tmp_path / "made" / "rows.json"
-        code = run.main(["--op", toy.name, "--device", "cpu", "--repeats", "3", "--json", str(path), *options])
+        code = run.main(
+            ["--op", toy.name, "--size", "N=64", "--device", "cpu", "--repeats", "3", "--json", str(path), *options]
+        )
         return code, {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
 
     return call
 
 
-@pytest.mark.parametrize("script", sorted(BENCH.glob("*.py")), ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_scripts_find_what_they_import(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.syspath_prepend(str(script.parent))
     runpy.run_path(str(script))
+
+
+def test_the_index_has_every_script() -> None:
+    """A user runs one of twenty scripts; each line of the index tells how, and its command is that of a file."""
+    commands = re.findall(r"`(?:python|bash) bench/(\S+?)[` ]", (BENCH / "README.md").read_text())
+    assert sorted({BENCH / name for name in commands}) == sorted([*SCRIPTS, BENCH / "on_device.sh"])
 
 
 @pytest.mark.slow
@@ -251,10 +261,8 @@ def test_backward_rows(bench: Bench) -> None:
 
 def test_both_passes(run: ModuleType, toy: Op, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    assert (
-        run.main(["--op", toy.name, "--device", "cpu", "--variants", "naive", "--pass", "both", "--json", str(path)])
-        == 0
-    )
+    toy_naive = ["--op", toy.name, "--size", "N=64", "--device", "cpu", "--variants", "naive"]
+    assert run.main([*toy_naive, "--pass", "both", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [row["pass"] for row in rows] == ["forward", "backward"]
     assert rows[0]["temporary_bytes"] == rows[0]["predicted_temporary_bytes"] == 64 * 32 * 4
@@ -273,13 +281,36 @@ def test_what_would_not_fit_is_skipped(
     code, rows = bench("--variants", "naive")
     assert (code, rows["naive"]["status"], rows["naive"]["time_ms"]) == (0, "skipped", None)
     assert rows["naive"]["reason"].startswith("needs 0.0 GiB")
-    assert "skipped: needs 0.0 GiB" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "skipped: needs 0.0 GiB" in printed
+    # Before it starts, for what was skipped after minutes came as a surprise.
+    assert "Left out: toy_row_sum naive, which needs 0.0 GiB" in printed.partition("op 1 of 1")[0]
     monkeypatch.setattr("effops.measure.available_bytes", lambda device: 64 * 32 * 4 + 64 * 4)
     assert bench("--variants", "naive")[1]["naive"]["status"] == "ok"
+    assert "Naive rows take up to 8.2 KiB of memory; 8.2 KiB are free." in capsys.readouterr().out
 
 
-def test_a_peer_is_shown_and_does_not_fail_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = importlib.import_module("peers")
+def test_the_default_runs_a_part_of_each_op_but_the_founding_one(run: ModuleType, toy: Op) -> None:
+    """All rows at whole sizes took five minutes on a slower machine, most of them in naive rows."""
+    assert run.default_sizes(toy, whole=False) == {"N": 16, "K": 32}
+    assert run.default_sizes(toy, whole=True) == {"N": 64, "K": 32}
+    founding = ops()[run.FOUNDING]
+    assert run.default_sizes(founding, whole=False) == reference_of(founding).sizes
+
+
+def test_what_is_printed_first_fits(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """The header was a line of 230 characters, and the summary did not say less of what."""
+    bench("--variants", "naive")
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    assert "copy_gbps: 10.0" in printed
+    assert "Less memory" in printed
+
+
+def test_a_peer_is_shown_and_does_not_fail_the_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = importlib.import_module("parts.peers")
 
     def rounded(a: Tensor) -> Tensor:
         return row_sum_naive(a).bfloat16().float()
@@ -298,6 +329,7 @@ def test_a_peer_is_shown_and_does_not_fail_the_run(bench: Bench, monkeypatch: py
     )
     code, rows = bench("--variants", "naive")
     assert code == 0
+    assert "package: a peer, which is another implementation" in capsys.readouterr().out
     assert rows.keys() == {"naive", "package", "absent"}
     package, absent = rows["package"], rows["absent"]
     assert package["status"] == "ok"
@@ -346,7 +378,7 @@ def test_options_of_the_op_and_a_sweep(run: ModuleType, tmp_path: Path, capsys: 
 
 
 def test_sorting(run: ModuleType) -> None:
-    comparison, report = importlib.import_module("comparison"), importlib.import_module("report")
+    comparison, report = importlib.import_module("parts.comparison"), importlib.import_module("parts.report")
     measure = importlib.import_module("effops.measure")
     times_ms = {"slow": 3.0, "skipped": None, "fast": 1.0, "middle": 2.0}
     rows = [

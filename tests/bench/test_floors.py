@@ -1,4 +1,4 @@
-"""bench/floors.py: the parts of each op's floor, at sizes where they can be counted by hand."""
+"""bench/parts/floors.py: the parts of each op's floor, at sizes where they can be counted by hand."""
 
 import importlib
 from pathlib import Path
@@ -16,7 +16,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 @pytest.fixture
 def floors(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("floors")
+    return importlib.import_module("parts.floors")
 
 
 def test_ops_with_a_floor(floors: ModuleType) -> None:
@@ -34,7 +34,7 @@ def test_ops_with_a_floor(floors: ModuleType) -> None:
     ],
 )
 def test_parts(name: str, sizes: dict[str, int], products: list, functions: dict[str, int], floors: ModuleType) -> None:
-    workload = importlib.import_module("expected").Workload(
+    workload = importlib.import_module("parts.expected").Workload(
         ops()[name], sizes, torch.bfloat16, torch.device("cpu"), False
     )
     parts = floors.parts_of(workload, workload.args())

@@ -1,4 +1,4 @@
-"""bench/limits.py and bench/cores.py: what sizes of blocks cost, and what the distance of two cores costs."""
+"""limits.py and cores.py in bench/studies/: what sizes of blocks cost, and what the distance of two cores costs."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.syspath_prepend(str(BENCH / "studies"))
     return importlib.import_module("limits")
 
 
@@ -44,7 +44,7 @@ def test_rows_of_a_limit(limits: ModuleType, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.skipif(shutil.which("cc") is None or (os.cpu_count() or 1) < 2, reason="needs cc and two cores")
 def test_distance_of_two_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.syspath_prepend(str(BENCH / "studies"))
     cores = importlib.import_module("cores")
     cores.main(["--op", "broadcast_dot", "--seconds", "1", "--json", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]

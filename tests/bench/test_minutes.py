@@ -16,13 +16,13 @@ from effops.measure import Profile, ProfileRow
 from effops.reference import reference_of
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-MODULES = ("comparison", "expected", "report", "summary", "timeleft")
+MODULES = ("comparison", "expected", "outlook", "report", "summary", "timeleft")
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     monkeypatch.syspath_prepend(str(BENCH))
-    return {name: importlib.import_module(name) for name in MODULES}
+    return {name: importlib.import_module(f"parts.{name}") for name in MODULES}
 
 
 def expected_of(bench: dict[str, ModuleType], op: str, most_flops: float, **sizes: int) -> tuple[Any, torch.Tensor]:
@@ -128,7 +128,26 @@ def test_time_left_follows_what_was_taken(bench: dict[str, ModuleType], monkeypa
     timeleft = bench["timeleft"]
     now = 100.0
     monkeypatch.setattr(timeleft.time, "perf_counter", lambda: now)
-    left = timeleft.TimeLeft([10.0, 20.0, 30.0])
+    left = timeleft.TimeLeft([25.0, 20.0, 30.0])
     assert left.next_step() == "op 1 of 3, about 1:15 left"
-    now += 2 * (10 + timeleft.SECONDS_OF_THE_FIRST)
+    now += 2 * 25
     assert left.next_step() == "op 2 of 3, about 1:40 left"
+
+
+def test_a_slower_machine_is_said_to_take_longer(bench: dict[str, ModuleType]) -> None:
+    """What was announced was for one machine, and another took twice as long."""
+    outlook, comparison = bench["outlook"], bench["comparison"]
+    op = ops()["normal_log_prob"]
+    workload = bench["expected"].Workload(op, {"N": 64, "M": 32, "D": 16}, torch.float32, torch.device("cpu"), False)
+    effort = comparison.Effort(least_repeats=1, budget_s=0.0, most_flops=2**28)
+
+    def seconds(python: float, fill_gib_s: float, *variants: str) -> float:
+        speed = outlook.Speed(python, fill_gib_s)
+        one = outlook.outlook(workload, variants, effort, speed, with_peers=False)
+        return sum(outlook.seconds_of_steps([[one], [one]], speed))
+
+    variants = "naive", "chunked", "compile"
+    assert seconds(2.0, 1.0, *variants) == pytest.approx(2 * seconds(1.0, 0.5, *variants))
+    assert seconds(1.0, 2.0, *variants) > seconds(1.0, 1.0, *variants)
+    compiling = outlook.FIRST_COMPILED + 2 * outlook.COMPILED
+    assert seconds(1.0, 0.0, *variants) - seconds(1.0, 0.0, "naive", "chunked") == pytest.approx(compiling)

@@ -26,7 +26,7 @@ time.sleep(SECONDS)
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.syspath_prepend(str(BENCH / "device"))
     return importlib.import_module("stages")
 
 
@@ -62,7 +62,7 @@ def test_a_stage_that_prints_too_much_is_stopped(
 
 def test_a_killed_job_leaves_the_log_and_the_rows_of_its_stage(tmp_path: Path) -> None:
     code = f"""
-import sys; sys.path.insert(0, {str(BENCH)!r})
+import sys; sys.path.insert(0, {str(BENCH / "device")!r})
 import stages; from pathlib import Path
 folder = Path({str(tmp_path)!r})
 stages.Job(folder, folder, {{}}, 60).run(stages.Stage("slow", 60, [{sleeper(tmp_path, 8)!r}]), "")
@@ -109,7 +109,7 @@ def test_a_job_fits_into_ten_minutes_and_eight_files(stages: ModuleType) -> None
 def test_the_commit_and_a_package_that_are_brought_along(
     stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = importlib.import_module("report")
+    report = importlib.import_module("parts.report")
     monkeypatch.setattr(report, "_commit", lambda: None)
     monkeypatch.setattr(stages, "BROUGHT", tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -165,7 +165,7 @@ def test_counters_are_read_from_the_log(stages: ModuleType) -> None:
 
 
 def test_jobs_on_one_device_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.syspath_prepend(str(BENCH / "device"))
     merge = importlib.import_module("merge")
     head = {"device": "NVIDIA H200 (x)", "commit": "abc", "date": "2026-01-02T03:04:05+00:00"}
 

@@ -1,4 +1,4 @@
-"""bench/ratios.py at tiny sizes, without compilers and new processes, which take minutes."""
+"""bench/studies/ratios.py at tiny sizes, without compilers and new processes, which take minutes."""
 
 import importlib
 import json
@@ -16,14 +16,14 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 @pytest.fixture
 def ratios(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.syspath_prepend(str(BENCH / "studies"))
     module = importlib.import_module("ratios")
     for op in ops().values():
         sizes = reference_of(op).sizes
         small = {name: min(size, 24 if size == max(sizes.values()) else 6) for name, size in sizes.items()}
         monkeypatch.setattr(reference_of(op), "sizes", small)
     monkeypatch.setattr(module, "PEER_VARIANTS", ("einsum",))
-    monkeypatch.setattr(importlib.import_module("comparison"), "PEERS", {})
+    monkeypatch.setattr(importlib.import_module("parts.comparison"), "PEERS", {})
     monkeypatch.setattr(module.measure, "copy_bandwidth_gbps", lambda device: 10.0)
     return module
 

@@ -224,7 +224,7 @@ def test_a_missing_extra_is_named(memory, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, _, err = memory("anatomy", "--architecture", "bert-large", "--batch-size", "2")
     assert code == 2
-    assert "pip install 'effops[bert]'" in err
+    assert 'pip install -c constraints.txt -e ".[bert]"' in err
 
 
 @pytest.mark.parametrize("arguments", [[], ["max-batch"], ["anatomy", "--architecture", "tst", "--workload", "a:b"]])

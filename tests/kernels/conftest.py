@@ -14,7 +14,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --few-compilations keep the cases that `bench/compilations.py --choose` found.
+    """With --few-compilations keep the cases that `bench/device/compilations.py --choose` found.
 
     Triton compiles a kernel anew for other sizes of 1, other multiples of 16 and other dtypes: minutes on a device.
     """

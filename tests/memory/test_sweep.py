@@ -71,7 +71,9 @@ def test_pictures(tmp_path):
 
 def test_pictures_without_matplotlib_are_an_error(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"plot_anatomy: needs the package matplotlib.*pip install 'effops\[bench\]'"):
+    with pytest.raises(
+        ImportError, match=r'plot_anatomy: needs the package matplotlib.*pip install .*-e "\.\[bench\]"'
+    ):
         plot_anatomy(anatomy(workload_of(8, 2), 6), tmp_path / "step.png")
 
 

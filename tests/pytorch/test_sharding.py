@@ -29,7 +29,7 @@ from effops.measure import Pass, memory
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.append(str(BENCH))
+sys.path.append(str(BENCH / "studies"))
 sharded = importlib.import_module("sharded")
 
 OP = find_op("power_spherical_log_prob")

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from effops.memory.models.time_series import Parts
+from effops.text import how_to_install
 
 
 def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager", checkpointing: bool = False) -> Parts:
@@ -30,7 +31,7 @@ def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager"
         from transformers import BertConfig, BertForSequenceClassification
     except ImportError as error:
         raise ImportError(
-            "bert_large: needs the package transformers, which cannot be imported; pip install 'effops[bert]'"
+            f"bert_large: needs the package transformers, which cannot be imported; {how_to_install('bert')}"
         ) from error
     if attention not in ("eager", "sdpa"):
         raise ValueError(f"bert_large: `attention` must be eager or sdpa; got {attention!r}")

@@ -1,7 +1,7 @@
 """Calls of the Triton kernels, forward and backward, at the shapes that a stage of on_device.sh needs.
 
-python bench/kernel_calls.py risky [--json FILE]        the load for compute-sanitizer
-python bench/kernel_calls.py profiled [--json FILE]     the load for ncu: each kernel once
+python bench/device/kernel_calls.py risky [--json FILE]        the load for compute-sanitizer
+python bench/device/kernel_calls.py profiled [--json FILE]     the load for ncu: each kernel once
 """
 
 from __future__ import annotations

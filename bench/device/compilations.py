@@ -2,8 +2,8 @@
 
 A driver that only names an H100 stands in for the real one, so that Triton itself tells the launches apart.
 
-    python bench/compilations.py [STAGE...]
-    python bench/compilations.py --choose 165      choose the tests of kernels that few compilations serve
+    python bench/device/compilations.py [STAGE...]
+    python bench/device/compilations.py --choose 165      choose the tests of kernels that few compilations serve
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import triton
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CHOSEN = ROOT / "tests" / "kernels" / "few_compilations.txt"
 Compilation = tuple[str, str]  # the name of a kernel, and all that Triton compiles it for
 COMPILED: dict[str, set[Compilation]] = {}  # by the test that asks for it, or "" outside of tests

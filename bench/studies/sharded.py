@@ -21,8 +21,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 import torch.distributed as dist
-from report import header
-from run import positive, sizes
+from parts.arguments import positive, sizes
+from parts.report import header, heading
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -193,7 +193,7 @@ def most(rows: Sequence[Row]) -> Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/sharded.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench/studies/sharded.py", description=__doc__)
     parser.add_argument("--size", type=sizes, default={}, metavar="M=..,T=..", help="instead of the op's default sizes")
     parser.add_argument("--repeats", type=positive, default=10, metavar="N", help="timed runs of a row, 10")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by_rank = run_processes(split.devices, measured, split, options.repeats, size)
         rows += [most(of_pass) for of_pass in zip(*by_rank)]
     head = header(torch.device("cpu"), None) | {"threads_per_process": 1}
-    print(", ".join(f"{key}: {value}" for key, value in head.items()))
+    print(heading(head))
     print(measurement(rows))
     if options.json:
         content = {"header": head, "size": size, "rows": [asdict(row) for row in rows]}

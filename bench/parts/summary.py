@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from comparison import Row
-from report import format_count, format_ms, format_ratio, table
 from rich.console import Console
 
-_COLUMNS = ("Op", "Variant", "Temporary", "Time", "Less", "Faster")
+from .comparison import Row
+from .report import format_count, format_ms, format_ratio, prose, table
+
+_COLUMNS = ("Op", "Variant", "Temporary", "Time", "Less memory", "Faster")
 
 
 def print_summary(console: Console, groups: Sequence[Sequence[Row]]) -> None:
     """Two lines for each group of rows, which are those of one op, pass and size."""
-    console.print(
-        "\nSummary: naive, and the best variant that ran, which is the one that effops prefers. Ratios are those of "
-        "naive to the best one.",
+    meaning = (
+        "Summary: naive, and the best variant that ran, which is the one that effops prefers. Ratios are those of "
+        "naive to the best one."
     )
+    console.print(f"\n{prose(meaning)}")
     console.print(table(console, _COLUMNS, [line for rows in groups for line in _lines(rows, groups)]))
 
 

@@ -1,7 +1,7 @@
 """Predicted against measured memory of training steps, on the CPU: peaks of three architectures, and largest batches.
 
-python bench/memory.py
-python bench/memory.py --largest --json FILE
+python bench/studies/memory.py
+python bench/studies/memory.py --largest --json FILE
 
 The first prints a row for every architecture, way to train and batch size. It has the predicted and the measured peak
 of the tensors, how far they are apart, and the seconds that the prediction took. `--largest` also predicts the largest
@@ -22,7 +22,7 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-from report import header
+from parts.report import header
 from torch import nn
 
 from effops.memory import Anatomy, Workload, anatomy, max_batch_size

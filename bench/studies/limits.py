@@ -1,6 +1,6 @@
 """The limits of `effops/blocks/limits.py` at half and at twice their values: time and temporary memory, on a CPU.
 
-python bench/limits.py --json FILE
+python bench/studies/limits.py --json FILE
 
 Ratios are of the time with another limit to that with its own, of medians of interleaved runs. "own again" tells how
 exact they are. A crossover has a call on either side of it.
@@ -20,8 +20,8 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-from expected import Workload
-from report import LEAST_WIDTH, header, write_json
+from parts.expected import Workload
+from parts.report import LEAST_WIDTH, header, heading, write_json
 from torch import Tensor
 
 import effops  # noqa: F401  (registers the ops)
@@ -174,7 +174,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case, and write the rows after each."""
-    parser = argparse.ArgumentParser(prog="bench/limits.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench/studies/limits.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", choices=sorted({case.limit for case in CASES}), help="one of them; default: all")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
     parser.add_argument("--repeats", type=int, default=21, metavar="N", help="timed runs of each, 21; fewer if slow")
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     cases = [case for case in CASES if options.limit in (None, case.limit)]
     console, head = plain_or_rich_console(LEAST_WIDTH), header(CPU, measure.copy_bandwidth_gbps(CPU))
-    console.print(", ".join(f"{key}: {value}" for key, value in head.items()))
+    console.print(heading(head))
     console.print(LINE.format(*TITLES), soft_wrap=True)
     rows = []
     for case in cases:

@@ -1,6 +1,6 @@
 """Variant `compile` of every op against the best form that a user would compile, in fresh processes on a CPU.
 
-python bench/compiled.py --json FILE
+python bench/studies/compiled.py --json FILE
 
 A line is one pass of a call at the default size: the variant's time, the best other form, the ratio of the two, and the
 error of both, forward, in the units of the op's bounds: above 1 a form is not right. Times are medians over processes,
@@ -28,10 +28,10 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-from expected import Workload
-from peers import additive_scores, additive_sums, normal, plain_weights, power_spherical
+from parts.expected import Workload
+from parts.peers import additive_scores, additive_sums, normal, plain_weights, power_spherical
+from parts.report import header, write_json
 from ratios import CPU, HOPELESS, Training, second_run_ms
-from report import header, write_json
 from torch import Tensor
 from torch._inductor import config as inductor
 
@@ -97,7 +97,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench/compiled.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench/studies/compiled.py", description=(__doc__ or "").splitlines()[0])
     compiled = [name for name, op in ops().items() if OURS in op.variants]
     parser.add_argument("--op", action="append", choices=compiled, metavar="OP", help="an op, or several; default: all")
     parser.add_argument("--threads", action="append", type=int, help="default: all cores, and one")

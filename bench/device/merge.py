@@ -1,6 +1,6 @@
 """Merges the results.json of the jobs of on_device.sh on one device into RESULTS/<device>/<date>.json; prints its path.
 
-python bench/merge.py JOB_DIR... [--results bench/results]
+python bench/device/merge.py JOB_DIR... [--results bench/results]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long a value takes from one core to another, while every op runs: virtual cores may move from cache to cache.
 
-python bench/cores.py --json FILE
+python bench/studies/cores.py --json FILE
 
 A hypervisor may put two virtual cores on cores that share an L3 cache, and later on cores that do not. A value then
 takes five times as long between them, and so do operations that read what the other core has written. Times are
@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from expected import Workload
-from report import header, write_json
+from parts.expected import Workload
+from parts.report import header, write_json
 
 import effops  # noqa: F401  (registers the ops)
 from effops import measure
@@ -116,7 +116,7 @@ def passes_of(name: str) -> dict[str, Callable[[], object]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the ops in turn, and print how they took with the cores near and far."""
-    parser = argparse.ArgumentParser(prog="bench/cores.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench/studies/cores.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", choices=ops(), help="default: all")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="N", help="how long it runs, 120")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench"
 BROUGHT = ROOT / "brought"  # what `--bring` leaves for a machine without git and network
 TOTAL_S = 540
@@ -102,12 +102,12 @@ def stages_of(device: str) -> list[Stage]:
     checked = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
     profiled = (*NCU, "--kernel-name", KERNELS)
     return [
-        Stage("memcheck", 110, [[str(BENCH / "kernel_calls.py"), "risky"]], checked, True, UNCACHED),
+        Stage("memcheck", 110, [[str(BENCH / "device" / "kernel_calls.py"), "risky"]], checked, True, UNCACHED),
         Stage("founding", 110, founding),
-        Stage("ncu", 80, [[str(BENCH / "kernel_calls.py"), "profiled"]], profiled, needs_cuda=True),
+        Stage("ncu", 80, [[str(BENCH / "device" / "kernel_calls.py"), "profiled"]], profiled, needs_cuda=True),
         Stage("kernels", 240, [[*tests, "--few-compilations", str(ROOT / "tests" / "kernels")]]),
         Stage("rest", 400, rest),
-        Stage("streams", 60, [[str(BENCH / "streams.py")]], needs_cuda=True),
+        Stage("streams", 60, [[str(BENCH / "device" / "streams.py")]], needs_cuda=True),
         Stage("ops", 400, [[*tests, *(str(ROOT / "tests" / name) for name in ("matrix", "ops"))]], needs_cuda=True),
     ]
 
@@ -267,7 +267,7 @@ def assemble(work: Path) -> None:
     (package / "kernels").symlink_to(ROOT / "kernels")
     for wheel in BROUGHT.glob("*.whl"):
         zipfile.ZipFile(wheel).extractall(work)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(work), str(BENCH), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(work), os.environ.get("PYTHONPATH", "")])
     os.environ["PYTHONUNBUFFERED"] = "1"
     sys.path.insert(0, str(work))
 
@@ -277,7 +277,7 @@ def header(device: str) -> dict[str, Any]:
     import importlib.util
 
     import torch
-    from report import header as measured_header
+    from parts.report import header as measured_header
 
     head = measured_header(torch.device(device), None)
     file = BROUGHT / "commit"
@@ -293,7 +293,7 @@ def header(device: str) -> dict[str, Any]:
 
 def bring() -> int:
     """Write into brought/ what a machine without git and network lacks: the commit, and power_spherical as a wheel."""
-    from report import _commit
+    from parts.report import _commit
 
     BROUGHT.mkdir(exist_ok=True)
     commit = _commit()
@@ -314,7 +314,6 @@ def main() -> int:
     parser.add_argument("--limit", type=int, metavar="S", help="seconds for each stage instead of its own limit")
     parser.add_argument("--bring", action="store_true", help="write brought/ for a machine without git and network")
     options = parser.parse_args()
-    sys.path.insert(0, str(BENCH))
     out = options.out.resolve()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

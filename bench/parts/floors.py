@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from expected import Workload
 from torch import Tensor
 
 from effops import measure
 from effops.numerics.precision import arithmetic_dtype
+
+from .expected import Workload
 
 CACHED_NUMEL = 2**18  # values of a special function that is timed: they stay in the L2 cache of each core
 

@@ -1,6 +1,6 @@
 """The automatic choice of every op against what else a user could take, in interleaved runs on a CPU.
 
-python bench/ratios.py --json FILE
+python bench/studies/ratios.py --json FILE
 
 A line is one call: the time of the automatic choice, its best peer, the ratio of the two, and the ratio of the
 automatic choice to itself, which tells how exact the ratios of this run are. The default sizes come first, and then
@@ -29,12 +29,12 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
-from comparison import contenders_of, shortage
-from expected import Workload
-from peers import PEERS
-from report import header, write_json
+from parts.comparison import contenders_of, shortage
+from parts.expected import Workload
+from parts.peers import PEERS
+from parts.report import header, heading, write_json
+from parts.timeleft import TimeLeft, live_line
 from rich.console import Console
-from timeleft import TimeLeft, live_line
 from torch import Tensor
 from torch._inductor import config as inductor
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = list(chosen_steps(options))
     rows: list[Row] = []
     head = header(CPU, measure.copy_bandwidth_gbps(CPU))
-    console.print(", ".join(f"{key}: {value}" for key, value in head.items()))
+    console.print(heading(head))
     console.print(LINE.format(*TITLES))
     bench = Bench(options.repeats, options.budget)
     left = TimeLeft([SECONDS_PER_STEP] * len(steps))
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench/ratios.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench/studies/ratios.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", action="append", choices=ops(), metavar="OP", help="an op, or several; default: all")
     parser.add_argument("--case", action="append", metavar="CASE", help="a case, or several, as in the table")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: both")

@@ -1,6 +1,6 @@
 """What Python adds to a call of three pairs on a CPU, part by part.
 
-python bench/overhead.py
+python bench/studies/overhead.py
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ class Peer:
         function: takes the arguments of the op
         module: what must be importable for it
         always: whether it is shown without being asked for
+        is_ready: whether its first forward pass compiles nothing
         memory_like: the variant of the op whose predicted memory stands for that of the peer
         exact: the function in float64, in as little memory as the inputs in float64 and the result need; None if
             the peer is no reference for values
@@ -32,6 +33,7 @@ class Peer:
     function: Callable[..., Tensor]
     module: str
     always: bool = False
+    is_ready: bool = False
     memory_like: str = "naive"
     exact: Callable[..., Tensor] | None = None
 
@@ -174,7 +176,9 @@ def _mixture(log_prob: Callable[..., Tensor], keops: Callable[..., Tensor]) -> M
 
 PEERS: Mapping[str, Mapping[str, Peer]] = {
     "power_spherical_log_prob": {
-        "power_spherical": Peer(power_spherical, "power_spherical", always=True, exact=power_spherical_exact),
+        "power_spherical": Peer(
+            power_spherical, "power_spherical", always=True, is_ready=True, exact=power_spherical_exact
+        ),
         "power_spherical_compiled": Peer(power_spherical_compiled, "power_spherical"),
     },
     "normal_log_prob": {

@@ -7,26 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from comparison import Effort, contenders_of
-from expected import Workload
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from effops.commands.console import Progress
-
-# What an op and a run that allocates a GiB take on two cores. Only their ratio matters once the first op is done.
-SECONDS_OF_THE_FIRST = 15.0  # TorchInductor starts
-SECONDS_PER_OP = 4.0
-SECONDS_PER_GIB = 0.6
-
-
-def expected_seconds(workload: Workload, variants: Sequence[str], effort: Effort) -> float:
-    """A first guess, from the bytes that are predicted to be allocated: slow is what touches many pages."""
-    args = workload.args()
-    costs = [one.cost for one in contenders_of(workload, args, variants, with_peers=False) if not one.obstacle]
-    runs = effort.least_repeats + (2 if workload.backward else 1)
-    return SECONDS_PER_OP + SECONDS_PER_GIB * runs * sum(cost.temporary_bytes for cost in costs if cost) / 2**30
 
 
 class TimeLeft:
@@ -34,7 +19,6 @@ class TimeLeft:
 
     def __init__(self, guesses_s: Sequence[float]) -> None:
         self.guesses_s, self.done, self.start = list(guesses_s), 0, time.perf_counter()
-        self.guesses_s[:1] = [SECONDS_OF_THE_FIRST + guess for guess in self.guesses_s[:1]]
 
     def next_step(self, what: str = "op") -> str:
         """Begin a step: 'op 3 of 13, about 1:40 left'."""

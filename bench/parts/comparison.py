@@ -10,15 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from expected import Expected, Workload
-from floors import parts_of, total_ms
-from peers import PEERS
 from torch import Tensor
 
 from effops import measure
 from effops.commands.console import Progress
 from effops.dispatch.op import Cost
 from effops.text import format_bytes
+
+from .expected import Expected, Workload
+from .floors import parts_of, total_ms
+from .peers import PEERS
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Contender:
-    """An implementation: a function of the op's arguments, why it cannot run (or ""), and its predicted cost."""
+    """An implementation: a function of the op's arguments, why it cannot run (or ""), and its predicted cost.
+
+    `is_ready` says that its first forward pass allocates what every later one does: nothing is compiled before.
+    """
 
     name: str
     function: Callable[..., Tensor]
     obstacle: str
     cost: Cost | None
     is_peer: bool = False
+    is_ready: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,11 +166,8 @@ def compare(
     contenders = list(contenders_of(workload, args, variants, with_peers))
     expected = Expected(workload, args, effort.most_flops)
     rows, seconds = _checked(workload, args, contenders, expected, progress)
-    # The first run of a process is slow, and the op that is profiled is the one whose times are shown.
     timings = {
-        name: measure.Timing(1000 * once, 1000 * once, 0.0, 1, 1000 * once)
-        for name, once in seconds.items()
-        if rows[name].status == "ok" and effort.is_met_by(once) and not profiled
+        name: _once(once) for name, once in seconds.items() if rows[name].status == "ok" and effort.is_met_by(once)
     }
     passes = {
         contender.name: measure.Pass(contender.function, args, workload.backward)
@@ -173,6 +175,7 @@ def compare(
         if rows[contender.name].status == "ok"
     }
     floor = parts_of(workload, args) if with_floor and passes else {}
+    slow = list(timings)
     timings |= measure.times(
         {name: work for name, work in passes.items() if name not in timings}
         | {name: part.work for name, part in floor.items()},
@@ -188,12 +191,19 @@ def compare(
         profile = measure.profile(passes, group_by_stack=group_by_stack, warmup=0)
         for one in profile.rows:
             rows[one.name] = replace(rows[one.name], self_mem_bytes=one.self_mem_bytes)
+            if one.name in slow:  # the first run of a process is slow, and this is a later one
+                timings[one.name] = _once(one.cpu_total_us / 1e6)
     floor_ms = total_ms(floor, timings)
     for name in passes:
         rows[name] = _timed(rows[name], timings[name], timings.get("naive"), args, copy_gbps, floor_ms)
     if not passes:
         return Found(list(rows.values()), profile)
     return Found(list(rows.values()), profile, expected.checked_share, expected.tolerance)
+
+
+def _once(seconds: float) -> measure.Timing:
+    """What is known of a pass that ran once."""
+    return measure.Timing(1000 * seconds, 1000 * seconds, 0.0, 1, 1000 * seconds)
 
 
 def contenders_of(
@@ -203,11 +213,13 @@ def contenders_of(
     for variant in op.variants.values():
         if variant.name in variants:
             function = partial(op, variant=variant.name, **workload.options)
-            yield Contender(variant.name, function, variant.obstacle(call), variant.cost(call))
+            is_ready = variant.name in ("naive", "torchscript")
+            yield Contender(variant.name, function, variant.obstacle(call), variant.cost(call), is_ready=is_ready)
     for name, peer in PEERS.get(op.name, {}).items():
         if peer.always or with_peers:
             cost = op.variants[peer.memory_like].cost(call)
-            yield Contender(name, partial(peer.function, **workload.options), peer.obstacle, cost, is_peer=True)
+            function = partial(peer.function, **workload.options)
+            yield Contender(name, function, peer.obstacle, cost, is_peer=True, is_ready=peer.is_ready)
 
 
 def _checked(
@@ -255,14 +267,20 @@ def _blank(workload: Workload, contender: Contender) -> Row:
     )
 
 
-def shortage(workload: Workload, args: tuple[Tensor, ...], cost: Cost | None) -> str:
-    """Why the pass does not fit in the memory that is free; empty if it does, as far as the prediction goes."""
-    if cost is None:
-        return ""
+def needed_bytes(workload: Workload, args: tuple[Tensor, ...], cost: Cost) -> int:
+    """What the pass is predicted to allocate at once, beside its arguments."""
     needed = cost.output_bytes + cost.saved_bytes + cost.temporary_bytes
     if workload.backward:
         # The gradient from above, those of the arguments, and each temporary twice: once for either factor's gradient.
         needed += cost.output_bytes + sum(arg.nbytes for arg in args) + cost.temporary_bytes
+    return needed
+
+
+def shortage(workload: Workload, args: tuple[Tensor, ...], cost: Cost | None) -> str:
+    """Why the pass does not fit in the memory that is free; empty if it does, as far as the prediction goes."""
+    if cost is None:
+        return ""
+    needed = needed_bytes(workload, args, cost)
     available = measure.available_bytes(workload.device)
     if needed <= available:
         return ""
@@ -291,14 +309,13 @@ def _judged(
     expected: Expected,
     known: Known,
 ) -> tuple[Row, tuple[Tensor, ...], float | None]:
-    """The row with error and memory; the results, or the gradients; the seconds of the pass if they tell something.
+    """The row with error and memory; the results, or the gradients; the seconds of the forward pass that was observed.
 
-    Where nothing is compiled before it runs, the first forward pass is the one whose memory is measured.
+    That is the first one if it is ready, else the second.
     """
     observed = Observed(contender.function)
     work = measure.Pass(observed, args, workload.backward)
-    is_ready = contender.name in ("naive", "torchscript") and not workload.backward
-    memory = measure.memory(work, warmup=0) if is_ready else None
+    memory = measure.memory(work, warmup=0) if contender.is_ready and not workload.backward else None
     out = observed(*args) if observed.result is None else observed.result
     found = torch.autograd.grad(out, args, measure.upstream_gradient(out)) if workload.backward else (out,)
     error = expected.error_ratio(out, found)
@@ -306,7 +323,7 @@ def _judged(
     if not error <= 1 and not contender.is_peer:
         return replace(row, status="failed", reason=f"the error is {error:.3g} times its budget"), found, None
     memory = memory or measure.memory(work, warmup=0)
-    return replace(row, **vars(memory)), found, observed.seconds if is_ready else None
+    return replace(row, **vars(memory)), found, None if workload.backward else observed.seconds
 
 
 def _timed(

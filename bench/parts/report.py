@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import subprocess
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -15,8 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from comparison import Found, Row
-from expected import Workload
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
@@ -25,7 +24,11 @@ from rich.table import Table
 from effops.measure import Profile, ProfileRow, device_model
 from effops.text import format_bytes
 
+from .comparison import Found, Row
+from .expected import Workload
+
 LEAST_WIDTH = 80  # what every table fits into
+PROSE_WIDTH = 100
 ANY_WIDTH = 1000
 
 ROW_KEYS: Mapping[str, Callable[[Row], float | None]] = {
@@ -118,7 +121,7 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """The checkout's commit, with "-dirty" after it if tracked files differ; None outside of a checkout."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -146,6 +149,17 @@ def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Any]) -> None
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
+def heading(head: Mapping[str, Any]) -> str:
+    """The header as it is printed."""
+    known = {**head, "commit": (head["commit"] or "unknown")[:12]}
+    return prose(", ".join(f"{key}: {value}" for key, value in known.items()))
+
+
+def prose(text: str) -> str:
+    """A text in lines that fit every screen."""
+    return textwrap.fill(text, PROSE_WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
 def title(workload: Workload) -> str:
     """What is run: 'normal_log_prob, forward, float32, N=4096, M=4096, D=64'."""
     sizes = (f"{key}={value}" for key, value in {**workload.sizes, **workload.options}.items())
@@ -165,7 +179,7 @@ def print_tables(console: Console, found: Found, sort_by: str = "", *, wide: boo
     if found.checked_share is not None and found.checked_share < 1:
         console.print(f"Error: of {found.checked_share:.1%} of the results, evenly spread; --all checks all of them.")
     for note in (note for row in rows for note in _notes(row)):
-        console.print(note)
+        console.print(prose(note))
 
 
 def _print_profile(console: Console, found: Found, profile: Profile, sort_by: str, place: Mapping[str, int]) -> None:
@@ -180,14 +194,15 @@ def _print_profile(console: Console, found: Found, profile: Profile, sort_by: st
             [(*profile.cells(row), _closeness(rows[row.name], others)) for row in profiled],
         )
     )
-    console.print(
+    net = (
         f"{profile.columns[1]} is net: what a range itself allocated less what it freed, without the operators called "
         "inside. It is not peak memory, and is negative where a range frees what they allocated."
     )
-    console.print(
+    closeness = (
         f"allclose: to {' / '.join(others)}, every element within twice its error budget, which is "
         f"{found.tolerance:.2g} at most, and rounding to the result's dtype."
     )
+    console.print(f"{prose(net)}\n{prose(closeness)}")
     for name, operators in profile.operators.items():
         ranked = sorted(operators, key=PROFILE_KEYS.get(sort_by, PROFILE_KEYS["cpu-total"]), reverse=True)
         cells = [(*profile.cells(row), "\n".join(row.stack)) for row in ranked]
@@ -270,6 +285,8 @@ def _memory_cells(row: Row) -> tuple[str, ...]:
 
 def _notes(row: Row) -> Iterator[str]:
     """What a table has no room for."""
+    if row.is_peer:
+        yield f"{row.variant}: a peer, which is another implementation and no variant of effops"
     if row.reason:
         yield f"{row.variant} {row.status}: {row.reason}"
     if _inexact(row):

@@ -1,6 +1,6 @@
 """Small calls of PowerSpherical against the package `power_spherical`, interleaved in one run on one thread.
 
-python bench/small_calls.py
+python bench/studies/small_calls.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import power_spherical
 import torch
-from report import header
+from parts.report import header
 from torch import Tensor
 
 import effops

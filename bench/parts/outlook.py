@@ -1,0 +1,97 @@
+"""What a benchmark will take, said before it starts: memory of the naive rows, what does not fit, and seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from effops import measure
+from effops.text import format_bytes
+
+from .comparison import Contender, Effort, contenders_of, needed_bytes, shortage
+from .expected import Workload
+from .report import prose
+
+# Seconds on a machine whose speed is 1. What a machine takes is in proportion to these, and to what it fills.
+FIRST_COMPILED = 15.0  # TorchInductor starts, and compiles the headers of all kernels
+COMPILED = 6.0
+CHECKED = 2.0  # float64 of 2^28 operations
+PREDICTED = 1.0
+FILLS = 2.0  # an expression takes so many times as long as it takes to fill what it allocates
+STEPS = 1_000_000  # of the loop of Python that tells the speed of a processor
+STEPS_SECONDS = 0.05
+COMPILERS = ("compile", "flex")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a machine takes: of Python, in units of `STEPS_SECONDS`, and to fill a GiB that was just allocated."""
+
+    python: float
+    fill_gib_s: float
+
+    @classmethod
+    def measured(cls, device: torch.device) -> Speed:
+        total, start = 0, time.perf_counter()
+        for step in range(STEPS):
+            total += step
+        python = (time.perf_counter() - start) / STEPS_SECONDS
+        start = time.perf_counter()
+        filled = torch.ones(2**28, dtype=torch.int8, device=device)
+        filled[-1].item()  # waits for the device
+        return cls(python, 4 * (time.perf_counter() - start))
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is expected of a workload. `left_out` are rows that do not fit in the free memory, with the reason."""
+
+    seconds: float
+    naive_bytes: int
+    left_out: tuple[str, ...]
+    compiles: bool
+
+
+def outlook(workload: Workload, variants: Sequence[str], effort: Effort, speed: Speed, *, with_peers: bool) -> Outlook:
+    args = workload.args()
+    contenders = [one for one in contenders_of(workload, args, variants, with_peers) if not one.obstacle]
+    short = {one.name: shortage(workload, args, one.cost) for one in contenders}
+    fitting = [one for one in contenders if not short[one.name]]
+    naive = [needed_bytes(workload, args, one.cost) for one in fitting if one.name == "naive" and one.cost]
+    return Outlook(
+        _seconds(workload, fitting, effort, speed),
+        max(naive, default=0),
+        tuple(f"{workload.op.name} {name}, which {reason}" for name, reason in short.items() if reason),
+        any(one.name in COMPILERS for one in fitting),
+    )
+
+
+def _seconds(workload: Workload, contenders: Sequence[Contender], effort: Effort, speed: Speed) -> float:
+    """Slow is what compiles, float64, and what touches many pages."""
+    costs = [one.cost for one in contenders if one.cost]
+    compiled = COMPILED * sum(one.name in COMPILERS for one in contenders)
+    checked = CHECKED * min(effort.most_flops, max((cost.flops for cost in costs), default=0)) / 2**28
+    runs = effort.least_repeats + (2 if workload.backward else 0)
+    filled = FILLS * runs * speed.fill_gib_s * sum(cost.temporary_bytes for cost in costs) / 2**30
+    return speed.python * (PREDICTED + compiled + checked) + filled + effort.budget_s * len(contenders)
+
+
+def seconds_of_steps(steps: Sequence[Sequence[Outlook]], speed: Speed) -> list[float]:
+    """What each step is expected to take, whose workloads run one after the other. The first to compile takes more."""
+    first = next((number for number, step in enumerate(steps) if any(one.compiles for one in step)), None)
+    return [
+        sum(one.seconds for one in step) + (FIRST_COMPILED * speed.python if number == first else 0.0)
+        for number, step in enumerate(steps)
+    ]
+
+
+def needs(outlooks: Sequence[Outlook], device: torch.device) -> str:
+    """How much memory the naive rows take, and what is left out because it does not fit."""
+    naive = max(one.naive_bytes for one in outlooks)
+    free = measure.available_bytes(device)
+    taken = f"Naive rows take up to {format_bytes(naive)} of memory; {format_bytes(free)} are free."
+    left_out = [prose(f"Left out: {row}.") for one in outlooks for row in one.left_out]
+    return "\n".join([taken] * bool(naive) + left_out)
