@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from effops.blocks.cutting import Block
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
-from effops.blocks.tiling import Block
 
 
 class Weighted(Scores):
