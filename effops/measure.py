@@ -32,6 +32,8 @@ from effops.prediction.cuda_forms import CUDA_BLOCK_BYTES
 from effops.pytorch import DeviceType, _ExperimentalConfig
 from effops.text import aligned, format_bytes, format_us
 
+__all__ = ["Memory", "Pass", "Profile", "ProfileRow", "Timing", "memory", "profile", "times"]
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -68,9 +70,8 @@ class Pass:
             raise ValueError("Pass(backward=True): one of `args` must require gradients; got none that does")
         outputs = [output for output in tensors(self.function(*self.args)) if output.requires_grad]
         upstream = [upstream_gradient(output) for output in outputs]
-        return Prepared(
-            lambda: torch.autograd.grad(outputs, leaves, upstream), (*tensors(self.args), *outputs, *upstream)
-        )
+        held = (*tensors(self.args), *outputs, *upstream)
+        return Prepared(lambda: torch.autograd.grad(outputs, leaves, upstream), held)
 
 
 @dataclass(frozen=True)
@@ -443,8 +444,7 @@ class _Totals:
     """Sums over a whole profile, which its percentages refer to."""
 
     def __init__(self, events: list[FunctionEvent], cuda: bool) -> None:
-        self.events = events
-        self.cuda = cuda
+        self.events, self.cuda = events, cuda
         self.self_cpu_us = sum(event.self_cpu_time_total for event in events)
         self.self_device_us = sum(
             event.self_device_time_total for event in events if _on_device(event) and not event.is_user_annotation

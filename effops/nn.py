@@ -12,6 +12,8 @@ from effops.ops.attention.additive import additive_attention
 from effops.ops.attention.dot_product import attention, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention
 
+__all__ = ["MultiheadAttention"]
+
 KINDS = ("fused", "naive", "additive", "log_sparse")
 
 

@@ -2,5 +2,7 @@
 
 This folder imports nothing of effops, which imports it lazily: Triton is needed only where a kernel runs.
 
+A tile, here, is what one program of a kernel computes at a time, as the field has the word.
+
 Start with `pairs`, the simplest family. `launch` has what all families share on the host, `tiles` on the device.
 """

@@ -688,7 +688,8 @@ def test_mixture_says_what_it_takes():
 
 
 def test_examples_of_the_docstrings():
-    modules = [getattr(distributions, name) for name in ("mixture", "power_spherical", "uniform", "von_mises_fisher")]
+    names = ("mixture", "power_spherical", "uniform", "von_mises_fisher")
+    modules = [distributions, *(getattr(distributions, name) for name in names)]
     found = [doctest.testmod(module, extraglobs={"torch": torch, "effops": effops}) for module in modules]
     assert sum(one.attempted for one in found) >= 10
     assert not any(one.failed for one in found)

@@ -6,11 +6,31 @@ import sys
 import pytest
 
 import effops
+import effops.measure
+import effops.memory
+import effops.memory.models
+
+# As docs/versions.md has it.
+MODULES = (effops, effops.distributions, effops.measure, effops.memory, effops.memory.models, effops.nn)
 
 
 def test_names():
     assert dir(effops) == sorted([*effops.__all__, "measure", "memory"])
     assert all(hasattr(effops, name) for name in dir(effops))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_modules_name_what_is_public(module):
+    """`effops.measure` and `effops.nn` had no `__all__`, so that what they import seemed to be theirs."""
+    assert module.__all__
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_help_is_for_users(module):
+    """`help(effops.memory)` began with what the folder may import, which is for those who change it."""
+    assert module.__doc__
+    assert "may import" not in module.__doc__
 
 
 def test_modules_are_imported_when_they_are_asked_for():

@@ -88,7 +88,7 @@ CASES = (
     Case("ADDITIVE_PIECE_BYTES", "additive_attention_scores"),
     Case("DIAGONAL_ROWS", "log_sparse_attention", backward=True),
     Case("DENSE_SHARE", "log_sparse_attention", backward=True),
-    Case("SHIFTS_PER_TILE", "log_sparse_attention", backward=True),
+    Case("SHIFTS_PER_GROUP", "log_sparse_attention", backward=True),
 )
 
 

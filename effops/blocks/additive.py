@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
+from effops.blocks.cutting import Block, Buffer, cut, depths, fit, part, pieces_of_block, sizes
 from effops.blocks.operand import point_operand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Slices
-from effops.blocks.tiling import Block, Buffer, cut, depths, fit, part, pieces, sizes
 from effops.numerics.values import observed
 
 
@@ -64,7 +64,9 @@ class AdditiveScores(Scores):
         self.differentiated = any(wanted)
         dimension, itemsize = max(1, query.shape[-1]), arithmetic.itemsize
         pair_bytes = limits.ADDITIVE_PAIR_BYTES
-        extents = cut(plan, dimension, itemsize, copies=1, values_per_row=values_per_row, pair_bytes=pair_bytes)
+        extents = cut(
+            plan, dimension, itemsize, values_per_coordinate=1, values_per_row=values_per_row, pair_bytes=pair_bytes
+        )
         super().__init__(plan, arithmetic, extents)
         self.depths = list(depths(dimension, extents.depth)) if query.shape[-1] else []
         self.keeps_exponentials = min(math.prod(extents.rows), math.prod(extents.columns)) > 1
@@ -75,7 +77,7 @@ class AdditiveScores(Scores):
         values = limits.ADDITIVE_PIECE_BYTES // itemsize
         if self.differentiated or self.weight_varies:  # a second buffer is needed, for terms or converted weights
             values //= 2
-        self.piece = fit(extents.pairs, values // extents.depth)
+        self.piece_extents = fit(extents.pairs, values // extents.depth)
         self.factors = Buffer(query, arithmetic), Buffer(query, arithmetic)
         self.ratios, self.sums, self.terms = (Buffer(query, arithmetic) for _ in range(3))
         self.one = query.new_ones((), dtype=arithmetic)
@@ -87,7 +89,7 @@ class AdditiveScores(Scores):
         for depth in self.depths:
             factors = self._factors(block, depth)
             shared = None if self.weight_varies else self._weights(block.pairs, depth)
-            for pairs, inside in pieces(block, self.piece):
+            for pairs, inside in pieces_of_block(block, self.piece_extents):
                 ratios = self._ratios(factors, inside, depth)
                 out[inside].add_(self._weigh(ratios, shared or self._weights(pairs, depth)))
 
@@ -96,7 +98,7 @@ class AdditiveScores(Scores):
             return
         for depth in self.depths:
             factors = self._factors(block, depth)
-            for pairs, inside in pieces(block, self.piece):
+            for pairs, inside in pieces_of_block(block, self.piece_extents):
                 ratios = self._ratios(factors, inside, depth)
                 g = weight[inside].unsqueeze(-1)
                 terms = torch.mul(ratios, g, out=self.terms.room(ratios.shape))

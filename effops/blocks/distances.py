@@ -42,10 +42,10 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
+from effops.blocks.cutting import Block, Buffer, Extents, cut, depths, fit, merge, pieces_of_block, sizes
 from effops.blocks.operand import PairOperand, point_operand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import Block, Buffer, Extents, cut, depths, fit, merge, pieces, sizes
 from effops.numerics.precision import contraction_error, unit_roundoff
 from effops.numerics.values import observed
 
@@ -84,9 +84,9 @@ class Distances(Scores):
                 plan,
                 dimension,
                 torch.float64.itemsize,
-                copies=features / dimension,
+                values_per_coordinate=features / dimension,
                 pair_bytes=limits.DISTANCE_BYTES,
-                width=limits.DISTANCE_WIDTH,
+                target_columns=limits.DISTANCE_WIDTH,
             )
         else:
             extents = cut(plan, max(1, dimension), arithmetic.itemsize, pair_bytes=limits.BLOCK_BYTES)
@@ -129,9 +129,9 @@ class _Direct:
         self.loc, self.scale, self.x = loc, scale, x
         self.arithmetic, self.differentiated = arithmetic, differentiated
         self.dimension = x.view.shape[-1]
-        self.piece = limits.BLOCK_BYTES // arithmetic.itemsize
-        self.depths = list(depths(self.dimension, self.piece))
-        pairs = max(1, self.piece // max(1, self.dimension))
+        self.piece_values = limits.BLOCK_BYTES // arithmetic.itemsize
+        self.depths = list(depths(self.dimension, self.piece_values))
+        pairs = max(1, self.piece_values // max(1, self.dimension))
         rows = fit(extents.rows, math.isqrt(pairs))
         columns = fit(extents.columns, pairs // math.prod(rows))
         rows = fit(extents.rows, pairs // math.prod(columns))
@@ -139,21 +139,23 @@ class _Direct:
         # The logarithm of a scale is taken once for all pairs of a block that share the scale.
         varying = [size != 1 for size in scale.view.shape[:-1]]
         scales = max(1, limits.BLOCK_BYTES // torch.float64.itemsize // max(1, scale.view.shape[-1]))
-        pieces = iter(fit(tuple(itertools.compress(extents.pairs, varying)), scales))
-        self.constant_extents = tuple(next(pieces) if axis else whole for axis, whole in zip(varying, extents.pairs))
+        limited = iter(fit(tuple(itertools.compress(extents.pairs, varying)), scales))
+        self.constant_extents = tuple(
+            next(limited) if varies else extent for varies, extent in zip(varying, extents.pairs)
+        )
         self.quotients, self.pulls = Buffer(x.view, arithmetic), Buffer(x.view, arithmetic)
 
     def evaluate(self, block: Block, out: Tensor) -> None:
         out.zero_()
         for depth in self.depths:
-            for pairs, inside in pieces(block, self.constant_extents):
+            for pairs, inside in pieces_of_block(block, self.constant_extents):
                 out[inside] += _constant(self.scale.part((*pairs, depth)).double(), depth).to(out.dtype)
-            for pairs, inside in pieces(block, self.extents):
+            for pairs, inside in pieces_of_block(block, self.extents):
                 out[inside].sub_(self.standardised(pairs, depth).square_().sum(-1), alpha=0.5)
 
     def evaluate_pairs(self, block: Block, which: tuple[Tensor, ...], out: Tensor) -> None:
         """Write the scores of single pairs of a block, given by their indices in it. Compute them in float64."""
-        step = max(1, self.piece // 8 // self.dimension)
+        step = max(1, self.piece_values // 8 // self.dimension)
         for some in zip(*(index.split(step) for index in which)):
             loc, scale, x = (
                 operand.part(block.pairs).expand(*out.shape, -1)[some].double()
@@ -164,7 +166,7 @@ class _Direct:
 
     def pull_back(self, block: Block, depth: slice, weight: Tensor) -> None:
         """Add the contribution of a block to the gradients, for the coordinates in `depth`."""
-        for pairs, inside in pieces(block, self.extents):
+        for pairs, inside in pieces_of_block(block, self.extents):
             z = self.standardised(pairs, depth)
             scale = self.scale.part((*pairs, depth)).to(self.arithmetic)
             g = weight[inside].unsqueeze(-1)

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
-from effops.blocks.operand import PairOperand
-from effops.blocks.pairs import Scores
-from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import (
+from effops.blocks.cutting import (
     Block,
     Buffer,
     Extents,
@@ -28,11 +25,14 @@ from effops.blocks.tiling import (
     merge,
     pair_bytes_beside,
     part,
+    pieces,
     sizes,
-    tiles,
     whole,
     within,
 )
+from effops.blocks.operand import PairOperand
+from effops.blocks.pairs import Scores
+from effops.blocks.plan import Plan, Shape, Slices
 from effops.numerics.layout import zero_gradient
 from effops.numerics.precision import converted
 
@@ -192,14 +192,19 @@ class Products(Scores):
         buffer = Buffer(x, arithmetic)  # one serves both sums, by turns
         self.dx = ProductSum(plan, x, plan.rows, arithmetic, buffer) if wants_x else None
         self.dloc = ProductSum(plan, loc, plan.columns, arithmetic, buffer) if wants_loc else None
-        copies = float(any(one is not None and one.copied for one in (self.left, self.right, self.dx, self.dloc)))
+        copies_any = any(one is not None and one.copied for one in (self.left, self.right, self.dx, self.dloc))
         if extents is None:
-            held += int(2 * limits.BLOCK_BYTES * copies)
-            buffers += self.dimension > (limits.DEPTH // 2 if copies else limits.DEPTH)  # `partial`
+            held += 2 * limits.BLOCK_BYTES * copies_any
+            buffers += self.dimension > (limits.DEPTH // 2 if copies_any else limits.DEPTH)  # `partial`
             limit = 2 * limits.TEMPORARY_BYTES if wants_loc or wants_x else limits.TEMPORARY_BYTES
             pair_bytes = pair_bytes_beside(held, buffers, limit)
             extents = cut(
-                plan, self.dimension, arithmetic.itemsize, copies=copies, pair_bytes=pair_bytes, in_steps=True
+                plan,
+                self.dimension,
+                arithmetic.itemsize,
+                values_per_coordinate=float(copies_any),
+                pair_bytes=pair_bytes,
+                in_steps=True,
             )
         super().__init__(plan, arithmetic, extents)
 
@@ -246,8 +251,8 @@ class Products(Scores):
     def _steps(self, block: Block, values: Tensor) -> Iterator[tuple[Block, Tensor]]:
         """What is multiplied at once of a block, and its values as matrices."""
         columns = (slice(None),) * len(block.columns)
-        for batch in tiles(block.batch, self.extents.batch_step):
-            for rows in tiles(block.rows, self.extents.row_step):
+        for batch in pieces(block.batch, self.extents.batch_step):
+            for rows in pieces(block.rows, self.extents.row_step):
                 inside = *within(block.batch, batch), *within(block.rows, rows), *columns
                 yield Block(batch, rows, block.columns), merge(values[inside], len(batch), len(rows))
 

@@ -42,5 +42,5 @@ ADDITIVE_PIECE_BYTES = 3 * 2**20  # pairs times coordinates computed at once
 # Log-sparse attention
 DIAGONAL_ROWS = 64  # rows of a block of a diagonal
 DENSE_SHARE = 1 / 8  # above this share of the offsets of a block, one matrix product of all offsets is faster
-SHIFTS_PER_TILE = 16  # single offsets whose scores are kept at a time
+SHIFTS_PER_GROUP = 16  # single offsets whose scores are kept at a time
 SCORE_BLOCKS = 8  # blocks of scores that backward keeps

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
+from effops.blocks.cutting import fit, is_prediction, part, pieces, whole
 from effops.blocks.logsumexp import absorb
 from effops.blocks.plan import Shape, Slices
-from effops.blocks.tiling import fit, is_prediction, part, tiles, whole
 from effops.numerics.exponentials import exp_
 from effops.numerics.layout import zero_gradient
 from effops.numerics.shapes import broadcast_shapes
@@ -57,9 +57,9 @@ def allowed(distance: Tensor, local: int, restart: int | None) -> Tensor:
 class Diagonal:
     """Square blocks of pairs, all at one distance from the main diagonal. The last block of a call may be smaller.
 
-    They are a `Tile`: some offsets of a block of rows, as a matrix (rows, columns) for each entry of the batch. `rows`
-    are the rows of the block that have a pair in the tile. `left` and `total` of `gather` have the rows of the block,
-    counted from its first row. `right`, and `total` of `scatter`, have all rows of the call.
+    They are an `OffsetGroup`: some offsets of a block of rows, as a matrix (rows, columns) for each entry of the batch.
+    `rows` are the rows of the block that have a pair in the group. `left` and `total` of `gather` have the rows of the
+    block, counted from its first row. `right`, and `total` of `scatter`, have all rows of the call.
     """
 
     rows: slice
@@ -109,7 +109,7 @@ class Shifts:
     offsets: Sequence[int]
 
     def _shifted(self) -> Iterator[tuple[int, slice, slice, slice]]:
-        """For each offset: its column, the rows with a key at it (within the tile, then the block), and their keys."""
+        """For each offset: its column, the rows with a key at it (within the group, then the block), and their keys."""
         for column, offset in enumerate(self.offsets):
             rows = slice(max(self.rows.start, offset - self.first), self.rows.stop)
             inside = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
@@ -140,16 +140,16 @@ class Shifts:
             target += (weights[..., inside, column, None] * left[..., rows, :]).sum_to_size(target.shape)
 
 
-Tile = Diagonal | Shifts
+OffsetGroup = Diagonal | Shifts
 
 
 class Blocks:
-    """The rows of a call, a block at a time, and the tiles of each.
+    """The rows of a call, a block at a time, and the groups of offsets of each.
 
     Args:
         tensors: query, key and value, of any strides
         batch: the shape to which their batch axes broadcast
-        keeps_scores: whether the scores of all tiles of a block are kept at once, or else those of one tile
+        keeps_scores: whether the scores of all groups of a block are kept at once, or else those of one group
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Blocks:
         self.distances = places.unsqueeze(-1) - places + self.edge - 1
 
     def batches(self) -> Iterable[Slices]:
-        return tiles(whole(self.batch), self.extents)
+        return pieces(whole(self.batch), self.extents)
 
     def row_blocks(self) -> list[slice]:
         """Blocks of rows, each a multiple of the edge long, and a block of the rows that remain.
@@ -193,18 +193,18 @@ class Blocks:
         missing = len(self.batch) + 2 - tensor.ndim
         return part(tensor[(None,) * missing], batch)
 
-    def tiles(self, rows: slice) -> Iterator[Tile]:
-        """The tiles of a block of rows. In the first tile every row has a pair: its pair with itself."""
+    def offset_groups(self, rows: slice) -> Iterator[OffsetGroup]:
+        """The groups of offsets of a block of rows. In the first group every row has a pair: its pair with itself."""
         both = self._shifts(rows), self._diagonals(rows)
         return itertools.chain(*(both if 0 in self.single_offsets[:1] else reversed(both)))
 
-    def _shifts(self, rows: slice) -> Iterator[Tile]:
+    def _shifts(self, rows: slice) -> Iterator[OffsetGroup]:
         offsets = [offset for offset in self.single_offsets if offset < rows.stop]
-        for i in range(0, len(offsets), limits.SHIFTS_PER_TILE):
+        for i in range(0, len(offsets), limits.SHIFTS_PER_GROUP):
             inside = slice(max(0, offsets[i] - rows.start), rows.stop - rows.start)
-            yield Shifts(rows.start, inside, offsets[i : i + limits.SHIFTS_PER_TILE])
+            yield Shifts(rows.start, inside, offsets[i : i + limits.SHIFTS_PER_GROUP])
 
-    def _diagonals(self, rows: slice) -> Iterator[Tile]:
+    def _diagonals(self, rows: slice) -> Iterator[OffsetGroup]:
         edge, last = self.edge, -(-rows.stop // self.edge)
         for shift in self.diagonals:
             if shift < last:
@@ -226,18 +226,18 @@ def forward(blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, scale: fl
 def _attend(
     blocks: Blocks, batch: Slices, rows: slice, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Fill a block of `out`. The softmax takes one tile after the other."""
+    """Fill a block of `out`. The softmax takes one group after the other."""
     query, key, value = (blocks.take(tensor, batch) for tensor in (query, key, value))
     left, target = query[..., rows, :].to(blocks.arithmetic), out[batch][..., rows, :]
     total = left.new_zeros(target.shape)
     scored = broadcast_shapes(query.shape[:-2], key.shape[:-2])
     sums = left.new_zeros((*scored, target.shape[-2], 1))
     highest = torch.full_like(sums, -math.inf)
-    for tile in blocks.tiles(rows):
-        weights = tile.mask_(tile.multiply(left, key).mul_(scale))
-        shrink = absorb(weights, highest[..., tile.rows, :], sums[..., tile.rows, :], -1)
-        total[..., tile.rows, :].mul_(shrink)
-        tile.gather(weights, value, total)
+    for group in blocks.offset_groups(rows):
+        weights = group.mask_(group.multiply(left, key).mul_(scale))
+        shrink = absorb(weights, highest[..., group.rows, :], sums[..., group.rows, :], -1)
+        total[..., group.rows, :].mul_(shrink)
+        group.gather(weights, value, total)
     target.copy_(total.div_(sums))
 
 
@@ -258,12 +258,12 @@ def backward(
             views = [None if total is None else blocks.take(total, batch) for total in totals]
             operands = [blocks.take(tensor, batch) for tensor in tensors]
             upstream = dout[batch][..., rows, :].to(blocks.arithmetic)
-            _pull_back(list(blocks.tiles(rows)), rows, upstream, operands, views, scale)
+            _pull_back(list(blocks.offset_groups(rows)), rows, upstream, operands, views, scale)
     return [None if total is None else total.to(tensor.dtype) for total, tensor in zip(totals, tensors)]
 
 
 def _pull_back(
-    block_tiles: Sequence[Tile],
+    groups: Sequence[OffsetGroup],
     rows: slice,
     upstream: Tensor,
     operands: Sequence[Tensor],
@@ -273,39 +273,39 @@ def _pull_back(
     """Add the contribution of a block of rows to the gradients."""
     (query, key, value), (dquery, dkey, dvalue) = operands, gradients
     left = query[..., rows, :].to(upstream.dtype)
-    shares = _probabilities(block_tiles, left, key, scale)
+    shares = _probabilities(groups, left, key, scale)
     if dvalue is not None:
-        for tile, share in zip(block_tiles, shares):
-            tile.scatter(share, upstream, dvalue)
+        for group, share in zip(groups, shares):
+            group.scatter(share, upstream, dvalue)
     if dquery is None and dkey is None:
         return
-    slopes = [tile.multiply(upstream, value) for tile in block_tiles]
+    slopes = [group.multiply(upstream, value) for group in groups]
     mean = upstream.new_zeros((*upstream.shape[:-1], 1))
-    for tile, share, slope in zip(block_tiles, shares, slopes):
-        mean[..., tile.rows, :].add_((share * slope).sum(-1, keepdim=True))
+    for group, share, slope in zip(groups, shares, slopes):
+        mean[..., group.rows, :].add_((share * slope).sum(-1, keepdim=True))
     dleft = left.new_zeros((*shares[0].shape[:-2], *left.shape[-2:]))
-    for tile, share, slope in zip(block_tiles, shares, slopes):
-        weights = slope.sub_(mean[..., tile.rows, :]).mul_(share).mul_(scale).sum_to_size(share.shape)
+    for group, share, slope in zip(groups, shares, slopes):
+        weights = slope.sub_(mean[..., group.rows, :]).mul_(share).mul_(scale).sum_to_size(share.shape)
         if dkey is not None:
-            tile.scatter(weights, left, dkey)
+            group.scatter(weights, left, dkey)
         if dquery is not None:
-            tile.gather(weights, key, dleft)
+            group.gather(weights, key, dleft)
     if dquery is not None:
         target = dquery[..., rows, :]
         target += dleft.sum_to_size(target.shape)
 
 
-def _probabilities(block_tiles: Sequence[Tile], left: Tensor, key: Tensor, scale: float) -> list[Tensor]:
-    """The softmax of a block of rows, one tensor for each tile."""
-    scores = [tile.mask_(tile.multiply(left, key).mul_(scale)) for tile in block_tiles]
+def _probabilities(groups: Sequence[OffsetGroup], left: Tensor, key: Tensor, scale: float) -> list[Tensor]:
+    """The softmax of a block of rows, one tensor for each group."""
+    scores = [group.mask_(group.multiply(left, key).mul_(scale)) for group in groups]
     highest = scores[0].amax(-1, keepdim=True)
-    for tile, values in zip(block_tiles[1:], scores[1:]):
-        part_highest = highest[..., tile.rows, :]
+    for group, values in zip(groups[1:], scores[1:]):
+        part_highest = highest[..., group.rows, :]
         torch.maximum(part_highest, values.amax(-1, keepdim=True), out=part_highest)
     sums = torch.zeros_like(highest)
-    for tile, values in zip(block_tiles, scores):
-        exp_(values.sub_(highest[..., tile.rows, :]))
-        sums[..., tile.rows, :].add_(values.sum(-1, keepdim=True))
-    for tile, values in zip(block_tiles, scores):
-        values.div_(sums[..., tile.rows, :])
+    for group, values in zip(groups, scores):
+        exp_(values.sub_(highest[..., group.rows, :]))
+        sums[..., group.rows, :].add_(values.sum(-1, keepdim=True))
+    for group, values in zip(groups, scores):
+        values.div_(sums[..., group.rows, :])
     return scores

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from effops.blocks.cutting import Buffer, part, sizes
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Buffer, part, sizes
 from effops.blocks.weighted import Weighted
 from effops.numerics.exponentials import exp_
 

@@ -2,8 +2,9 @@
 
 Rows are the queries, columns the keys: the last axis of the plan is that of the keys.
 
-Pairs are excluded by adding -inf: to fill them where a boolean mask says so takes 15 to 30 times as long on a CPU. The
-sum is NaN where the score is NaN or infinite. A block with a NaN is filled too.
+Pairs are excluded by adding -inf to their scores. To write -inf where a boolean mask says so would take 15 to 30 times
+as long on a CPU. But the sum is NaN where the score is NaN or infinite. So -inf is written after all in a block with a
+NaN or infinity.
 """
 
 import itertools
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effops.blocks.cutting import Block, Buffer, all_pairs, pieces, pieces_along, pieces_of_block, sizes
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Shape, Slices
-from effops.blocks.tiling import Block, Buffer, all_pairs, along, pieces, sizes, tiles
 from effops.numerics.values import observed
 
 
@@ -25,7 +26,8 @@ class Masked(Scores):
     """Scores under a mask. `gradients` returns those of `scores`, and then that of an additive mask.
 
     Pairs that a boolean mask excludes score -inf and pass no gradient. The same holds for pairs whose key comes more
-    than `diagonal` places after the query; None is as far as can be. `like` is a tensor of the same device.
+    than `diagonal` places after the query. If that is None, no key comes too late. `like` is a tensor of the same
+    device.
     """
 
     def __init__(
@@ -43,9 +45,8 @@ class Masked(Scores):
         self.has_exclusions = diagonal is not None or mask is not None
         self.mask = None if mask is None else PairOperand(self.plan, mask, self.arithmetic if wants_mask else None)
         self.excludes = mask is not None and mask.dtype == torch.bool
-        # Where the part of a boolean mask lies from which `terms` were made.
-        self.place: tuple[int, Shape] | None = None
-        self.terms: Tensor | None = None
+        self.terms: Tensor | None = None  # 0 or -inf, for the latest part of a boolean mask
+        self.terms_place: tuple[int, Shape] | None = None  # where that part lies in the mask
         self.highest, self.flags = (Buffer(like, dtype) for dtype in (self.arithmetic, torch.bool))
 
     def walk(self) -> Iterable[Block]:
@@ -58,16 +59,16 @@ class Masked(Scores):
         which may share a mask, follow one another.
         """
         everything = all_pairs(self.plan)
-        for rows in tiles(everything.rows, self.extents.rows, backwards=self.diagonal is not None):
-            for batch in tiles(everything.batch, self.extents.batch):
+        for rows in pieces(everything.rows, self.extents.rows, backwards=self.diagonal is not None):
+            for batch in pieces(everything.batch, self.extents.batch):
                 reached = self._reached(everything._replace(batch=batch, rows=rows))
-                columns = itertools.product(*map(along, reached, self.extents.columns))
+                columns = itertools.product(*map(pieces_along, reached, self.extents.columns))
                 yield [Block(batch, rows, keys) for keys in columns]
 
     def evaluate(self, block: Block, out: Tensor | None) -> Any:
         evaluated = self.scores.evaluate(block, out)
         if out is not None and self._add(block, out):
-            self._maxima(block, out)
+            self._mend(block, out)
         return evaluated
 
     def evaluate_ordinary(self, block: Block, out: Tensor) -> None:
@@ -78,7 +79,7 @@ class Masked(Scores):
     def maxima(self, block: Block, out: Tensor) -> Tensor:
         """Write the scores of a block to `out`, and return the largest of each row, until the next are asked for."""
         self.scores.evaluate(block, out)
-        return self._maxima(block, out) if self._add(block, out) else self._amax(out)
+        return self._mend(block, out) if self._add(block, out) else self._amax(out)
 
     def lack_keys(self, block: Block, out: Tensor) -> Tensor:
         """Write the scores of a block to `out`, and return whether all of a row are minus infinity."""
@@ -117,15 +118,16 @@ class Masked(Scores):
             has_excluded = True
         return has_excluded
 
-    def _maxima(self, block: Block, out: Tensor) -> Tensor:
-        """The largest score of each row, after excluded pairs are filled if the mask made any NaN."""
+    def _mend(self, block: Block, out: Tensor) -> Tensor:
+        """Write -inf to excluded pairs if their sums may be NaN. Return the largest score of each row."""
         highest = self._amax(out)
         are_below = torch.lt(highest, math.inf, out=self.flags.room(highest.shape)).all()
         if out.device.type == "cpu" and observed(are_below, ordinary=True):
             return highest
         for inside, terms in self._exclusions(block, out.device):
-            # Of a number and NaN, `fmin` takes the number. So no further memory is needed.
-            torch.fmin(out[inside], terms.mul_(math.inf), out=out[inside])  # NaN, or minus infinity where excluded
+            # The product is NaN, or -inf where pairs are excluded. Of a number and NaN, `fmin` takes the number.
+            torch.fmin(out[inside], terms.mul_(math.inf), out=out[inside])
+            # The terms may be kept for other blocks, so they become 0 and -inf again. Copies would take more memory.
             terms.nan_to_num_(nan=0.0, neginf=-math.inf)
         return self._amax(out)
 
@@ -140,7 +142,7 @@ class Masked(Scores):
     def _exclusions(self, block: Block, device: torch.device) -> Iterator[tuple[Slices, Tensor]]:
         """Where pairs of a block may be excluded: their slices, and terms that broadcast with them, 0 or -inf."""
         if self.mask is not None and self.excludes:
-            for pairs, inside in pieces(block, self.mask.piece(self.extents.pairs, self.arithmetic)):
+            for pairs, inside in pieces_of_block(block, self.mask.piece_extents(self.extents.pairs, self.arithmetic)):
                 yield inside, self._terms_of(self.mask.part(pairs))
         if self.diagonal is not None:
             yield from self._beyond_diagonal(block, self.diagonal, device)
@@ -169,9 +171,9 @@ class Masked(Scores):
     def _terms_of(self, included: Tensor) -> Tensor:
         """What to add for a part of a boolean mask: 0 or -inf. It is kept for blocks that share this part."""
         place = int(included.storage_offset()), tuple(included.shape)
-        if place != self.place:
+        if place != self.terms_place:
             self.terms = None  # frees the former terms before others are made
-            self.place, self.terms = place, included.to(self.arithmetic).reciprocal_().neg_().add_(1)
+            self.terms_place, self.terms = place, included.to(self.arithmetic).reciprocal_().neg_().add_(1)
         assert self.terms is not None
         return self.terms
 

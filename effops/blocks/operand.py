@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
+from effops.blocks.cutting import Block, fit, part, pieces_of_block, sizes
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import Block, fit, part, pieces, sizes
 from effops.numerics.layout import zero_gradient
 
 
@@ -30,10 +30,10 @@ class PairOperand:
         if self.tensor.dtype == out.dtype:
             out += self.part(block.pairs)
             return
-        for pairs, inside in pieces(block, self.piece(sizes(block.pairs), out.dtype)):
+        for pairs, inside in pieces_of_block(block, self.piece_extents(sizes(block.pairs), out.dtype)):
             out[inside] += self.part(pairs).to(out.dtype)
 
-    def piece(self, extents: Shape, dtype: torch.dtype) -> Shape:
+    def piece_extents(self, extents: Shape, dtype: torch.dtype) -> Shape:
         """The extents of what is converted at once: at most `BLOCK_BYTES`; whole axes where the operand broadcasts."""
         shape = self.view.shape[: len(extents)]
         varying = tuple(1 if size == 1 else extent for size, extent in zip(shape, extents))

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effops.blocks.cutting import Block, Buffer, Extents, column_blocks
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Block, Buffer, Extents, column_blocks
 
 
 @dataclass

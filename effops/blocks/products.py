@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits, pairs
+from effops.blocks.cutting import Block, Buffer, cut, depths, fit, merge, pieces, whole
 from effops.blocks.dots import Products, are_matrices
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.blocks.tiling import Block, Buffer, cut, depths, fit, merge, tiles, whole
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import arithmetic_dtype
 
@@ -37,14 +37,14 @@ class Matrices:
         self.written_by_copy = self.copied or (is_apart and self.bytes <= limits.PRODUCT_BYTES)
         self.buffer = buffer
 
-    def part(self, tile: Slices) -> Tensor:
-        """Some matrices as the three-dimensional factor of a product."""
-        some = self.view[tile]
+    def part(self, entries: Slices) -> Tensor:
+        """The matrices of some entries of the batch, as the three-dimensional factor of a product."""
+        some = self.view[entries]
         return self._merged(self.buffer.room(some.shape).copy_(some) if self.copied else some)
 
-    def write(self, tile: Slices, left: Tensor, right: Tensor, *, terms: int = sys.maxsize) -> None:
-        """Overwrite some matrices with products, of which BLAS sums so many terms at a time."""
-        some = self.view[tile]
+    def write(self, entries: Slices, left: Tensor, right: Tensor, *, terms: int = sys.maxsize) -> None:
+        """Overwrite the matrices of some entries with products, of which BLAS sums so many terms at a time."""
+        some = self.view[entries]
         out = self.buffer.room(some.shape) if self.written_by_copy else some
         matrices = self._merged(out)
         if left.shape[-1] == 1:
@@ -67,8 +67,8 @@ def forward(plan: Plan, loc: Tensor, x: Tensor, out: Tensor) -> Tensor:
     batch = _batch_extents(plan, (left, right), (products,))
     if batch is None:
         return pairs.forward(_Blocks(plan, loc, x, arithmetic), out)
-    for tile in tiles(whole(plan.sizes(plan.batch)), batch):
-        products.write(tile, left.part(tile), right.part(tile).mT, terms=limits.DEPTH)
+    for entries in pieces(whole(plan.sizes(plan.batch)), batch):
+        products.write(entries, left.part(entries), right.part(entries).mT, terms=limits.DEPTH)
     return out
 
 
@@ -88,12 +88,12 @@ def backward(
         del dloc, dx, into_loc, into_x  # before there are others
         dx, dloc = pairs.backward(_Blocks(plan, loc, x, arithmetic, wants_loc=wants_loc, wants_x=wants_x), dout)
         return dloc, dx
-    for tile in tiles(whole(plan.sizes(plan.batch)), batch):
-        weight = weights.part(tile)
+    for entries in pieces(whole(plan.sizes(plan.batch)), batch):
+        weight = weights.part(entries)
         if into_x is not None:
-            into_x.write(tile, weight, right.part(tile))
+            into_x.write(entries, weight, right.part(entries))
         if into_loc is not None:
-            into_loc.write(tile, weight.mT, left.part(tile))
+            into_loc.write(entries, weight.mT, left.part(entries))
     return dloc, dx
 
 
@@ -101,7 +101,7 @@ class _Blocks(Products):
     """The dot products of one call in blocks, with gradients for one of any layout and dtype."""
 
     def __init__(self, plan: Plan, loc: Tensor, x: Tensor, arithmetic: torch.dtype, **wanted: bool) -> None:
-        extents = cut(plan, x.shape[-1], arithmetic.itemsize, copies=1, pair_bytes=limits.PAIR_BYTES)
+        extents = cut(plan, x.shape[-1], arithmetic.itemsize, values_per_coordinate=1, pair_bytes=limits.PAIR_BYTES)
         super().__init__(plan, loc, x, arithmetic, extents=extents, **wanted)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:

@@ -18,7 +18,7 @@ from effops.numerics.precision import arithmetic_dtype, converted
 
 
 class Normalisers(Protocol):
-    """What knows the normaliser of a scale, in the dtype of the arithmetic."""
+    """An object that may have the normaliser of a scale at hand, in the dtype of the arithmetic."""
 
     def of(self, dot_map: DotMap, scale: Tensor, arithmetic: torch.dtype) -> Tensor: ...
 
@@ -31,9 +31,9 @@ class SmallCall:
 
     Args:
         dot_map: phi and the normaliser
-        plan: that of the call
-        loc, scale, x: operands of its shapes and dtypes; they are not kept
-        dtype: that of the result
+        plan: the roles of the axes of all pairs
+        loc, scale, x: operands with the shapes and dtypes of the call; they are not kept
+        dtype: the dtype of the result
     """
 
     def __init__(self, dot_map: DotMap, plan: Plan, loc: Tensor, scale: Tensor, x: Tensor, dtype: torch.dtype) -> None:
@@ -45,22 +45,23 @@ class SmallCall:
         self.row_shape: Shape = (rows, dimension)
         self.column_shape: Shape = (columns, dimension)
         self.pair_shape: Shape = (rows, columns)
-        # A longer sum of terms of one sign loses digits. A further operand alone may vary along columns.
+        # A longer sum of terms of one sign loses digits. There are more pairs than rows times columns of loc where the
+        # scale varies along columns and loc does not.
         self.is_product = not plan.batch and dimension <= limits.DEPTH and rows * columns == pairs
         if self.is_product and columns == 1:
             self.column_shape, self.pair_shape = (dimension,), (rows,)  # a vector costs less than a matrix
         # The largest temporary: all products of coordinates, unless copies of a product's operands are smaller.
-        self.numbers = pairs * dimension
+        self.most_values = pairs * dimension
         if self.is_product:
-            self.numbers = min(self.numbers, max(pairs, (rows + columns) * dimension))
+            self.most_values = min(self.most_values, max(pairs, (rows + columns) * dimension))
 
     @property
     def is_small(self) -> bool:
-        """Whether blocks would cost more: no temporary is larger than one. An empty call is none."""
-        return 0 < self.numbers * self.arithmetic.itemsize <= limits.BLOCK_BYTES
+        """Whether no temporary is larger than a block, so that blocks would cost more. An empty call is not small."""
+        return 0 < self.most_values * self.arithmetic.itemsize <= limits.BLOCK_BYTES
 
     def forward(self, loc: Tensor, scale: Tensor, x: Tensor, known: Normalisers | None = None) -> Tensor:
-        """The scores; `known` may have the normalisers."""
+        """The scores. The normalisers are asked of `known`, if it is given."""
         arithmetic = self.arithmetic
         if known is None:
             normalisers = normalisers_of(self.map, scale, arithmetic)
@@ -101,7 +102,7 @@ class SmallCall:
         return dloc, dscale, dx
 
     def _arguments(self, loc: Tensor, x: Tensor) -> Tensor:
-        """What phi is given, of every pair."""
+        """The argument of phi, of every pair."""
         dot = self._dots(loc, x)
         return torch.rsub(dot, self.map.intercept, alpha=-self.map.slope) if self.map.intercept else dot
 
@@ -126,7 +127,7 @@ class SmallCall:
         return torch.outer(pairs, columns) if pairs.ndim == 1 else torch.mm(pairs, columns)
 
     def _pairs(self, slope: Tensor) -> Tensor:
-        """What is laid out as a result, as the vector or matrix of the product."""
+        """A tensor that is laid out as a result, viewed as the vector or the matrix of the product."""
         return slope if slope.shape == self.pair_shape else self.plan.view(slope, self.plan.order).view(self.pair_shape)
 
 

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
+from effops.blocks.cutting import Block, Buffer, depths, merge, sizes
 from effops.blocks.dots import MatrixOperand, Products
 from effops.blocks.logsumexp import absorb, finite
 from effops.blocks.masked import Masked
 from effops.blocks.plan import Plan
-from effops.blocks.tiling import Block, Buffer, depths, merge, sizes
 from effops.numerics.exponentials import exp_
 from effops.numerics.values import observed
 from effops.pytorch import softmax_backward
@@ -75,7 +75,7 @@ class Rows:
             terms = self.buffer.room(sizes(block.pairs))
             highest = self.scores.maxima(block, terms)
             yield block, terms, absorb(terms, self.maximum, self.total, -1, highest)
-        if self.scores.has_exclusions:  # else a sum of 0 comes of scores that overflow, and weights are NaN
+        if self.scores.has_exclusions:  # without a mask a sum is 0 where all scores overflow, and weights are to be NaN
             self.total.masked_fill_(self.total == 0, 1)
         self.maximum = finite(self.maximum)
 
@@ -86,42 +86,42 @@ class Rows:
         return exp_(scores.sub_(self.maximum)).div_(self.total)
 
 
-def _weigh(scores: Masked, block: Block, value: Tensor, out: Tensor | None = None) -> Tensor:
-    """The weights of whole rows, written to `out`, or else to `value`, which takes their scores."""
-    out = _weigh_ordinary(scores, block, value, out)
-    return _weigh_surely(scores, block, value, out) if _must_repeat(scores, out) else out
+def _row_weights(scores: Masked, block: Block, scored: Tensor, out: Tensor | None = None) -> Tensor:
+    """The weights of whole rows, written to `out`, or else to `scored`, the memory for their scores."""
+    out = _ordinary_row_weights(scores, block, scored, out)
+    return _any_row_weights(scores, block, scored, out) if _may_have_nan_of_mask(scores, out) else out
 
 
-def _weigh_ordinary(scores: Masked, block: Block, value: Tensor, out: Tensor | None = None) -> Tensor:
+def _ordinary_row_weights(scores: Masked, block: Block, scored: Tensor, out: Tensor | None = None) -> Tensor:
     """The weights of whole rows. A row without keys, or with a score that is NaN or infinite, may be NaN throughout."""
-    out = value if out is None else out
+    out = scored if out is None else out
     if scores.has_exclusions:
         scores.reserve(block)
-    scores.evaluate_ordinary(block, value)
-    return torch.softmax(value, -1, out=out)
+    scores.evaluate_ordinary(block, scored)
+    return torch.softmax(scored, -1, out=out)
 
 
-def _must_repeat(scores: Masked, results: Tensor) -> bool:
+def _may_have_nan_of_mask(scores: Masked, results: Tensor) -> bool:
     """Whether the ordinary weights, or sums that they weigh, have a NaN that may come of a mask."""
     if not scores.has_exclusions:
         return False
     return results.device.type != "cpu" or bool(observed(results.sum().isnan(), ordinary=scores.lacks_keys))
 
 
-def _weigh_surely(scores: Masked, block: Block, value: Tensor, out: Tensor) -> Tensor:
-    """The weights of whole rows of any scores."""
-    no_key = scores.lack_keys(block, value)
-    torch.softmax(value, -1, out=out)
+def _any_row_weights(scores: Masked, block: Block, scored: Tensor, out: Tensor) -> Tensor:
+    """The weights of whole rows, whatever their scores are."""
+    no_key = scores.lack_keys(block, scored)
+    torch.softmax(scored, -1, out=out)
     return out.masked_fill_(no_key, 0)
 
 
 def _write_weights(scores: Masked, buffer: Buffer, block: Block, out: Tensor) -> None:
     """Write the weights of whole rows, in one pass over their scores."""
-    value = buffer.room(sizes(block.pairs))
-    if out.dtype == value.dtype and out.is_contiguous():  # else PyTorch writes to a copy first
-        _weigh(scores, block, value, out)
+    scored = buffer.room(sizes(block.pairs))
+    if out.dtype == scored.dtype and out.is_contiguous():  # else PyTorch writes to a copy first
+        _row_weights(scores, block, scored, out)
     else:
-        out.copy_(_weigh(scores, block, value))
+        out.copy_(_row_weights(scores, block, scored))
 
 
 def _write_parts(scores: Masked, buffer: Buffer, blocks: list[Block], ordered: Tensor) -> None:
@@ -180,12 +180,12 @@ def forward_sums(scores: Masked, value: Tensor, dropout: Dropout | None, out: Te
         target = ordered[blocks[0].pairs[:-1]].squeeze(-2)
         sums = sums_buffer.room(target.shape)
         if len(blocks) == 1:
-            value_of_pairs = buffer.room(sizes(blocks[0].pairs))
+            scored = buffer.room(sizes(blocks[0].pairs))
             if scores.has_exclusions:  # the scores may be computed twice
                 values.reserve((*blocks[0].batch, *blocks[0].columns, slice(0, depth)))
-            add(blocks[0], _weigh_ordinary(scores, blocks[0], value_of_pairs), sums, 0)
-            if _must_repeat(scores, sums):
-                add(blocks[0], _weigh_surely(scores, blocks[0], value_of_pairs, value_of_pairs), sums, 0)
+            add(blocks[0], _ordinary_row_weights(scores, blocks[0], scored), sums, 0)
+            if _may_have_nan_of_mask(scores, sums):
+                add(blocks[0], _any_row_weights(scores, blocks[0], scored, scored), sums, 0)
         else:
             sums.zero_()
             rows = Rows(scores, buffer, blocks)
@@ -239,7 +239,7 @@ def _backward(
     buffer = Buffer(dout, scores.arithmetic)
     for blocks in scores.rows() if scores.plan.numel(scores.plan.order) else ():
         if len(blocks) == 1:
-            weights = _weigh(scores, blocks[0], buffer.room(sizes(blocks[0].pairs)))
+            weights = _row_weights(scores, blocks[0], buffer.room(sizes(blocks[0].pairs)))
             pull_back(blocks[0], weights)
             found = dweights(blocks[0])
             softmax_backward(found, weights, -1, found.dtype, grad_input=found)

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from effops.blocks.cutting import Block
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
-from effops.blocks.tiling import Block
 
 
 class Weighted(Scores):
@@ -34,7 +34,10 @@ class Weighted(Scores):
         self.scores.pull_back(block, weight, evaluated)
 
     def lack_weight(self, position: int) -> Tensor:
-        """Where all weights along an axis of the plan's order are 0, with size 1 along it, and where none varies."""
+        """Whether all weights along an axis are 0; `position` is its place in the plan's order.
+
+        The result has size 1 along that axis, and along those where the weights do not vary.
+        """
         return self.log_weights.view.amax(position, keepdim=True) == -math.inf
 
     def gradients(self) -> tuple[Tensor | None, ...]:

@@ -57,15 +57,19 @@ def variants(function: Callable[..., Any] | str) -> list[str]:
 
 
 class _ThreadState(threading.local):
-    """What `use_variant` set in this thread, for traced code. Dynamo can guard on this, but not on a ContextVar.
+    """What `use_variant` has set in this thread. Traced code reads it, since Dynamo cannot guard on a ContextVar.
 
-    `__init__` runs once in each thread. So the attributes exist wherever they are read, and Dynamo guards on their
-    values. `entered` has the names outside of asyncio tasks, the innermost last; `tasks` counts the entries inside.
+    A `threading.local` runs `__init__` in each thread that asks for an attribute. So the attributes exist in every
+    thread, and Dynamo guards on their values.
+
+    Attributes:
+        entered: the variants that were entered outside of asyncio tasks, the innermost last
+        entries_in_tasks: how many were entered inside of asyncio tasks
     """
 
     def __init__(self) -> None:
         self.entered: tuple[str, ...] = ()
-        self.tasks = 0
+        self.entries_in_tasks = 0
 
 
 @dataclass(eq=False)
@@ -80,7 +84,7 @@ class _Entry:
     def leave(self) -> None:
         self.is_active = False
         if self.in_task:
-            self.thread["tasks"] -= 1
+            self.thread["entries_in_tasks"] -= 1
         else:
             outer = list(reversed(self.thread["entered"]))
             outer.remove(self.owner.name)
@@ -96,7 +100,7 @@ def current_variant() -> str | None:
     if not is_compiling():
         entries = _in_context.get()
         return next((entry.owner.name for entry in reversed(entries) if _holds_here(entry)), None) if entries else None
-    if _in_thread.tasks:
+    if _in_thread.entries_in_tasks:
         raise NotImplementedError(
             "use_variant inside an asyncio task cannot be seen by compiled code; pass variant= to the op instead"
         )
@@ -133,7 +137,7 @@ class use_variant:
             return
         entry = _Entry(self, vars(_in_thread), _running_in_task())
         if entry.in_task:
-            _in_thread.tasks += 1
+            _in_thread.entries_in_tasks += 1
         else:
             _in_thread.entered = (*_in_thread.entered, self.name)
         self._entries.append(entry)

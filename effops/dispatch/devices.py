@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 # Tests run every variant on a CPU. A variant joins a set once its results and gradients were right on such a device.
+# `effops doctor` looks for these kinds of devices, and for no other.
 RUN_ON: Mapping[str, frozenset[str]] = {
     "a CUDA GPU": frozenset(),
     "an AMD GPU": frozenset(),

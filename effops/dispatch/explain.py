@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from effops.dispatch.choice import choose
-from effops.dispatch.devices import never_run_on
+from effops.dispatch.devices import RUN_ON, never_run_on
 from effops.dispatch.op import find_op
 from effops.numerics.precision import without_autocast
 from effops.prediction.inside import caution
@@ -66,7 +66,8 @@ class Explanation:
         """A line for a choice that was never run on such a device; empty if it was."""
         if not self.never_run_on:
             return ""
-        remedy = f"`effops doctor --full --op {self.op}` checks and times it on yours"
+        checked = f"`effops doctor --full --op {self.op}` checks and times it on yours"
+        remedy = checked if self.never_run_on in RUN_ON else "compare it with the same call on a CPU"
         return f"{self.chosen} was never run on {self.never_run_on}; {remedy}"
 
 

@@ -54,7 +54,7 @@ def add_forms(
 
     def compiled(call: Any) -> Bytes:
         program = Program(math.prod(call.shape), call.dtype, call.arithmetic, requires_grad(call.tensors))
-        # Which operations it fuses depends on the sizes and layouts of operands: formulas of those measured come near.
+        # Which operations it fuses depends on sizes and layouts. The formulas fit some, and come near the others.
         return compiled_bytes(program, call)._replace(unknown="TorchInductor")
 
     for name, form in forms.items():

@@ -23,8 +23,8 @@ class Native(torch.autograd.Function):
     """A forward function on plain tensors, with the backward that PyTorch has for it.
 
     PyTorch's graph of the forward function is kept without a tensor. What it would save is saved here instead, so that
-    checkpoints and hooks on saved tensors see all of it once. A pass that is to be differentiated computes the
-    gradients again, and so does a pass on a batch of gradients.
+    checkpoints and hooks on saved tensors see all of it once. A backward pass that is to be differentiated does without
+    this graph, and computes the gradients anew. So does one that gets a batch of gradients.
     """
 
     @staticmethod
@@ -33,12 +33,13 @@ class Native(torch.autograd.Function):
         ctx.custom = custom
         tensors = inputs[: custom.count]
         kept = list(tensors)
-        restored = _Restored()  # the hooks hold it and not `ctx`, which holds the graph that holds them
+        restored = _SavedTensors()  # hooks that held `ctx` instead would be a circle: `ctx` holds the graph with them
         ctx.restored = restored
 
         def index_of(saved: Tensor) -> int:
             index = next((i for i, tensor in enumerate(kept) if _is_alias(saved, tensor)), len(kept))
-            kept.extend([saved] * (index == len(kept)))
+            if index == len(kept):
+                kept.append(saved)
             return index
 
         with torch.enable_grad(), _hooks_enabled(), saved_tensors_hooks(index_of, restored.__getitem__):
@@ -70,7 +71,7 @@ class Native(torch.autograd.Function):
         return *gradients, *others
 
 
-class _Restored:
+class _SavedTensors:
     """The saved tensors of a graph, while at least one backward pass through it needs them.
 
     Several threads may run backward through one graph. The tensors of each pass are equal.
@@ -112,7 +113,7 @@ def _hooks_enabled() -> Iterator[None]:
 
 
 class _Variables(torch.autograd.Function):
-    """Tensors from which a graph starts. Unlike leaves, the graph does not hold them."""
+    """Views of tensors, from which a graph starts. The graph would hold leaves, and does not hold these views."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, wanted: Sequence[bool], *tensors: Tensor) -> tuple[Tensor, ...]:

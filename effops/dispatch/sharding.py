@@ -135,7 +135,7 @@ def _role(function: str, operands: Sequence[ShardedOperand], mesh_axis: int) -> 
 
 
 def _local(function: str, operand: ShardedOperand, roles: Sequence[int | None]) -> Tensor:
-    """The part of an operand that this process needs, as a differentiable function of it."""
+    """The part of an operand that this process needs. It is differentiable by the operand."""
     own = operand.tensor.placements
     dims = [None if role is None else operand.dims[role] for role in roles]
     wanted = [Replicate() if dim is None else Shard(dim) for dim in dims]
@@ -162,7 +162,7 @@ class _Combined(torch.autograd.Function):
         highest = all_reduce(maximum, "max", (mesh, mesh_axis))
         share = torch.exp(maximum - torch.where(highest.isfinite(), highest, 0) + log_total)
         total = all_reduce(share, "sum", (mesh, mesh_axis))
-        # Where the sum is 0, each process finds whether its own weights are 0, or the scores have overflowed.
+        # Where the sum is 0, either weights are 0 or scores have overflowed, which each process finds for its own ones.
         ctx.save_for_backward(torch.where(total == 0, 1, share / total))
         combined = torch.empty_like(statistics)
         combined[..., 0] = highest
@@ -177,7 +177,10 @@ class _Combined(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """This process's part of a tensor, under placements that slicing reaches. The gradient has its own placements."""
+    """This process's part of a tensor under other placements, for which it is sliced at most.
+
+    `gradient` are the placements of the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placements: Sequence[Placement], gradient: Sequence[Placement]) -> Tensor:
@@ -217,7 +220,7 @@ class _FromLocal(torch.autograd.Function):
 
 
 def _from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """The DTensor of that shape. It is dense, and its axes have the order in memory that they have in `local`."""
+    """The DTensor of a shape. It is dense, and its axes lie in memory in the order that those of `local` have there."""
     axes, given = range(local.ndim), local.stride()
     strides = [1] * local.ndim
     for i, j in itertools.product(axes, axes):  # a tracer with symbolic sizes can compare strides but not sort them

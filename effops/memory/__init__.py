@@ -1,8 +1,13 @@
 """The memory of training: estimated, taken apart, fitted into a budget, and reduced.
 
-It may import `ops`, `nn`, `measure`, `prediction`, `text` and `pytorch`. Start with `workload.py` (what a step runs)
-and `anatomy.py` (where its memory goes); `batches.py`, `advise.py` and `sweep.py` ask for many anatomies.
+A `Workload` says what a step runs. Then `anatomy` tells where its memory goes, `max_batch_size` finds the largest batch
+that fits a budget, and `advise` tells what would help. `sweep` does so for models of several sizes. The step runs on
+fake tensors, which take no memory. `estimate_transformer` computes a closed form instead. `device_usage` and
+`summarize` tell what NVIDIA devices hold, and by what.
 """
+
+# This folder may import `ops`, `nn`, `measure`, `prediction`, `text` and `pytorch`. Start with `workload.py` (what a
+# step runs) and `anatomy.py` (where its memory goes); `batches.py`, `advise.py` and `sweep.py` ask for many anatomies.
 
 from effops.memory.advise import Advice, advise
 from effops.memory.anatomy import Anatomy, anatomy

@@ -21,7 +21,7 @@ from effops.memory.workload import Step, Workload, called_as, check_step
 from effops.prediction.compiled import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, overheads
 from effops.prediction.inside import caution
-from effops.prediction.known_values import TOLD_TO_TRANSFORMERS, KnownValues
+from effops.prediction.known_values import KNOWN_TO_TRANSFORMERS, KnownValues
 from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.operations import CLASSES
 from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES
@@ -236,7 +236,7 @@ def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> t
             for group in step.optimizer.param_groups if cuda and step.optimizer else ():
                 if group.get("foreach", True) is None and not group.get("fused"):
                     group["foreach"] = True
-            with TOLD_TO_TRANSFORMERS:  # the model has imported it by now
+            with KNOWN_TO_TRANSFORMERS:  # the model has imported it by now
                 step.run(batches=1)
                 recorder.begin()
                 step.run()

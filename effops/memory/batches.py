@@ -14,8 +14,8 @@ from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.prediction.inside import caution
 from effops.text import aligned, format_bytes, parse_bytes
 
-LINE_STEPS = 12  # so many sizes are taken from a line through two peaks, before gaps are halved
-PROBED_STEPS = 3
+SIZES_BY_LINE = 12  # batch sizes that are read off a line through two peaks; the sizes tried after them halve a gap
+PROBED_STEPS = 3  # steps that run to find the peak of a batch size
 LARGEST_BATCH = 2**40
 MEANINGS = ("tensors", "device")
 MODES = ("predict", "probe")
@@ -116,7 +116,7 @@ def max_batch_size(
         smallest = search.sizes.at(0)
         parts = anatomy(workload, smallest, probe=probe).instants["peak"] if mode == "predict" else {}
         raise BudgetTooSmallError(_budget_too_small(smallest, search.tried[smallest], budget_bytes, parts))
-    largest, following = search.run(LINE_STEPS if mode == "predict" else 0)
+    largest, following = search.run(SIZES_BY_LINE if mode == "predict" else 0)
     return MaxBatch(
         largest,
         search.tried[largest] if mode == "predict" else None,
@@ -165,11 +165,11 @@ class _Search:
         nbytes = self.tried[size] = self.peak_of(size)
         return nbytes is not None and (self.budget_bytes is None or nbytes <= self.budget_bytes)
 
-    def run(self, line_steps: int) -> tuple[int, int]:
+    def run(self, sizes_by_line: int) -> tuple[int, int]:
         """The largest size that fits, and the next one, which does not; the smallest one was tried and fits.
 
-        The first sizes, `line_steps` of them, are where the line through the last two peaks reaches the budget. Then
-        sizes are doubled until one does not fit, and the gap is halved.
+        The first `sizes_by_line` sizes are where the line through the last two peaks reaches the budget. Then sizes are
+        doubled until one does not fit, and the gap is halved.
         """
         low, high = 0, None
         while high is None or high - low > 1:
@@ -180,7 +180,7 @@ class _Search:
                     f"{format_bytes(self.tried[size] or 0)} for a batch of {size:,}; make the first dimension "
                     "of what `batch` returns the argument"
                 )
-            if len(self.tried) < line_steps:
+            if len(self.tried) < sizes_by_line:
                 assert self.budget_bytes is not None
                 crossing = _crossing(self.tried, self.budget_bytes)
                 index = max(low + 1, self.sizes.last(min(crossing, 2 * LARGEST_BATCH)))

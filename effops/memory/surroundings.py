@@ -1,4 +1,4 @@
-"""Keeps a step that is followed apart from what its caller has set, and the caller from what the step sets."""
+"""Keeps a step apart from what its caller has set in PyTorch, and the caller from what the step sets there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,11 +11,11 @@ from effops.pytorch import _disable_current_modes
 
 
 @contextmanager
-def _undetected() -> Iterator[None]:
+def _without_anomaly_detection() -> Iterator[None]:
     """Switch anomaly detection off, which reads values.
 
-    It is one switch for all threads. Another thread may use it meanwhile, which the flag beside it tells. Then the
-    switch stays as that thread has left it.
+    It is one switch for all threads. Its second flag, which says nothing while the switch is off, is turned as a mark.
+    If the mark is gone at the end, another thread has used the switch, which then stays as that thread has left it.
     """
     was_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.autograd.set_detect_anomaly(False, not checks_nan)
@@ -26,20 +26,20 @@ def _undetected() -> Iterator[None]:
             torch.autograd.set_detect_anomaly(was_on, checks_nan)
 
 
-UNDETECTED = Shared(_undetected)
+WITHOUT_ANOMALY_DETECTION = Shared(_without_anomaly_detection)
 
 
 @contextmanager
 def apart() -> Iterator[None]:
     """A context with gradients, the CPU as default device, no modes and no garbage collector.
 
-    A seed set inside is undone.
+    A seed that is set inside is undone at the end.
     """
     elsewhere = torch.get_default_device().type != "cpu"
     with (
         torch.inference_mode(False),
         _disable_current_modes(),
-        UNDETECTED,
+        WITHOUT_ANOMALY_DETECTION,
         torch.device("cpu") if elsewhere else nullcontext(),
         without_collector(),
         _seeds_undone(),

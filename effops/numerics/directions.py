@@ -49,19 +49,19 @@ def directions_at_angle(loc: Tensor, ratio: Tensor, generator: torch.Generator |
 
 
 def have_length_one(vectors: Tensor) -> bool:
-    """Whether all vectors (..., D) have length 1, by a quick look; `lengths` is the judge of the others."""
+    """Whether a quick check finds that all vectors (..., D) have length 1. If it does not, `lengths` decides."""
     if vectors.dtype not in (torch.float32, torch.float64):
         return False
-    vectors = vectors.detach() if vectors.requires_grad else vectors  # as numbers, without a graph
+    vectors = vectors.detach() if vectors.requires_grad else vectors  # no graph, since numbers are read below
     shortest, longest = torch.linalg.vector_norm(vectors, dim=-1).aminmax()
     tolerance = _narrow_tolerance(vectors.shape[-1], vectors.dtype)
     least, most = float(shortest) ** 2, float(longest) ** 2
-    return 1 - tolerance <= least and most <= 1 + tolerance  # NaN is neither
+    return 1 - tolerance <= least and most <= 1 + tolerance  # False for NaN
 
 
 @functools.lru_cache
 def _narrow_tolerance(dimension: int, dtype: torch.dtype) -> float:
-    """Half of what `sphere_tolerance` is at least, whatever the precision of matrix products is."""
+    """Half of `sphere_tolerance` at the highest precision of matrix products, where it is the smallest."""
     return 0.5 * (contraction_error(dimension, dtype) * unit_roundoff(dtype) + INPUT_SLACK[dtype])
 
 

@@ -11,7 +11,7 @@ from effops.pytorch import compute_elementwise_output_strides, is_non_overlappin
 
 
 def gradient_strides(operand: Tensor) -> tuple[int, ...]:
-    """Those of `torch.empty_like(operand)`: the operand's own if it is dense.
+    """The strides of `torch.empty_like(operand)`: the operand's own if it is dense.
 
     A fake tensor's `empty_like` differs from a real one's along axes of size 1.
     """
@@ -33,12 +33,12 @@ def zero_gradient(operand: Tensor, dtype: torch.dtype) -> Tensor:
 def as_gradient(found: Tensor, operand: Tensor) -> Tensor:
     """`found`, summed to the shape of its operand, in its dtype and with the strides of `gradient_strides`.
 
-    It is copied only where its dtype is another, or its strides along an axis of more than one element are.
+    It is copied only if its dtype is another one, or its stride along an axis of more than one element.
     """
     if found.shape != operand.shape:
         found = found.view(operand.shape) if found.numel() == operand.numel() else found.sum_to_size(operand.shape)
     is_alike = found.dtype == operand.dtype and found.stride() == operand.stride()
-    # As below, in less time.
+    # The most frequent case of what follows, found in less time.
     if is_alike and (operand.is_contiguous() or is_non_overlapping_and_dense(operand)):
         return found
     strides = gradient_strides(operand)
@@ -49,7 +49,7 @@ def as_gradient(found: Tensor, operand: Tensor) -> Tensor:
 
 
 def without_overlap(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where several of its elements share memory, unless it is merely expanded."""
+    """The tensor, or a copy if elements share memory otherwise than along an axis that is expanded."""
     axes = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1 and stride > 0]
     for i, (stride, _) in enumerate(axes):
         inner = (other for j, other in enumerate(axes) if other[0] < stride or (other[0] == stride and j > i))
@@ -59,7 +59,7 @@ def without_overlap(tensor: Tensor) -> Tensor:
 
 
 def repeated(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """A result, repeated to a shape in memory of its own, which a caller may change. One of that shape is returned."""
+    """A result in a shape to which it broadcasts. If it has another one it is copied, so that callers may change it."""
     return tensor if tensor.shape == shape else tensor.expand(shape).clone(memory_format=torch.contiguous_format)
 
 

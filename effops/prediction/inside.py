@@ -266,6 +266,10 @@ def _body(func: Any, args: Sequence[Any], cuda: bool) -> Workspace:
     return Workspace(int(allocations.peak_bytes - kept), known=not allocations.unknown)
 
 
+MOST_REMEMBERED = 10000  # calls of operators
+_remembered: dict[Any, tuple[Outcome, Workspace]] = {}
+
+
 class Inside(Allocations):
     """Counts what operators allocate, their workspaces too. It names those in `unknown` that may allocate more.
 
@@ -296,7 +300,7 @@ class Inside(Allocations):
             allocated = workspace(func, args, call.kwargs, result, self.cuda)
             made = call.outcome(result) if func.namespace == "aten" else None  # our operators have settings besides
             if made is not None:
-                if len(_remembered) >= REMEMBERED:
+                if len(_remembered) >= MOST_REMEMBERED:
                     _remembered.clear()
                 _remembered[key] = made, allocated
         self.count_all(result)
@@ -304,10 +308,6 @@ class Inside(Allocations):
         if not allocated.known:
             self.unknown.add(func._schema.name)
         return result
-
-
-REMEMBERED = 10000  # calls of operators
-_remembered: dict[Any, tuple[Outcome, Workspace]] = {}
 
 
 def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor, made: Sequence[bool] = ()) -> Bytes:

@@ -26,7 +26,7 @@ from effops.pytorch import (
 
 MOST_FLOATS, MOST_INTEGERS = 2**12, 2**20  # elements; positions and masks are integers or booleans
 aten = torch.ops.aten
-ASKING = aten._local_scalar_dense.default, aten.equal.default  # operators whose results are no tensors
+READS = aten._local_scalar_dense.default, aten.equal.default  # they return values to the program, and no tensors
 FACTORIES = {
     aten.arange.default,
     aten.arange.start,
@@ -37,7 +37,7 @@ FACTORIES = {
     aten.ones.default,
     aten.zeros.default,
 }
-LIKE_ANOTHER = {  # factories that take the shape of a tensor, and no values
+FACTORIES_BY_SHAPE = {  # factories that take the shape of a tensor, and no values
     aten.full_like.default,
     aten.new_full.default,
     aten.new_ones.default,
@@ -45,14 +45,14 @@ LIKE_ANOTHER = {  # factories that take the shape of a tensor, and no values
     aten.ones_like.default,
     aten.zeros_like.default,
 }
-# Checks of arguments ask this, as those of torch.distributions, and raise unless it is true.
-CHECKED = aten._is_all_true.default
-# These make tensors of new constants, which nobody else has.
+# Checks of arguments, as those of torch.distributions, call this and raise unless it returns true.
+CHECK = aten._is_all_true.default
+# These make tensors of new constants, whose memory nobody else has.
 NEW_CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 # These change running statistics, which their schemas do not say.
-UNDECLARED = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default}
+UNDECLARED_CHANGES = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default}
 # These give a tensor other memory or another layout, also to those that share its values.
-PLACING = {"aten::set_", "aten::resize_"}
+EXCHANGES_OF_MEMORY = {"aten::set_", "aten::resize_"}
 
 
 class KnownValues(TorchDispatchMode):
@@ -63,9 +63,10 @@ class KnownValues(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # Both by the storage of fake tensors. What refers to a tensor itself would keep `Module.to` from putting
-        # another one in its place. First the values by layouts, then the real tensors that may share memory with it.
+        # The keys of both are storages of fake tensors. `Module.to` cannot exchange a tensor that something refers to.
+        # The values that are known, by the layout in which a tensor sees the storage:
         self.known: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+        # The real tensors that may share memory with the storage:
         self.sources: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
         self.changed: list[Tensor] = []  # real tensors that are out of date: a fake one was changed instead
 
@@ -76,19 +77,19 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [*_tensors(args), *_tensors(kwargs.values())]
         real = [] if func in NEW_CONSTANTS else [one for one in given if not isinstance(one, FakeTensor)]
-        changes = func._schema.is_mutable or func in UNDECLARED
+        changes = func._schema.is_mutable or func in UNDECLARED_CHANGES
         if not self._follows(func, given, changes):
             if changes:
                 self._forget(given)
             result = func(*args, **kwargs)
             self._note_sources(result, real)
-            if func is CHECKED:
+            if func is CHECK:
                 with _disable_current_modes():
                     self._note(result, torch.tensor(True))
             return result
         with _disable_current_modes():
             values, options = tree_map_only(Tensor, self._value_or_shape, (args, kwargs))
-            if func in ASKING:
+            if func in READS:
                 return func(*values, **options)
         result = func(*args, **kwargs)
         self._note_sources(result, real)
@@ -107,15 +108,17 @@ class KnownValues(TorchDispatchMode):
         self.known.setdefault(fake.untyped_storage(), {})[_layout(fake)] = value
 
     def _follows(self, func: Any, given: list[Tensor], changes: bool) -> bool:
-        """Whether the values of a result follow from those that are known."""
-        if func in LIKE_ANOTHER:
+        """Whether the values of a result follow from known values. `changes` tells whether the operator changes any."""
+        if func in FACTORIES_BY_SHAPE:
             return _is_small(given[0])
         if func.namespace != "aten" or not (all(map(self.knows, given)) if given else func in FACTORIES):
             return False
-        if torch.Tag.inplace_view in func.tags or func._schema.name in PLACING:
+        if torch.Tag.inplace_view in func.tags or func._schema.name in EXCHANGES_OF_MEMORY:
             return False
         changes_real = changes and any(self._sources_of(one) for one in given)
-        return not changes_real and func not in UNDECLARED and torch.Tag.nondeterministic_seeded not in func.tags
+        return (
+            not changes_real and func not in UNDECLARED_CHANGES and torch.Tag.nondeterministic_seeded not in func.tags
+        )
 
     def _value_or_shape(self, tensor: Tensor) -> Tensor:
         value = self._value(tensor)
@@ -167,13 +170,13 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """What tells the values of a tensor, beside those of its storage."""
+    """Where in its storage a tensor has its values, and how it reads them."""
     place = tensor.shape, tensor.stride(), tensor.storage_offset()
     return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _told_to_transformers() -> AbstractContextManager[Any]:
-    """Let transformers read values that are known: it leaves out a mask that hides nothing.
+def _known_to_transformers() -> AbstractContextManager[Any]:
+    """Let transformers read the values that are known, so that it leaves out a mask that hides nothing.
 
     It takes any fake tensor for one without values, and then computes attention as for a batch with padding.
     """
@@ -190,4 +193,4 @@ def _told_to_transformers() -> AbstractContextManager[Any]:
     return mock.patch.object(library, "is_fake_tensor", is_without_values)
 
 
-TOLD_TO_TRANSFORMERS = Shared(_told_to_transformers)
+KNOWN_TO_TRANSFORMERS = Shared(_known_to_transformers)

@@ -1,6 +1,7 @@
 """What PyTorch does otherwise while modes observe its operators, as they do in a prediction; seen in torch 2.13.
 
-Autograd then computes nothing in place, and no formula looks at values. Nor has a linear layer a sum in place.
+Autograd then computes nothing in place, and its formulas do not look at values. A linear layer of fake tensors does not
+add its bias in place either.
 """
 
 from collections.abc import Sequence
@@ -39,9 +40,9 @@ IN_PLACE_IN = {  # the same in one formula alone
     ("BinaryCrossEntropyWithLogitsBackward0", aten.sub.Tensor): (aten.sub_.Tensor, SOLE_OWNER_COUNTS),
     ("TakeBackward0", aten.put.default): (aten.put_.default, SOLE_OWNER_COUNTS),
 }
-OUT_OF_PLACE = {("ScatterReduceBackward0", aten.scatter_add.default)}  # a formula that does not
-# Formulas that go another way while observed, since they look at values or at the places of a mask, or compute many
-# things in place; with an operator that tells this way.
+OUT_OF_PLACE = {("ScatterReduceBackward0", aten.scatter_add.default)}  # a formula that does not do so
+# Formulas that call other operators while they are observed. Unobserved they look at values or at the places of a mask,
+# or compute much in place. Beside each formula stands an operator that it calls only while it is observed.
 OTHER_WAYS = {
     ("BinaryCrossEntropyBackward0", aten.logit.default),
     ("BinaryCrossEntropyWithLogitsBackward0", aten.add.Scalar),
@@ -63,7 +64,10 @@ OTHER_WAYS = {
 
 
 def unobserved(func: Any, args: Sequence[Any]) -> tuple[Any, str]:
-    """The operator that autograd calls where it is not observed; and the formula, if that goes another way there."""
+    """The operator that autograd calls in place of `func` where nothing observes it.
+
+    Beside it, the name of the formula if that calls other operators altogether, else an empty text.
+    """
     node = _current_autograd_node()
     if node is None or isinstance(node, BackwardCFunction):
         return func, ""
@@ -96,6 +100,6 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return product.add_(bias.to(product.dtype))  # autocast has made the product
 
 
-# A linear layer adds its bias in place to what is not laid out in order. PyTorch does not where tensors are fake. A
-# mode that sees functions would tell it too, but attention takes another way under such a mode.
+# A linear layer adds its bias in place where its input is not laid out in order, but not where tensors are fake. A mode
+# that sees functions could do this too, but attention calls other operators under such a mode.
 SUMS_IN_PLACE = Shared(lambda: mock.patch.object(torch.nn.functional, "linear", _linear))

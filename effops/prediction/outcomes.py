@@ -1,4 +1,4 @@
-"""Remembers what operators make of fake tensors, since FakeTensorMode takes several times as long to find it."""
+"""Remembers what operators return for fake tensors, since FakeTensorMode takes several times as long to find it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ Outcome = Callable[[Sequence[FakeTensor]], Any]
 
 
 class OperatorCall:
-    """A call of an operator on fake tensors, to remember what comes of all calls that are alike.
+    """A call of an operator on fake tensors. What it returns can be remembered for calls that are alike.
 
-    A step has many calls, of few kinds. FakeTensorMode remembers operators itself. It covers more kinds of arguments
-    than occur here, at several times the cost.
+    A step has many calls, of few kinds. FakeTensorMode has a memory of its own. It covers more kinds of arguments than
+    occur here, at several times the cost.
 
     Attributes:
         tensors: the tensors among its arguments
@@ -31,7 +31,10 @@ class OperatorCall:
         self.key = self._key()
 
     def outcome(self, result: Any) -> Outcome | None:
-        """A function that makes the results of a like call of its tensors, as `result` was made; None if unknown."""
+        """A function that makes the result of a call that is alike, from its tensors; None if that is not known.
+
+        `result` is what this call returned.
+        """
         if self.key is None or OperatorCall(self.func, self.args, self.kwargs).key != self.key:
             return None  # there is no key, or the operator changed its arguments
         if not isinstance(result, (tuple, list)):
@@ -55,7 +58,7 @@ class OperatorCall:
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                if not is_known(value) or value.fake_mode is not (*self.tensors, value)[0].fake_mode:
+                if not is_told_by_layout(value) or value.fake_mode is not (*self.tensors, value)[0].fake_mode:
                     return False
                 parts.append(_layout(value))
                 self.tensors.append(value)
@@ -70,10 +73,10 @@ class OperatorCall:
         return True
 
     def _maker(self, result: Any) -> Outcome | None:
-        """The same for one result, which is a plain value, an argument, a view of an argument, or a new tensor."""
+        """The same function for one of several results: a plain value, an argument, a view of one, or a new tensor."""
         if type(result) in PLAIN:
             return lambda tensors: result
-        if type(result) is not FakeTensor or not is_known(result):
+        if type(result) is not FakeTensor or not is_told_by_layout(result):
             return None
         same = next((index for index, tensor in enumerate(self.tensors) if tensor is result), None)
         if same is not None:
@@ -99,8 +102,8 @@ class OperatorCall:
         return new if new(self.tensors).untyped_storage().nbytes() == storage.nbytes() else None
 
 
-def is_known(tensor: FakeTensor) -> bool:
-    """Whether nothing but the layout of the tensor matters."""
+def is_told_by_layout(tensor: FakeTensor) -> bool:
+    """Whether nothing but the layout of a tensor tells what operators return for it."""
     is_plain = tensor.layout is torch.strided and not tensor.dtype.is_complex
     return is_plain and tensor.constant is None and not (tensor.is_neg() or tensor._is_zerotensor())
 

@@ -22,9 +22,10 @@ CATEGORIES = (
 
 @dataclass
 class Allocation:
-    """Bytes of one storage, from one tick of the clock up to another one, None if it is still there at the end.
+    """A storage, which is there from the tick `born` up to the tick `died`, or to the end if that is None.
 
-    `category` is the one that it was marked with, if any; the others follow from when it lived.
+    A tick is an allocation or a release. `category` is the one that the storage was marked with. If it is None, the
+    category follows from when the storage was there.
     """
 
     nbytes: int
@@ -36,9 +37,9 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Allocations in order of birth, and phases by the first tick of each.
+    """Allocations in the order of their births, and phases, each with its first tick.
 
-    The last step comes after the tick `start`, at which is there what it finds.
+    The last step begins after the tick `start`. What is there at that tick was there before the step.
     """
 
     allocations: Sequence[Allocation]
@@ -48,12 +49,12 @@ class Timeline:
 
     @functools.cached_property
     def totals(self) -> Sequence[int]:
-        """Bytes at each tick of the last step, after those that it finds."""
+        """Bytes at the tick `start`, and at each tick of the last step."""
         return [sum(column) for column in zip(*self.curves.values())]
 
     @functools.cached_property
     def curves(self) -> Mapping[str, Sequence[int]]:
-        """Bytes of each category at each tick of the last step."""
+        """Bytes of each category at the same ticks."""
         changes = {category: [0] * (self.end - self.start + 2) for category in CATEGORIES}
         for allocation in self.allocations:
             for category, begin, end in self._categories(allocation):
@@ -64,7 +65,7 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """The tick of the last step at which the most bytes were there, the first of several."""
+        """The first tick at which the most bytes are there."""
         return self.start + self.totals.index(self.peak_bytes)
 
     @property
@@ -77,25 +78,26 @@ class Timeline:
 
     @property
     def ends(self) -> Mapping[str, int]:
-        """The last tick of each phase of the last step, of its last occurrence."""
+        """The last tick of each phase of the last step. Of a phase that occurs several times, the last one counts."""
         phases = enumerate(self.phases)
         return {phase: self._begin(index + 1) - 1 for index, (phase, begin) in phases if begin > self.start}
 
     def _categories(self, allocation: Allocation) -> Iterator[tuple[str, int, int]]:
-        """The categories that an allocation has, one after the other, each with its first tick and that after its last.
+        """The categories that an allocation has in turn, each with its first tick and the tick after its last one.
 
-        What a forward pass leaves is saved for backward until the backward pass ends, and is other from then on: a
-        module keeps it.
+        What a forward pass leaves behind is a saved activation until the end of the backward pass. What is there even
+        then is kept by a module, and is of category other.
         """
         born, died = allocation.born, self.end + 1 if allocation.died is None else allocation.died
         index = bisect.bisect_right(self.phases, born, key=lambda phase: phase[1]) - 1
         phase, end = self.phases[index][0], self._begin(index + 1)
+        following = self.phases[index + 1][0] if index + 1 < len(self.phases) else ""
         until = died
         if allocation.category is not None:
             category = allocation.category
         elif born <= self.start or phase in ("setup", "inputs", "release"):
             category = "other"
-        elif phase == "forward" and died >= end and [name for name, _ in self.phases[index + 1 :]][:1] == ["backward"]:
+        elif phase == "forward" and died >= end and following == "backward":
             category, until = "saved activations", min(died, self._begin(index + 2))
         elif phase == "between" or (phase == "forward" and died >= end):
             category = "generation state"

@@ -283,6 +283,14 @@ def test_explain_says_where_the_choice_was_never_run(pair):
         assert "never run" not in str(elsewhere)
 
 
+def test_explain_names_no_command_that_does_not_look_for_the_device(pair):
+    """Of MPS tensors it said that `effops doctor` checks the choice, which looks for CUDA devices alone."""
+    with FakeTensorMode():
+        on_mps = effops.explain(effops.broadcast_dot, *(torch.empty(tensor.shape, device="mps") for tensor in pair))
+    line = "chunked was never run on a device of type mps; compare it with the same call on a CPU"
+    assert str(on_mps).splitlines()[-1] == line
+
+
 def test_a_variant_that_was_run_on_a_device_is_no_longer_named(monkeypatch):
     cuda = torch.device("cuda")
     assert never_run_on("triton", cuda) == "a CUDA GPU"

@@ -7,10 +7,10 @@
 The transformers have the form of The Annotated Transformer (Rush 2018): `x + dropout(sublayer(norm(x)))`, and a
 normalisation after each stack. Nothing is copied and no value is looked at. So they also build and train on fake
 tensors.
-
-The folder may import `ops`. Start with `layers.py` (sizes and layers) and `time_series.py` (the models, and the
-parts of their workloads); `bert.py` has the parts of BERT-large.
 """
+
+# This folder may import `ops`. Start with `layers.py` (sizes and layers) and `time_series.py` (the models, and the
+# parts of their workloads); `bert.py` has the parts of BERT-large.
 
 from effops.memory.models.bert import bert_large
 from effops.memory.models.layers import KINDS, Attention, Configuration, Norm, Positions, encoder

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effops.blocks.cutting import Block, cut, part, sizes
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Slices
-from effops.blocks.tiling import Block, cut, part, sizes
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import as_gradient
 from effops.ops.attention.call import AttentionCall, LogSparseCall, empty, given, matrix
@@ -105,7 +105,7 @@ class AdditiveScores(Scores):
 
         self.kernels = additive
         self.operands = (query, key, weight)
-        extents = cut(plan, query.shape[-1], arithmetic.itemsize, pair_bytes=KERNEL_BYTES, width=4096)
+        extents = cut(plan, query.shape[-1], arithmetic.itemsize, pair_bytes=KERNEL_BYTES, target_columns=4096)
         super().__init__(plan, arithmetic, extents)
         self.axes = (plan.batch + plan.rows, plan.batch + plan.columns, plan.batch)
         self.views = [

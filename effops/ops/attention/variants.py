@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.blocks import limits, pairs, softmax, tiling
+from effops.blocks import cutting, limits, pairs, softmax
 from effops.blocks.dots import MatrixOperand, Products
 from effops.blocks.masked import Masked
 from effops.blocks.pairs import Scores
@@ -235,15 +235,15 @@ def scaled_dots(call: AttentionCall, wanted: Sequence[bool]) -> Products:
     whole_keys = limits.WHOLE_KEYS
     if any(wanted) and call.output != "scores" and not call.dropout_p:
         whole_keys = max(whole_keys, pair_bytes // arithmetic.itemsize // limits.LEAST_QUERIES)
-    extents = tiling.cut(
+    extents = cutting.cut(
         plan,
         max(1, query.shape[-1], *(value.shape[-1] for value in summed)),
         arithmetic.itemsize,
-        copies=float(copied),
+        values_per_coordinate=float(copied),
         values_per_row=2 * (softmax.VALUES_PER_ROW + sum(value.shape[-1] for value in summed)),  # half of `pair_bytes`
         pair_bytes=pair_bytes,
-        width=plan.shape[-1] if plan.shape[-1] <= whole_keys else limits.KEYS,
-        height=limits.QUERIES if summed else None,
+        target_columns=plan.shape[-1] if plan.shape[-1] <= whole_keys else limits.KEYS,
+        rows_per_entry=limits.QUERIES if summed else None,
     )
     wants_query, wants_key = wanted
     return Products(

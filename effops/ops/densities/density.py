@@ -177,7 +177,7 @@ def prepare(
         raise ValueError(
             f"{function}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {density.scale_name} "
             f"{tuple(scale.shape[: scale.ndim - dims])}{' + (D or 1,)' * dims}, x {tuple(x.shape[:-1])} + (D,); "
-            f"{_pairing(operands, {'loc': 1, density.scale_name: dims, 'x': 1})}"
+            f"{_how_to_pair(operands, {'loc': 1, density.scale_name: dims, 'x': 1})}"
         ) from None
     dtype = common
     if isinstance(given, Tensor) and scale.dtype != common:
@@ -204,22 +204,26 @@ def _check_vectors(density: Density, function: str, loc: Tensor, x: Tensor) -> N
         )
 
 
-def _pairing(operands: Mapping[str, Tensor], dims: Mapping[str, int]) -> str:
-    """How to unsqueeze operands that do not broadcast, so that each x meets each loc."""
-    batch = {name: tuple(operand.shape[: operand.ndim - dims[name]]) for name, operand in operands.items()}
-    scale = next(name for name in batch if name not in ("loc", "x"))
-    inner = {name: -2 for name in ("loc", scale) if batch[name]}
-    for axes in ({"x": -1}, {"x": -1, scale: -1}, {"x": -1, **inner}):  # where the batch axes get one of size 1
-        places = {name: len(batch[name]) + 1 + axis for name, axis in axes.items()}
+def _how_to_pair(operands: Mapping[str, Tensor], dims: Mapping[str, int]) -> str:
+    """The remedy for operands that do not broadcast: how to unsqueeze them, so that every x meets every loc.
+
+    The last `dims` dimensions of an operand are no batch axes.
+    """
+    batch_shapes = {name: tuple(operand.shape[: operand.ndim - dims[name]]) for name, operand in operands.items()}
+    scale = next(name for name in batch_shapes if name not in ("loc", "x"))
+    inner = {name: -2 for name in ("loc", scale) if batch_shapes[name]}
+    # The first of these that broadcasts: which operands get a batch axis of size 1, and where, counted from the end.
+    for new_axes in ({"x": -1}, {"x": -1, scale: -1}, {"x": -1, **inner}):
+        places = {name: len(batch_shapes[name]) + 1 + axis for name, axis in new_axes.items()}
         unsqueezed = (
             (*shape[: places[name]], 1, *shape[places[name] :]) if name in places else shape
-            for name, shape in batch.items()
+            for name, shape in batch_shapes.items()
         )
         try:
             result = broadcast_shapes(*unsqueezed)
         except RuntimeError:
             continue
-        given = ", ".join(f"{name}.unsqueeze({axis - dims[name]})" for name, axis in axes.items())
+        given = ", ".join(f"{name}.unsqueeze({axis - dims[name]})" for name, axis in new_axes.items())
         return f"for every pair of x and loc give {given}, and the result is {tuple(result)}"
     return "unsqueeze the axes that should pair up"
 

@@ -26,7 +26,7 @@ from effops.pytorch import _standard_gamma
 
 
 def _phi(dot: Tensor, tolerance: float) -> Tensor:
-    return dot - 1
+    return dot - 1  # it is finite everywhere, so that `tolerance`, which every phi is given, is not needed
 
 
 class NormaliserCall(NamedTuple):
@@ -76,7 +76,10 @@ def _normaliser(concentration: Tensor, dimension: int) -> Tensor:
 
 
 class CosineMinusOne(DotMap):
-    """phi(t) = t = <loc, x> - 1 and the von Mises-Fisher normaliser, for `effops.ops.densities.directional`."""
+    """phi(t) = t = <loc, x> - 1 and the von Mises-Fisher normaliser, for `effops.ops.densities.directional`.
+
+    phi is finite everywhere. So `floor` and `tolerance`, which every map is given, are not needed.
+    """
 
     intercept = -1.0
 
@@ -93,15 +96,15 @@ class CosineMinusOne(DotMap):
 def draw(loc: Tensor, concentration: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """A draw for each loc (..., D) and concentration (...), differentiable in both, once.
 
-    The draws are by rejection, which has no gradient. That by the concentration is implicit: it is the motion of the
-    angle that keeps the probability of a smaller one.
+    The draws are by rejection, which has no gradient. The gradient by the concentration follows from the angle alone:
+    it is how far the angle moves with the concentration, if the probability of a smaller angle stays the same.
 
     Sources: Wood 1994, Simulation of the von Mises Fisher distribution; Figurnov, Mohamed & Mnih 2018, Implicit
     Reparameterization Gradients, arXiv:1805.08498.
     """
     ratio = _draw_ratio(concentration.detach(), loc.shape[-1], generator)
     if concentration.requires_grad and torch.is_grad_enabled():
-        ratio = _Moving.apply(ratio, concentration, loc.shape[-1])
+        ratio = _MovingRatio.apply(ratio, concentration, loc.shape[-1])
     return directions_at_angle(loc, ratio, generator)
 
 
@@ -130,12 +133,12 @@ def _draw_ratio(concentration: Tensor, dimension: int, generator: torch.Generato
     return ratio
 
 
-class _Moving(torch.autograd.Function):
+class _MovingRatio(torch.autograd.Function):
     """The ratios tan(angle / 2)^2 as they are, with the gradient by the concentrations that `angle_slope` tells."""
 
     @staticmethod
     def forward(ratio: Tensor, concentration: Tensor, dimension: int) -> Tensor:
-        return ratio.clone()
+        return ratio.clone()  # the other arguments are for backward
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import effops
+from effops.blocks.cutting import sizes
 from effops.blocks.dots import DotScores, Products
-from effops.blocks.tiling import sizes
 
 
 @pytest.fixture

@@ -1,0 +1,33 @@
+"""The Python of README.md and docs/*.md runs as it stands, the blocks of a page one after the other."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PAGES = [
+    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if PYTHON.search(page.read_text())
+]
+
+
+def code(text: str) -> str:
+    """The Python of a page, in the lines where the page has it, so that an error names the line."""
+    lines = [""] * (text.count("\n") + 1)
+    for block in PYTHON.finditer(text):
+        first = text.count("\n", 0, block.start(1))
+        lines[first : first + block[1].count("\n")] = block[1].splitlines()
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_run(page: Path, tmp_path: Path) -> None:
+    """The first example of docs/memory.md could not be pasted: it named a model that nobody has."""
+    script = tmp_path / page.with_suffix(".py").name
+    script.write_text(code(page.read_text()))
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
