@@ -5,7 +5,6 @@ It is also read as a file, by `effops_command.py`, without the package. So nothi
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -14,7 +13,6 @@ from typing import Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes between the lines of tables
     options = argument_parser().parse_args(arguments)
     return int(options.run(options))
 

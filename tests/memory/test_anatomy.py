@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import doctest
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -265,6 +267,19 @@ def test_copied_layers_are_of_the_same_mode():
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
 
     assert is_right(anatomy(training(model, 16, 32), 4, measure=True))
+
+
+def test_copied_layers_ask_for_no_address():
+    """PyTorch warned, once in a process, that the caller had accessed the data pointer of a FakeTensor."""
+    code = """
+import torch
+from torch import nn
+from effops.memory import Workload, anatomy
+layer = lambda: nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+anatomy(Workload(lambda: nn.TransformerEncoder(layer(), 2), lambda size: torch.randn(size, 4, 8)), 2)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_network_may_be_copied_with_its_buffers():
