@@ -30,7 +30,7 @@ from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.profiler import record_function
 
 from effops.prediction.cuda_forms import CUDA_BLOCK_BYTES
-from effops.prediction.profiler import profiled
+from effops.prediction.shared import profiled
 from effops.pytorch import DeviceType, _ExperimentalConfig
 from effops.text import aligned, format_bytes, format_us
 

@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 from effops.memory.surroundings import apart
 from effops.memory.workload import Step, Workload
-from effops.prediction.profiler import profiled
+from effops.prediction.shared import profiled
 from effops.prediction.timeline import Allocation, Timeline
 
 MARK = "effops.memory"

@@ -287,7 +287,7 @@ def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
         copied = tensor.clone().requires_grad_(tensor.requires_grad)
     if tensor.grad is not None:
         copied.grad = copy.deepcopy(tensor.grad, memo)
-    tensor._clear_non_serializable_cached_data()  # type: ignore[no-untyped-call]
+    tensor._clear_non_serializable_cached_data()
     copied.__dict__ = copy.deepcopy(tensor.__dict__, memo)
     memo[id(tensor)] = copied
     return copied

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from effops.memory.models.time_series import Parts
+from effops.text import did_you_mean
+
+BERT_KINDS = ("eager", "sdpa")  # of attention, as transformers names them
 
 
 def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager", checkpointing: bool = False) -> Parts:
@@ -32,8 +35,11 @@ def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager"
         raise ImportError(
             "bert_large: needs the package transformers, which cannot be imported; pip install 'effops[bert]'"
         ) from error
-    if attention not in ("eager", "sdpa"):
-        raise ValueError(f"bert_large: `attention` must be eager or sdpa; got {attention!r}")
+    if attention not in BERT_KINDS:
+        raise ValueError(
+            f"bert_large: `attention` must be one of {', '.join(BERT_KINDS)}; got {attention!r}"
+            + did_you_mean(attention, BERT_KINDS)
+        )
     config = BertConfig(
         hidden_size=1024,
         num_hidden_layers=layers,
