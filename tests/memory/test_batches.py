@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from effops import text as formats
 from effops.memory import Workload, anatomy, batches, max_batch_size, parse_bytes
 from effops.memory.measured import measured_timeline
 from effops.memory.models import ARCHITECTURES, Configuration, workload_parts
 from effops.prediction.cuda_forms import CachingAllocator, reserved_bytes
 from effops.prediction.timeline import Allocation, Timeline
-from effops.text import format_distinct_bytes
 
 MIB = 2**20
 
@@ -154,8 +154,8 @@ def test_neighbours_look_different():
         ["110", "2.01", "GiB", "does", "not", "fit"],
         ["128", "out", "of", "memory", "does", "not", "fit"],
     ]
-    assert format_distinct_bytes(gib, gib + 1, gib) == ["1.000000000 GiB", "1.000000001 GiB", "1.000000000 GiB"]
-    assert format_distinct_bytes(gib, 2**20) == ["1.0 GiB", "1.0 MiB"]
+    assert formats.format_distinct_bytes(gib, gib + 1, gib) == ["1.000000000 GiB", "1.000000001 GiB", "1.000000000 GiB"]
+    assert formats.format_distinct_bytes(gib, 2**20) == ["1.0 GiB", "1.0 MiB"]
     assert "which takes 1.01 GiB; got 1.00 GiB" in batches._budget_too_small(1, gib + 10**7, gib, {})
 
 
