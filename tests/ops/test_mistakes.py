@@ -113,8 +113,8 @@ MISTAKES = {
     "a scale in a text": (lambda: spherical(LOC, "5", X), TypeError, "got str; give a number"),
     "scales in a list of tensors": (lambda: spherical(LOC, [SCALE], X), TypeError, "got list; use torch.stack"),
     "no points": (lambda: spherical(LOC, 1.0, None), TypeError, "`x` must be a tensor; got NoneType; give a tensor"),
-    "a factor in a text": (lambda: attention(scale="5"), TypeError, "a number or None; got '5'; give a float, or None"),
-    "a factor in a tensor": (lambda: attention(scale=SCALE), TypeError, "got a tensor; multiply query by it"),
+    "a factor in a text": (lambda: attention(scale="5"), TypeError, "a number or None; got str; give a float"),
+    "a factor in a tensor": (lambda: attention(scale=SCALE), TypeError, "got Tensor; multiply query by it"),
     "no positions": (
         lambda: effops.log_sparse_attention(QUERY, QUERY, QUERY, None),
         TypeError,

@@ -354,10 +354,8 @@ def _is_lower_right(function: str, bias: Any, pairs: tuple[int, int]) -> bool:
 
 def _check_scale(function: str, scale: Any) -> None:
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat))):
-        got, remedy = repr(scale), "give a float, or None for 1 / sqrt(D)"
-        if isinstance(scale, Tensor):
-            got, remedy = "a tensor", "multiply query by it, and give scale=1.0"
-        raise TypeError(f"{function}: `scale` must be a number or None; got {got}; {remedy}")
+        remedy = "multiply query by it, and give scale=1.0" if isinstance(scale, Tensor) else "give a float"
+        raise TypeError(f"{function}: `scale` must be a number or None; got {type(scale).__name__}; {remedy}")
 
 
 def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, int]) -> None:
@@ -490,8 +488,7 @@ def _check_pattern(local: int, restart: int | None) -> None:
             remedy = integer_remedy(number)
             if isinstance(number, Tensor):
                 remedy = "it takes no mask, since the pattern says which pairs take part; cut padded positions off"
-            got = type(number).__name__
-            raise TypeError(f"{LOG_SPARSE}: `{name}` must be an integer; got {got}; {remedy}")
+            raise TypeError(f"{LOG_SPARSE}: `{name}` must be an integer; got {type(number).__name__}; {remedy}")
         if number < 1:
             remedy = "1 is a position's attention to itself" if name == "local" else "None is no restart"
             raise ValueError(f"{LOG_SPARSE}: `{name}` must be at least 1; got {number}; {remedy}")
