@@ -7,8 +7,9 @@
     print(profile({"forward": work, "backward": back}))
 
 On a CPU bytes are the running sum of the allocator's events, which the profiler records: exact and the same from run to
-run. On CUDA they are the caching allocator's statistics, whose blocks are multiples of 512 bytes. Neither sees what a
-library takes from the system by itself (scratch space inside a matrix product on a CPU, the CUDA context).
+run. A release of what was allocated before the call does not count. On CUDA bytes are the caching allocator's
+statistics, whose blocks are multiples of 512 bytes. Neither sees what a library takes from the system by itself
+(scratch space inside a matrix product on a CPU, the CUDA context).
 """
 
 import gc
@@ -26,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import record_function
 
 from effops.prediction.cuda_forms import CUDA_BLOCK_BYTES
+from effops.prediction.shared import profiled
 from effops.pytorch import DeviceType, _ExperimentalConfig
 from effops.text import aligned, format_bytes, format_us
 
@@ -205,7 +207,7 @@ def _running_bytes(device: torch.device) -> Iterator[_RunningBytes]:
         found.peak_bytes = torch.cuda.max_memory_allocated(device) - start
         found.retained_bytes = torch.cuda.memory_allocated(device) - start
     else:
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profiled() as profiler:
             yield found
         recorded: Any = profiler.profiler
         events = (event for event in recorded.kineto_results.events() if event.name() == "[memory]")
@@ -424,12 +426,8 @@ def profile(passes: Mapping[str, Pass], *, group_by_stack: int = 0, warmup: int 
 
 
 def _profiled(passes: Mapping[str, Pass], cuda: bool, *, with_stack: bool = False) -> list[FunctionEvent]:
-    with torch.profiler.profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
-        profile_memory=True,
-        with_stack=with_stack,
-        experimental_config=_ExperimentalConfig(verbose=with_stack),
-    ) as profiler:
+    settings = _ExperimentalConfig(verbose=with_stack)
+    with profiled(cuda, with_stack=with_stack, experimental_config=settings) as profiler:
         for name, work in passes.items():
             prepared = work.prepare()
             with record_function(name):

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from effops.dispatch.arguments import check_dense, check_mask
+from effops.dispatch.arguments import check_dense, check_mask, squeezed
 from effops.ops.attention.additive import additive_attention
 from effops.ops.attention.dot_product import attention, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention
+from effops.text import counted, did_you_mean
 
 __all__ = ["MultiheadAttention"]
 
@@ -73,7 +74,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         restart: int | None = None,
     ) -> None:
         if attention not in KINDS:
-            raise ValueError(f"MultiheadAttention: `attention` must be one of {', '.join(KINDS)}; got {attention!r}")
+            raise ValueError(
+                f"MultiheadAttention: `attention` must be one of {', '.join(KINDS)}; got {attention!r}"
+                + did_you_mean(attention, KINDS)
+            )
         if (add_bias_kv or add_zero_attn) and attention == "log_sparse":
             raise ValueError(
                 "MultiheadAttention: `add_bias_kv` and `add_zero_attn` must be False if attention='log_sparse', whose "
@@ -193,9 +197,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dims = {"key": (key, query.ndim), "value": (value, query.ndim), "key_padding_mask": (padding, query.ndim - 1)}
         for name, (tensor, ndim) in dims.items():
             if tensor is not None and tensor.ndim != ndim:
+                remedy = squeezed(name, tensor.shape, lambda shape: len(shape) == ndim)  # noqa: B023
                 raise ValueError(
-                    f"MultiheadAttention: `{name}` must have {ndim} dimensions, as `query` {tuple(query.shape)} has "
-                    f"{query.ndim}; got {tuple(tensor.shape)}; give all tensors a batch axis, or none"
+                    f"MultiheadAttention: `{name}` must have {counted(ndim, 'dimensions')}, as `query` "
+                    f"{tuple(query.shape)} has {query.ndim}; got {tuple(tensor.shape)}; "
+                    + (remedy or "give all tensors a batch axis, or none")
                 )
         if mask is not None and mask.ndim not in (2, 3):
             raise ValueError(

@@ -1,9 +1,12 @@
-"""Readable tables, sizes in bytes, read and written, and times."""
+"""Readable tables, sizes in bytes, read and written, times, and names that were mistyped."""
 
+import difflib
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
+from typing import Any
 
 UNITS = "kmgt"
 
@@ -19,14 +22,43 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in justified)
 
 
-def format_bytes(count: float) -> str:
+def format_bytes(count: float, digits: int = 1) -> str:
     """A number of bytes for people: 33554432 -> '32.0 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        text = f"{count:.{0 if unit == 'B' else 1}f}"
+        text = f"{count:.{0 if unit == 'B' else digits}f}"
         if abs(float(text)) < 1024:
             return f"{text} {unit}"
         count /= 1024
-    return f"{count:.1f} TiB"
+    return f"{count:.{digits}f} TiB"
+
+
+def format_distinct_bytes(*counts: int) -> list[str]:
+    """Numbers of bytes for people, with so many digits that different numbers look different."""
+    for digits in itertools.count(1):
+        texts = [format_bytes(count, digits) for count in counts]
+        if len(set(texts)) == len(set(counts)):
+            break
+    return texts
+
+
+def counted(count: int, things: str) -> str:
+    """A number of things, given in the plural, of which one is without its s: '1 thread', '2 threads'."""
+    return f"{count} {things.removesuffix('s') if count == 1 else things}"
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """'; did you mean "attention"?' for 'attn', or nothing if no known name is near."""
+    found = difflib.get_close_matches(str(given), list(known), n=1)
+    return f'; did you mean "{found[0]}"?' if found else ""
+
+
+def integer_remedy(given: Any) -> str:
+    """What to give in place of what is no integer."""
+    try:
+        int(given)
+    except (TypeError, ValueError, OverflowError):
+        return "give one, as 1"
+    return "convert it with int()"
 
 
 def format_us(microseconds: float) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -309,3 +312,34 @@ def test_profile_by_stack_tells_the_lines(device: str) -> None:
 )
 def test_format_us(microseconds: float, text: str) -> None:
     assert format_us(microseconds) == text
+
+
+NOISY = """
+import os, sys, torch
+from effops import measure
+kept = []
+
+def replaces_what_it_kept(x):
+    kept.clear()  # memory that is older than the profile
+    kept.append(x * 2)
+    return x + 1
+
+work = measure.Pass(replaces_what_it_kept, (torch.ones(100),))
+print(measure.memory(work), measure.profile({"work": work}))
+assert "KINETO_LOG_LEVEL" not in os.environ
+"""
+
+
+@pytest.mark.parametrize(("level", "expected"), [(None, False), ("0", True)])
+def test_the_profiler_is_silent(level: str | None, expected: bool) -> None:
+    """PyTorch's libraries wrote lines of "USDT" and "CPUAllocator". Who sets the variable may have the former."""
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    code = NOISY
+    if level is not None:
+        environment["KINETO_LOG_LEVEL"] = level
+        code = NOISY.replace("not in os.environ", "in os.environ")
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert ("USDT" in done.stderr) == expected
+    assert "CPUAllocator" not in done.stderr
+    assert expected or done.stderr == ""

@@ -195,7 +195,7 @@ def test_layers_without_weights_of_all_pairs_return_none_for_them(attention, dev
         (((5, EMBED), (7, EMBED), (7, EMBED)), {"attn_mask": (1, 5, 7)}, "`attn_mask` must have the shape"),
         (((5, 3, EMBED), (7, 3, EMBED), (7, 3, EMBED)), {"key_padding_mask": (7,)}, "must have 2 dimensions"),
         (((5, 3, EMBED), (7, 3, EMBED), (7, 3, EMBED)), {"key_padding_mask": (1, 7)}, "shape (batch, keys) = (3, 7)"),
-        (((5, EMBED), (7, EMBED), (7, EMBED)), {"key_padding_mask": (1, 7)}, "must have 1 dimensions"),
+        (((5, EMBED), (7, EMBED), (7, EMBED)), {"key_padding_mask": (1, 7)}, "must have 1 dimension, as"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

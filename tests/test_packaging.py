@@ -73,3 +73,13 @@ def test_the_benchmark_without_triton():
     command = [sys.executable, "-c", textwrap.dedent(code)]
     printed = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
     assert "triton skipped: " in printed
+
+
+def test_numpy_is_installed_with_it():
+    """PyTorch works without, and every start then printed "UserWarning: Failed to initialize NumPy"."""
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    for name in ("torch", "numpy", "rich"):
+        assert any(one.startswith(f"{name}>=") for one in dependencies)
+        assert any(one.startswith(f"{name}==") for one in pinned)

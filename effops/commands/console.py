@@ -1,6 +1,7 @@
-"""What commands show: a console that is plain where it is no terminal, and progress."""
+"""What commands show and write: a console that is plain where it is no terminal, progress, and files."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 Progress = Callable[[str], None]
 PLAIN_WIDTH = 240
+OR_STANDARD_OUTPUT = "name another, or - for standard output"
 
 
 def plain_or_rich_console(least_width: int = 0) -> Console:
@@ -23,13 +25,44 @@ def plain_or_rich_console(least_width: int = 0) -> Console:
 
 
 @contextmanager
-def shown_progress() -> Iterator[Progress]:
-    """Show what is being done, on standard error if that is a terminal; yields the function that is told so."""
+def shown_progress(first: str = "starting", *, lines: bool = False) -> Iterator[Progress]:
+    """Show what is being done, on standard error; yields the function that is told so.
+
+    A terminal has one line that changes, with the time. Elsewhere nothing is shown, or with `lines` a line each.
+    """
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
+    if not console.is_terminal:
+        yield (lambda text: print(text, file=sys.stderr, flush=True)) if lines else (lambda text: None)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with ProgressBar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(first, total=None)
         yield lambda text: bar.update(task, description=text)
+
+
+def check_file(option: str, file: str | None, remedy: str = "name another") -> None:
+    """Raise if a file that an option names, if it does, cannot be written: before what it is to hold is computed.
+
+    Raises:
+        OSError: there is no such folder, or it or the file must not be written
+    """
+    if file is None:
+        return
+    path = Path(file)
+    if not path.parent.is_dir():
+        problem = f"there is no folder {str(path.parent)!r}"
+    elif path.is_dir():
+        problem = "it is a folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "its permissions forbid it"
+    else:
+        return
+    raise OSError(f"argument {option}: expected a file that can be written; got {file!r}: {problem}; {remedy}")
+
+
+def check_json_file(file: str | None) -> None:
+    """Raise an OSError if the JSON that `shown_result` is to write cannot be written."""
+    check_file("--json", None if file == "-" else file, OR_STANDARD_OUTPUT)
 
 
 def shown_result(json_file: str | None, content: Any, show: Callable[[Console], None]) -> None:
@@ -48,6 +81,6 @@ def shown_result(json_file: str | None, content: Any, show: Callable[[Console], 
             Path(json_file).write_text(json_text)
         except OSError as error:
             raise OSError(
-                f"argument --json: expected a file that can be written; got {json_file!r}: {error}; name another, or - "
-                "for standard output"
+                f"argument --json: expected a file that can be written; got {json_file!r}: {error}; "
+                + OR_STANDARD_OUTPUT
             ) from error

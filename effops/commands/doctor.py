@@ -22,7 +22,7 @@ from effops.dispatch.op import Op, find_op, ops
 from effops.dispatch.requirements import requires_inductor, requires_triton
 from effops.measure import available_bytes, device_model, upstream_gradient
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
-from effops.text import format_bytes
+from effops.text import counted, format_bytes
 
 SIGNS = {"ok": "ok", "failed": "FAIL", "unavailable": "-", "unchecked": "runs"}
 
@@ -112,7 +112,8 @@ class Report:
         if wrong:
             return f"{len(wrong)} failed, the first: {wrong[0]}"
         checked = sum(len(check.right) for check in self.ops)
-        parts = [f"all {checked} checked variants are right", "the automatic choice runs for every op"]
+        right = "the one checked variant is right" if checked == 1 else f"all {checked} checked variants are right"
+        parts = [right, "the automatic choice runs for every op"]
         faster = {speed.op for speed in self.speeds if any(speed.advice)}
         if faster:
             parts.append(f"another variant is faster for {', '.join(sorted(faster))}")
@@ -293,7 +294,7 @@ def _print_speeds(speeds: Sequence[OpSpeed], console: Console) -> None:
 def _description(device: Device) -> str:
     if device.problem:
         return device.problem
-    parts = [device.model, device.capability, None if device.threads is None else f"{device.threads} threads"]
+    parts = [device.model, device.capability, None if device.threads is None else counted(device.threads, "threads")]
     if device.memory_bytes is not None and device.available_bytes is not None:
         parts.append(f"{format_bytes(device.memory_bytes)} of memory, {format_bytes(device.available_bytes)} free")
     return ", ".join(part for part in parts if part)

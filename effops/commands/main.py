@@ -5,7 +5,6 @@ It is also read as a file, by `effops_command.py`, without the package. So nothi
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -14,7 +13,6 @@ from typing import Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes between the lines of tables
     options = argument_parser().parse_args(arguments)
     return int(options.run(options))
 
@@ -51,6 +49,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self.fill = fill
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            from effops.text import did_you_mean
+
+            error.message += did_you_mean(value, map(str, action.choices or ()))
+            raise
+
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         if self.fill is not None:
             self.fill(self)
@@ -66,13 +73,14 @@ def memory_commands(parser: argparse.ArgumentParser) -> None:
 
 def doctor(options: argparse.Namespace) -> int:
     """Print what this machine can run; returns 1 if a self-check fails, 2 if the JSON file cannot be written."""
-    from effops.commands.console import shown_progress, shown_result
+    from effops.commands.console import check_json_file, shown_progress, shown_result
     from effops.commands.doctor import diagnose, print_report
 
     try:
+        check_json_file(options.json)
         with shown_progress() as progress:
             report = diagnose(progress, options.op, options.full)
-    except ValueError as error:  # there is no such op
+    except (OSError, ValueError) as error:  # the file cannot be written, or there is no such op
         print(f"effops doctor: {error}", file=sys.stderr)
         return 2
     code = int(not report.passes)

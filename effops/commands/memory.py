@@ -5,49 +5,105 @@ import ast
 import dataclasses
 import functools
 import importlib
+import inspect
 import itertools
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
-from effops.commands.console import shown_progress, shown_result
+from effops.commands.console import Progress, check_file, check_json_file, shown_progress, shown_result
 from effops.memory.advise import advise
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.batches import MEANINGS, MODES, max_batch_size
 from effops.memory.devices import NVMLUnavailableError, device_usage
 from effops.memory.formula import FORMULAS, OPTIMIZERS, Details, estimate_transformer
-from effops.memory.models import ARCHITECTURES, KINDS, Configuration, bert_large, workload_parts
-from effops.memory.plot import plot_anatomy
+from effops.memory.models import ARCHITECTURES, BERT_KINDS, KINDS, Configuration, bert_large, workload_parts
+from effops.memory.models.layers import PUBLISHED
+from effops.memory.named_devices import PACKAGES
+from effops.memory.plot import check_picture, plot_anatomy
 from effops.memory.sweep import sweep
 from effops.memory.workload import Workload
 from effops.prediction.cuda_forms import CONTEXT_BYTES
-from effops.text import parse_bytes
+from effops.text import did_you_mean, parse_bytes
 
 EXPECTED_ERRORS = ValueError, NotImplementedError, ImportError, OSError, NVMLUnavailableError
 CONFIGURATION_TYPES = {field.name: type(field.default) for field in dataclasses.fields(Configuration)}
 BERT_OPTIONS = ("layers", "seq_len", "attention")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-Run = Callable[[argparse.Namespace], tuple[object, Any]]
+# The functions of the subcommands whose names are others; their errors begin with these names.
+FUNCTIONS = {"max-batch": "max_batch_size", "estimate": "estimate_transformer", "devices": "device_usage"}
+# Folders of Python and of packages, where no program of the user's is.
+LIBRARIES = (*PACKAGES, *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")), "<frozen")
+
+
+class Outcome(NamedTuple):
+    """What a subcommand has found.
+
+    Attributes:
+        found: is printed
+        content: is written as JSON
+        draw: draws it into a file, where the subcommand can
+    """
+
+    found: object
+    content: Any
+    draw: Callable[[str], None] | None = None
+
+
+Run = Callable[[argparse.Namespace, Progress], Outcome]
 
 
 def _run(run: Run, options: argparse.Namespace) -> int:
-    """Show what a subcommand finds; returns 2 if it cannot."""
+    """Show what a subcommand finds, and write it; returns 2 if it cannot."""
+    picture = getattr(options, "plot", None)
     try:
-        with shown_progress() as progress:
-            progress(f"{options.command}: predicting")
-            found, content = run(options)
-        shown_result(options.json, content, lambda console: console.print(str(found), soft_wrap=True))
+        check_json_file(options.json)
+        if picture is not None:
+            check_picture("argument --plot", picture)
+            check_file("--plot", picture)
+        with shown_progress(f"{options.command}: predicting", lines=True) as progress:
+            found, content, draw = run(options, progress)
     except EXPECTED_ERRORS as error:
-        print(f"effops memory {options.command}: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return _failed(options.command, error)
+    code = 0
+    try:
+        shown_result(options.json, content, lambda console: console.print(str(found), soft_wrap=True))
+    except OSError as error:
+        code = _failed(options.command, error)
+    try:
+        if draw is not None and picture is not None:
+            draw(picture)
+    except OSError as error:
+        code = _failed(
+            options.command,
+            OSError(f"argument --plot: expected a file that can be written; got {picture!r}: {error}; name another"),
+        )
+    return code
 
 
-def _estimate(options: argparse.Namespace) -> tuple[object, Any]:
+def _failed(command: str, error: Exception) -> int:
+    """Tell an error; returns the exit code. The function of the subcommand is not named beside it."""
+    text = str(error).removeprefix(f"{FUNCTIONS.get(command, command)}: ")
+    print(f"effops memory {command}: {text}{_place(error)}", file=sys.stderr)
+    return 2
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of a program of the user's from which an error came; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    return f"; raised in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+
+
+def _estimate(options: argparse.Namespace, progress: Progress) -> Outcome:
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Details)}
     details = {name: value for name, value in given.items() if value is not None}
     found = estimate_transformer(
@@ -61,10 +117,10 @@ def _estimate(options: argparse.Namespace) -> tuple[object, Any]:
         Details(**details) if details else None,
     )
     totals = {name: getattr(found, name) for name in ("state_bytes", "activation_bytes", "total_bytes")}
-    return found, {**dataclasses.asdict(found), **totals}
+    return Outcome(found, {**dataclasses.asdict(found), **totals})
 
 
-def _anatomy(options: argparse.Namespace) -> tuple[object, Any]:
+def _anatomy(options: argparse.Namespace, progress: Progress) -> Outcome:
     found = anatomy(
         _workload(options),
         options.batch_size,
@@ -73,9 +129,7 @@ def _anatomy(options: argparse.Namespace) -> tuple[object, Any]:
         measure=options.measure,
         context_bytes=parse_bytes(options.context, "argument --context"),
     )
-    if options.plot:
-        plot_anatomy(found, options.plot)
-    return found, _anatomy_content(found)
+    return Outcome(found, _anatomy_content(found), functools.partial(plot_anatomy, found))
 
 
 def _anatomy_content(found: Anatomy) -> dict[str, Any]:
@@ -91,7 +145,7 @@ def _anatomy_content(found: Anatomy) -> dict[str, Any]:
     }
 
 
-def _max_batch(options: argparse.Namespace) -> tuple[object, Any]:
+def _max_batch(options: argparse.Namespace, progress: Progress) -> Outcome:
     found = max_batch_size(
         _workload(options),
         options.budget,
@@ -102,11 +156,12 @@ def _max_batch(options: argparse.Namespace) -> tuple[object, Any]:
         multiple_of=options.multiple_of,
         power_of_two=options.power_of_two,
         context_bytes=parse_bytes(options.context, "argument --context"),
+        progress=progress,
     )
-    return found, dataclasses.asdict(found)
+    return Outcome(found, dataclasses.asdict(found))
 
 
-def _advise(options: argparse.Namespace) -> tuple[object, Any]:
+def _advise(options: argparse.Namespace, progress: Progress) -> Outcome:
     found = advise(
         _workload(options),
         options.batch_size,
@@ -115,8 +170,9 @@ def _advise(options: argparse.Namespace) -> tuple[object, Any]:
         device=options.device,
         probe=options.probe,
         alternatives=_alternatives(options),
+        progress=progress,
     )
-    return found, {**dataclasses.asdict(found), "fits": found.fits}
+    return Outcome(found, {**dataclasses.asdict(found), "fits": found.fits})
 
 
 def _alternatives(options: argparse.Namespace) -> dict[str, Workload]:
@@ -129,13 +185,14 @@ def _alternatives(options: argparse.Namespace) -> dict[str, Workload]:
     return {name: _workload(options, {"attention": kind}) for kind, name in others.items() if kind != options.attention}
 
 
-def _sweep(options: argparse.Namespace) -> tuple[object, Any]:
+def _sweep(options: argparse.Namespace, progress: Progress) -> Outcome:
     axes = dict(_axis(text) for text in options.axis)
     if options.architecture is not None:
         known = ["architecture", *(BERT_OPTIONS if options.architecture == "bert-large" else CONFIGURATION_TYPES)]
         if unknown := [name for name in axes if name not in known]:
             raise ValueError(
                 f"argument --axis: expected an option of the architecture, {', '.join(known)}; got {', '.join(unknown)}"
+                + did_you_mean(unknown[0], known)
             )
     base = {name: given for name in axes if (given := getattr(options, name, None)) is not None}
     found = sweep(
@@ -147,14 +204,13 @@ def _sweep(options: argparse.Namespace) -> tuple[object, Any]:
         power_of_two=options.power_of_two,
         device=options.device,
         probe=options.probe,
+        progress=progress,
     )
-    if options.plot:
-        found.plot(options.plot)
     results = {
         axis: [{"value": value, "result": result} for value, result in results.items()]
         for axis, results in found.axes.items()
     }
-    return found, {**dataclasses.asdict(found), "quantity": found.quantity, "axes": results}
+    return Outcome(found, {**dataclasses.asdict(found), "quantity": found.quantity, "axes": results}, found.plot)
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
@@ -172,9 +228,9 @@ def _value(text: str) -> Any:
         return text
 
 
-def _devices(options: argparse.Namespace) -> tuple[object, Any]:
+def _devices(options: argparse.Namespace, progress: Progress) -> Outcome:
     found = device_usage()
-    return found, {**dataclasses.asdict(found), "occupied_bytes": found.occupied_bytes}
+    return Outcome(found, {**dataclasses.asdict(found), "occupied_bytes": found.occupied_bytes})
 
 
 def _workload(options: argparse.Namespace, values: Mapping[str, Any] | None = None) -> Workload:
@@ -205,20 +261,27 @@ def _published(architecture: str, **sizes: Any) -> Workload:
 
 
 def _imported(place: str, values: Mapping[str, Any]) -> Workload:
-    module, _, name = place.partition(":")
+    module_name, _, name = place.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name, None) if module and name else None
+        module = importlib.import_module(module_name) if module_name else None
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module imports another one, which is missing
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):  # the module imports another one
+            text = f"argument --workload: {place!r} must import what is installed; got: {error}; install it"
+            raise ModuleNotFoundError(text).with_traceback(error.__traceback__) from error
+        near = did_you_mean(module_name, (path.stem for path in Path.cwd().glob("*.py")))
         raise ValueError(
             f"argument --workload: expected MODULE:NAME of a workload; got {place!r}: {error}; write it as an "
-            "import does, without .py, in the current directory or an installed package"
+            f"import does, without .py, in the current directory or an installed package{near}"
         ) from None
+    found = getattr(module, name, None) if name else None
     if found is None:
-        raise ValueError(f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, where there is none")
+        names = _workload_names(module) if module else []
+        there = f"; choose from {', '.join(names)}{did_you_mean(name, names)}" if names else ""
+        raise ValueError(
+            f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, where there is none{there}"
+        )
     if callable(found):
         found = found(**values)
     elif values:
@@ -231,6 +294,15 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
             f"from {place!r}"
         )
     return found
+
+
+def _workload_names(module: ModuleType) -> list[str]:
+    """The names of workloads in a module, and of functions that it defines, which may return one."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, Workload) or (inspect.isfunction(value) and value.__module__ == module.__name__)
+    ]
 
 
 def _option(name: str) -> str:
@@ -247,6 +319,18 @@ DETAILS = "what the detailed formula knows besides"
 SIZES = "options of the architecture"
 STEP = "options of the step"
 DEVICES = ("cpu", "cuda")
+SIZES_NOTE = "Defaults are those of the tst architectures. bert-large takes --layers, --seq-len and --attention alone."
+SIZES_HELP = {
+    "d_model": "width, a multiple of --heads and of 2",
+    "layers": "encoder layers, and as many decoder layers; 24 in bert-large",
+    "heads": "heads of each attention",
+    "d_ff": "width inside of the feed-forward networks",
+    "seq_len": "length of the sequences; 512 in bert-large, the most there",
+    "dropout": "rate of dropout, but of weights of attention, where it is 0.1",
+    "attention": f"{', '.join(KINDS)}: of the tst architectures; {', '.join(BERT_KINDS)}: of bert-large, there eager",
+    "d_in": "features of a position of the sequences",
+    "d_out": "features of a position of the result",
+}
 DEVICE = _argument("--device", choices=DEVICES, default="cpu", help="whose forms of operations are predicted")
 PROBE = _argument(
     "--no-probe", dest="probe", action="store_false", help="do not run single operators to find what they hold"
@@ -254,8 +338,8 @@ PROBE = _argument(
 CONTEXT = _argument(
     "--context", default=CONTEXT_BYTES, metavar="BYTES", help="what a CUDA device holds before there are tensors"
 )
-BATCH_SIZE = _argument("--batch-size", type=int, required=True)
-POWER_OF_TWO = _argument("--power-of-two", action="store_true", help="of the batch size")
+BATCH_SIZE = _argument("--batch-size", type=int, required=True, metavar="N", help="samples of each forward pass")
+POWER_OF_TWO = _argument("--power-of-two", action="store_true", help="only batch sizes that are powers of two")
 WORKLOAD = (
     _argument("--architecture", ONE_OF, choices=(*ARCHITECTURES, "bert-large"), help="a model that has been published"),
     _argument(
@@ -265,34 +349,46 @@ WORKLOAD = (
         help="one's own effops.memory.Workload, or a function that returns it; the current directory can be imported",
     ),
     *(
-        _argument(_option(name), SIZES, choices=(*KINDS, "eager", "sdpa"))
-        if name == "attention"
-        else _argument(_option(name), SIZES, type=kind, metavar="N")
+        _argument(
+            _option(name),
+            SIZES,
+            help=f"{SIZES_HELP[name]} (default {getattr(PUBLISHED, name)})",
+            **(
+                {"choices": (*KINDS, *BERT_KINDS), "metavar": "KIND"}
+                if name == "attention"
+                else {"type": kind, "metavar": "RATE" if kind is float else "N"}
+            ),
+        )
         for name, kind in CONFIGURATION_TYPES.items()
     ),
-    _argument("--autocast", STEP, choices=("bfloat16", "float16")),
+    _argument("--autocast", STEP, choices=("bfloat16", "float16"), help="the dtype of torch.autocast around the step"),
     _argument("--checkpoint", STEP, action="store_true", help="compute each layer of a ModuleList again in backward"),
-    _argument("--accumulation-steps", STEP, type=int, metavar="N"),
+    _argument("--accumulation-steps", STEP, type=int, metavar="N", help="batches of one step of the optimizer"),
 )
 COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]]] = {
     "estimate": (
         _estimate,
         "what closed forms say of training a transformer",
         (
-            _argument("--blocks", type=int, required=True, metavar="N"),
-            _argument("--heads", type=int, required=True, metavar="N"),
-            _argument("--head-dim", type=int, required=True, metavar="N"),
-            _argument("--batch-size", type=int, required=True, metavar="N"),
-            _argument("--seq-len", type=int, required=True, metavar="N"),
-            _argument("--dtype", choices=DTYPES, default="float32"),
-            _argument("--formula", choices=FORMULAS, default="rough"),
-            _argument("--d-ff", DETAILS, type=int, metavar="N"),
-            _argument("--attention", DETAILS, choices=("naive", "fused")),
-            _argument("--norm", DETAILS, choices=("fused", "composed")),
-            _argument("--dropout", DETAILS, action=argparse.BooleanOptionalAction),
-            _argument("--optimizer", DETAILS, choices=OPTIMIZERS),
-            _argument("--mixed-precision", DETAILS, action=argparse.BooleanOptionalAction),
-            _argument("--device", DETAILS, choices=DEVICES),
+            _argument("--blocks", type=int, required=True, metavar="N", help="transformer blocks"),
+            _argument("--heads", type=int, required=True, metavar="N", help="heads of each attention"),
+            _argument("--head-dim", type=int, required=True, metavar="N", help="features of a head"),
+            BATCH_SIZE,
+            _argument("--seq-len", type=int, required=True, metavar="N", help="length of the sequences"),
+            _argument("--dtype", choices=DTYPES, default="float32", help="of weights and activations"),
+            _argument("--formula", choices=FORMULAS, default="rough", help="rough is the one that is published"),
+            _argument("--d-ff", DETAILS, type=int, metavar="N", help="width inside of the feed-forward networks"),
+            _argument("--attention", DETAILS, choices=("naive", "fused"), help="fused holds no weights of pairs"),
+            _argument("--norm", DETAILS, choices=("fused", "composed"), help="fused is torch.nn.LayerNorm"),
+            _argument("--dropout", DETAILS, action=argparse.BooleanOptionalAction, help="whether there is dropout"),
+            _argument("--optimizer", DETAILS, choices=OPTIMIZERS, help="whose states are counted"),
+            _argument(
+                "--mixed-precision",
+                DETAILS,
+                action=argparse.BooleanOptionalAction,
+                help="--dtype is autocast's, beside weights in float32",
+            ),
+            _argument("--device", DETAILS, choices=DEVICES, help="whose forms of operations are counted"),
         ),
     ),
     "anatomy": (
@@ -316,7 +412,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
             DEVICE,
             PROBE,
             CONTEXT,
-            _argument("--budget", required=True, help="such as 6G"),
+            _argument("--budget", required=True, metavar="BYTES", help="such as 6G"),
             _argument(
                 "--budget-means",
                 choices=MEANINGS,
@@ -324,7 +420,9 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
                 help="what tensors take, or what a CUDA device holds",
             ),
             _argument("--mode", choices=MODES, default="predict", help="probe runs the steps"),
-            _argument("--multiple-of", type=int, default=1, metavar="N"),
+            _argument(
+                "--multiple-of", type=int, default=1, metavar="N", help="only batch sizes that are multiples of N"
+            ),
             POWER_OF_TWO,
         ),
     ),
@@ -336,7 +434,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
             DEVICE,
             PROBE,
             BATCH_SIZE,
-            _argument("--budget", help="of tensors, such as 6G; asks which methods together fit it"),
+            _argument("--budget", metavar="BYTES", help="of tensors, such as 6G; asks which methods together fit it"),
             _argument("--devices", type=int, default=1, metavar="N", help="for ZeRO"),
         ),
     ),
@@ -354,8 +452,8 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
                 metavar="NAME=VALUE,VALUE",
                 help="an option of the architecture, or an argument of the workload's function; may be repeated",
             ),
-            _argument("--budget", ONE_OF, help="of tensors, such as 6G: asks for the largest batch"),
-            _argument("--batch-size", ONE_OF, type=int, help="asks for the peak"),
+            _argument("--budget", ONE_OF, metavar="BYTES", help="of tensors, such as 6G: asks for the largest batch"),
+            _argument("--batch-size", ONE_OF, type=int, metavar="N", help="asks for the peak"),
             POWER_OF_TWO,
             _argument("--plot", metavar="FILE", help="draw it"),
         ),
@@ -372,7 +470,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         subparser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
         subparser.set_defaults(run=functools.partial(_run, run))
         for title, members in itertools.groupby(arguments, key=lambda one: one[0]):
-            group = subparser.add_argument_group(title) if title not in ("", ONE_OF) else subparser
+            note = SIZES_NOTE if title == SIZES else None
+            group = subparser.add_argument_group(title, note) if title not in ("", ONE_OF) else subparser
             if title == ONE_OF:
                 group = subparser.add_mutually_exclusive_group(required=True)
             for _, flag, settings in members:

@@ -1,6 +1,6 @@
 """Check what every op requires of its tensor arguments. Errors name the function, the argument and the remedy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _KNOWN_SUBCLASSES = frozenset(
 def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -> None:
     """Raise unless `tensor` is a dense floating-point tensor with at least `dims` dimensions."""
     if not isinstance(tensor, Tensor):
-        got, remedy = type(tensor).__name__, "use torch.as_tensor"
+        got, remedy = type(tensor).__name__, conversion(tensor)
         if isinstance(tensor, torch.fx.Proxy):
             remedy = f'import the function by its name, and call torch.fx.wrap("{function}") in the module that does so'
         raise TypeError(f"{function}: `{argument}` must be a tensor; got {got}; {remedy}")
@@ -37,6 +37,22 @@ def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -
     if tensor.ndim < dims:
         least = "a last dimension" if dims == 1 else f"at least {dims} dimensions"
         raise ValueError(f"{function}: `{argument}` must have {least}; got shape {tuple(tensor.shape)}; unsqueeze it")
+
+
+def conversion(given: Any, otherwise: str = "give a tensor") -> str:
+    """What to give in place of what is no tensor, and perhaps can become one."""
+    if isinstance(given, (list, tuple)) and given and all(isinstance(one, Tensor) for one in given):
+        return "use torch.stack"
+    try:
+        torch.as_tensor(given)
+    except (RuntimeError, TypeError, ValueError):
+        return otherwise
+    return "use torch.as_tensor"
+
+
+def squeezed(argument: str, shape: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> str:
+    """Ask for an argument without its last axis, if that is of size 1 and its shape fits without; else empty."""
+    return f"give {argument}.squeeze(-1)" if tuple(shape[-1:]) == (1,) and fits(shape[:-1]) else ""
 
 
 def check_mask(function: str, argument: str, mask: Any, meaning: str) -> None:

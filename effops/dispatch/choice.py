@@ -13,6 +13,7 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from effops.dispatch.op import Call, Op, Variant, find_op, ops
+from effops.text import did_you_mean
 
 AUTO = "auto"  # the name of the automatic choice, which None also means where no `use_variant` is entered
 
@@ -27,7 +28,10 @@ def choose(op: Op, call: Call, variant: str | None) -> Variant:
         return best
     named = op.variants.get(name) if isinstance(name, str) else None
     if named is None:
-        raise ValueError(f"{op.name} has no variant {name!r}; choose from {', '.join((*op.preference, AUTO))}")
+        known = *op.preference, AUTO
+        raise ValueError(
+            f"{op.name} has no variant {name!r}; choose from {', '.join(known)}{did_you_mean(name, known)}"
+        )
     obstacle = named.obstacle(call)
     if obstacle:
         best = _best(op, call)
@@ -127,7 +131,9 @@ class use_variant:
     def __init__(self, name: str) -> None:
         known = [*sorted({variant for op in ops().values() for variant in op.preference}), AUTO]
         if name not in known:
-            raise ValueError(f"use_variant: no op has a variant {name!r}; choose from {', '.join(known)}")
+            raise ValueError(
+                f"use_variant: no op has a variant {name!r}; choose from {', '.join(known)}{did_you_mean(name, known)}"
+            )
         self.name = name
         self._entries: list[_Entry] = []
 

@@ -14,6 +14,7 @@ from effops.dispatch.validation import Conditions, no_conditions
 from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import Bytes
 from effops.pytorch import _is_alias_of, tree_map_only
+from effops.text import did_you_mean
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
 CallT = TypeVar("CallT", bound="Call")
@@ -182,12 +183,12 @@ def ops() -> Mapping[str, Op]:
 def find_op(function: Callable[..., Any] | str) -> Op:
     """The op that a public function calls, or the op of that name."""
     op = next((op for op in _ops.values() if function in (op.name, op.function)), None)
-    if op is None:
-        got = (
-            repr(function)
-            if callable(function) or isinstance(function, str)
-            else f"an object of class {type(function).__name__}"
+    if op is None and isinstance(function, str):
+        raise ValueError(
+            f"{function!r} is no op of effops; choose from {', '.join(_ops)}{did_you_mean(function, _ops)}"
         )
+    if op is None:
+        got = repr(function) if callable(function) else f"an object of class {type(function).__name__}"
         raise ValueError(
             f"{got} is no op of effops; choose from {', '.join(_ops)}, without calling it; "
             "effops.record() tells which ops run inside of other functions"

@@ -1,5 +1,6 @@
 """Check the values of operands while `effops.validate()` is entered. Each op says what must hold of its operands."""
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -22,14 +23,14 @@ class Condition(NamedTuple):
         expected: what it must be or have
         measured: the numbers that are compared: the values themselves, or lengths or sums of them
         holds: where they are as expected
-        remedy: what to do where they are not
+        remedy: what to do where they are not, or a function that finds out
     """
 
     argument: str
     expected: str
     measured: Tensor
     holds: Tensor
-    remedy: str
+    remedy: str | Callable[[], str]
 
 
 Conditions = Callable[[Any], Iterable[Condition]]  # of a call
@@ -39,14 +40,17 @@ def no_conditions(call: Any) -> Iterable[Condition]:
     return ()
 
 
+NOT_FINITE = "look for what made NaN or infinity"
+
+
 def finite(argument: str, tensor: Tensor) -> Condition:
-    return Condition(argument, "have finite values", tensor, tensor.isfinite(), "look for what made NaN or infinity")
+    return Condition(argument, "have finite values", tensor, tensor.isfinite(), NOT_FINITE)
 
 
 def below_infinity(argument: str, tensor: Tensor) -> Condition:
     """The condition of logarithms, of which -inf is that of 0."""
     expected = "have values below infinity, and no NaN"
-    return Condition(argument, expected, tensor, tensor < torch.inf, "look for what made NaN or infinity")
+    return Condition(argument, expected, tensor, tensor < torch.inf, NOT_FINITE)
 
 
 class _ThreadState(threading.local):
@@ -148,7 +152,13 @@ def _check(function: str, condition: Condition) -> None:
         ) from error
     wrong = condition.holds.logical_not().nonzero()
     place = tuple(wrong[0].tolist())
+    are = "is" if len(wrong) == 1 else "are"
+    number, remedy = condition.measured[place].item(), condition.remedy
+    if not math.isfinite(number):
+        remedy = NOT_FINITE
+    elif callable(remedy):
+        remedy = remedy()
     raise ValueError(
-        f"{function}: `{condition.argument}` must {condition.expected}; got {condition.measured[place].item():.9g}"
-        f"{f' at {place}' if place else ''}, {len(wrong)} of {condition.holds.numel()} are wrong; {condition.remedy}"
+        f"{function}: `{condition.argument}` must {condition.expected}; got {number:.9g}"
+        f"{f' at {place}' if place else ''}, {len(wrong)} of {condition.holds.numel()} {are} wrong; {remedy}"
     ) from None

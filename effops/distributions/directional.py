@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from effops.dispatch.arguments import squeezed
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import is_plain
 from effops.distributions.constraints import unit_vector
 from effops.numerics.directions import have_length_one, lengths
 from effops.numerics.layout import repeated
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
-from effops.numerics.shapes import broadcast_shapes, is_known
+from effops.numerics.shapes import broadcast_shapes, do_broadcast, is_known
 from effops.ops.densities.density import KeptNormaliser
 from effops.pytorch import _size
 
@@ -51,9 +52,11 @@ class Directional(Distribution):
             if concentration.ndim:
                 batch_shape = broadcast_shapes(batch_shape, concentration.shape)
         except RuntimeError:
+            given = self._concentration_name
+            remedy = squeezed(given, concentration.shape, lambda shape: do_broadcast(shape, loc.shape[:-1]))
             raise ValueError(
-                f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), "
-                f"{self._concentration_name} {tuple(concentration.shape)}; unsqueeze the axes that should pair up"
+                f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {given} "
+                f"{tuple(concentration.shape)}; {remedy or 'unsqueeze the axes that should pair up'}"
             ) from None
         if loc.ndim > 1 and is_known(loc.shape[-2] > 1) and concentration.shape == (*loc.shape[:-1], 1):
             _warn_of_pairs(name, self._concentration_name)

@@ -4,8 +4,8 @@ Each method is predicted by the anatomy of the step with it.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from effops.prediction.known_values import KnownValues
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
 from effops.prediction.timeline import Timeline
 from effops.pytorch import FakeTensorMode, _BatchNorm
-from effops.text import aligned, format_bytes, parse_bytes
+from effops.text import aligned, counted, format_bytes, format_distinct_bytes, parse_bytes
 
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 OPTIMIZERS = {
@@ -70,6 +70,7 @@ class Advice:
         combination: methods by name that together fit the budget, each with the peak of it and all before; the lowest
             peak found if none fits; empty without a budget, and where the step fits as it is
         unknown: operators, in any of the steps, that may allocate more inside than is predicted
+        left_out: the other methods that can be applied, each with the reason why it is not in the combination
 
     `str()` is a table.
     """
@@ -80,6 +81,7 @@ class Advice:
     budget_bytes: int | None
     combination: Mapping[str, int]
     unknown: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -107,10 +109,17 @@ class Advice:
             return ""
         budget = f"the budget of {format_bytes(self.budget_bytes)}"
         if not self.combination:
-            return f"{budget} holds the step as it is" if self.fits else f"nothing here lowers the peak to {budget}"
+            if self.fits:
+                return f"{budget} holds the step as it is: no method is needed"
+            return f"nothing here lowers the peak to {budget}"
         peaks = {"as it is": self.peak_bytes, **{f"and {name}": peak for name, peak in self.combination.items()}}
+        *shown, _ = format_distinct_bytes(*peaks.values(), self.budget_bytes)
         head = f"within {budget}:" if self.fits else f"no combination fits {budget}; the lowest peak found:"
-        return f"{head}\n{aligned([(name, format_bytes(peak)) for name, peak in peaks.items()])}"
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left_out.items():
+            reasons.setdefault(reason, []).append(name)
+        left_out = (f"not in it, {reason}: {'; '.join(names)}" for reason, names in reasons.items())
+        return "\n".join((head, aligned(list(zip(peaks, shown))), *left_out))
 
 
 def advise(
@@ -122,6 +131,7 @@ def advise(
     device: str = "cpu",
     probe: bool = True,
     alternatives: Mapping[str, Workload] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Advice:
     """What would lower the memory of a step, and by how much.
 
@@ -138,6 +148,7 @@ def advise(
         device: "cpu" or "cuda", as in `anatomy`
         probe: as in `anatomy`
         alternatives: workloads that may stand in for this one, by name: first one that computes the same
+        progress: is told of each step before it is predicted
 
     Raises:
         ValueError: as `anatomy`; or `devices` is below 1
@@ -160,9 +171,9 @@ def advise(
     if devices < 1:
         raise ValueError(f"advise: `devices` must be at least 1; got {devices}")
     budget_bytes = None if budget is None else parse_bytes(budget, "advise: `budget`")
-    predict = _Predictor(devices, device, probe)
+    predict = _Predictor(devices, device, probe, progress)
     start = _Setting(workload, batch_size)
-    present = predict(start)
+    present = predict(start, "the step as it is")
     model = fake_model(workload)
     options = _options(start, present.anatomy, model, devices, alternatives or {})
     tried = [(option, option.predicted(start, present, predict)) for option in options]
@@ -172,13 +183,15 @@ def advise(
             "data loading", "speed", present.peak_bytes, 1.0, "no memory of the device: workers and pins are the host's"
         ),
     ]
+    combination, left_out = ({}, {}) if budget_bytes is None else _combination(start, tried, predict, budget_bytes)
     return Advice(
         batch_size * workload.accumulation_steps,
         present.peak_bytes,
         tuple(sorted(methods, key=lambda method: (method.peak_bytes is None, method.peak_bytes))),
         budget_bytes,
-        {} if budget_bytes is None else _combination(start, tried, predict, budget_bytes),
+        combination,
         tuple(sorted({name for found in predict.known.values() for name in found.anatomy.unknown})),
+        left_out,
     )
 
 
@@ -201,15 +214,16 @@ class _Prediction:
 
 
 class _Predictor:
-    """Predicts settings, each once."""
+    """Predicts settings, each once, and tells `progress` what they are called."""
 
-    def __init__(self, devices: int, device: str, probe: bool) -> None:
-        self.devices, self.device, self.probe = devices, device, probe
+    def __init__(self, devices: int, device: str, probe: bool, progress: Callable[[str], None]) -> None:
+        self.devices, self.device, self.probe, self.progress = devices, device, probe, progress
         self.known: dict[tuple[Workload, int], _Prediction] = {}
 
-    def __call__(self, setting: _Setting) -> _Prediction:
+    def __call__(self, setting: _Setting, name: str) -> _Prediction:
         key = setting.workload, setting.batch_size
         if key not in self.known:
+            self.progress(f"predicting {name}")
             self.known[key] = self._predicted(*key)
         found = self.known[key]
         if not setting.stage:
@@ -253,7 +267,7 @@ class _Option:
         if self.change is None:
             return Method(self.name, self.helps, None, None, self.note)
         try:
-            found = predict(self.change(start))
+            found = predict(self.change(start), self.name)
         except (ValueError, RuntimeError) as error:
             return Method(self.name, self.helps, None, None, f"cannot be predicted: {error}")
         ratio = found.contractions / present.contractions if found.contractions and present.contractions else None
@@ -302,9 +316,8 @@ def _options(
     softmax_bytes = [one.nbytes for one in alive if one.operator in SOFTMAX]
     if softmax_bytes and not swappable:
         note = (
-            f"{len(softmax_bytes)} results of softmax take {format_bytes(sum(softmax_bytes))} at the peak; where they "
-            "are weights of attention, write effops.attention(query, key, value, attn_mask, dropout_p), which holds "
-            "none"
+            f"{counted(len(softmax_bytes), 'results')} of softmax: {format_bytes(sum(softmax_bytes))} at the peak; for "
+            "weights of attention write effops.attention(query, key, value, attn_mask, dropout_p), which holds none"
         )
         yield _Option("operation", "effops.attention", "memory", None, note)
 
@@ -431,32 +444,41 @@ def _total_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _combination(
     start: _Setting, tried: Iterable[tuple[_Option, Method]], predict: _Predictor, budget_bytes: int
-) -> dict[str, int]:
-    """Options that together fit the budget, each with the peak of it and all before.
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Options that together fit the budget, each with the peak of it and all before; and why others are not among them.
 
     They are tried in the order of what they cost. One that the others can do without is left out.
     """
     usable = [(option, method) for option, method in tried if method.peak_bytes is not None]
     usable.sort(key=lambda one: (one[0].alters, round(one[1].operations or 1.0, 2)))
 
-    def peak_of(options: Iterable[_Option]) -> int:
+    def peak_of(options: Collection[_Option]) -> int:
         setting = start
         for option in sorted(options, key=lambda option: FAMILIES.index(option.family)):
             assert option.change is not None
             setting = option.change(setting)
-        return predict(setting).peak_bytes
+        return predict(setting, " and ".join(option.name for option in options) or "the step as it is").peak_bytes
 
+    left_out: dict[str, str] = {}
     chosen: dict[str, _Option] = {}
-    peak_bytes = peak_of([])
-    for option, _ in usable:
+    first_bytes = peak_bytes = peak_of([])
+    for option, method in usable:
         if peak_bytes <= budget_bytes:
-            break
+            saves = method.peak_bytes is not None and method.peak_bytes < first_bytes
+            left_out[option.name] = f"since {'the budget is met without it' if saves else 'it does not lower the peak'}"
+            continue
         candidate = {**chosen, option.family: option}
         if (found := peak_of(candidate.values())) < peak_bytes:
+            if option.family in chosen:
+                left_out[chosen[option.family].name] = f"since {option.name} takes its place and saves more"
             chosen, peak_bytes = candidate, found
+        else:
+            left_out[option.name] = "since it lowers the peak no further"
     together = list(chosen.values())
     for option in reversed(together):
         others = [other for other in together if other is not option]
         if peak_of(others) <= max(peak_bytes, budget_bytes):
             together = others
-    return {option.name: peak_of(together[: index + 1]) for index, option in enumerate(together)}
+            left_out[option.name] = "since the others do without it"
+    combination = {option.name: peak_of(together[: index + 1]) for index, option in enumerate(together)}
+    return combination, left_out

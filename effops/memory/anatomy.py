@@ -33,12 +33,14 @@ from effops.pytorch import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from effops.text import aligned, format_bytes
+from effops.text import aligned, did_you_mean, format_bytes
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 # PyTorch says so of fake tensors; those errors have no class of their own.
 READS_VALUES = "its data is not allocated yet", ".numpy() is not supported"
 SHOWN_DIFFERENCES = 8
+SHOWN_MAKERS = 3
+NEGLIGIBLE = 1e-3  # of the peak
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,15 @@ class Anatomy:
         rows = {
             category: [*(instant[category] for instant in instants.values()), most]
             for category, most in self.categories.items()
-            if most
+            if most > (NEGLIGIBLE * self.peak_bytes if category == "other" else 0)
         }
         rows["all tensors"] = [*(sum(instant.values()) for instant in instants.values()), self.peak_bytes]
         head = ["predicted" if self.operations else "measured", *instants, "most"]
         table = aligned([head, *([name, *map(format_bytes, row)] for name, row in rows.items())])
         if "other" in rows:
-            table += "\nother: outlives the pass that made it, as a result that the model or the loop keeps"
+            makers = list(self.timeline.makers("other").items())[:SHOWN_MAKERS]
+            made = ", ".join(f"{format_bytes(nbytes)} of {operator}" for operator, nbytes in makers)
+            table += f"\nother: {made}; outlives the pass that made it, as a result that the model or the loop keeps"
         return table
 
     def _peaks_table(self) -> str:
@@ -192,7 +196,8 @@ def anatomy(
     """
     check_step("anatomy", workload, batch_size)
     if device not in ("cpu", "cuda"):
-        raise ValueError(f'anatomy: `device` must be "cpu" or "cuda"; got {device!r}')
+        near = did_you_mean(device, ("cpu", "cuda"))
+        raise ValueError(f'anatomy: `device` must be "cpu" or "cuda"; got {device!r}{near}')
     if measure and device != "cpu":
         raise ValueError('anatomy: `measure` runs the step on the CPU; leave `device="cpu"`, or `measure=False`')
     recorder, timeline = _followed(workload, batch_size, device == "cuda", probe)

@@ -1,7 +1,7 @@
 """The largest batch whose step fits a budget: predicted, or found by running."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from effops.memory.measured import measured_timeline
 from effops.memory.workload import Step, Workload, check_step
 from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.prediction.inside import caution
-from effops.text import aligned, format_bytes, parse_bytes
+from effops.text import aligned, did_you_mean, format_bytes, format_distinct_bytes, parse_bytes
 
 SIZES_BY_LINE = 12  # batch sizes that are read off a line through two peaks; the sizes tried after them halve a gap
 PROBED_STEPS = 3  # steps that run to find the peak of a batch size
@@ -48,17 +48,25 @@ class MaxBatch:
 
     def __str__(self) -> str:
         limit = "" if self.budget_bytes is None else f" of {format_bytes(self.budget_bytes)} ({self.budget_means})"
+        known = sorted(size for size, nbytes in self.tried.items() if nbytes is not None)
+        shown = dict(zip(known, _distinct((self.tried[size] for size in known), self.budget_bytes)))
         rows = [
             (
                 f"{size:,}",
-                "out of memory" if nbytes is None else format_bytes(nbytes),
+                shown.get(size, "out of memory"),
                 "fits" if size <= self.batch_size else "does not fit",
             )
-            for size, nbytes in sorted(self.tried.items())
+            for size in sorted(self.tried)
         ]
         table = aligned([("batch size", "peak", ""), *rows])
         head = f"largest batch within the budget{limit}: {self.batch_size:,}"
         return "\n\n".join(part for part in (head, table, caution(self.unknown)) if part)
+
+
+def _distinct(peaks: Iterable[int | None], budget_bytes: int | None) -> list[str]:
+    """Texts of peaks that differ from each other and from the budget where the bytes do."""
+    counts = [nbytes for nbytes in (*peaks, budget_bytes) if nbytes is not None]
+    return format_distinct_bytes(*counts)
 
 
 def max_batch_size(
@@ -72,6 +80,7 @@ def max_batch_size(
     power_of_two: bool = False,
     probe: bool = True,
     context_bytes: int = CONTEXT_BYTES,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> MaxBatch:
     """The largest batch size of a forward pass whose step fits a budget.
 
@@ -88,6 +97,7 @@ def max_batch_size(
         power_of_two: the batch size is a power of two
         probe: as in `anatomy`, where `mode` is "predict"
         context_bytes: what a CUDA device holds before there are tensors
+        progress: is told of each batch size before it is tried
 
     Raises:
         BudgetTooSmallError: the smallest batch exceeds the budget; a ValueError that tells what takes most
@@ -99,7 +109,10 @@ def max_batch_size(
     check_step("max_batch_size", workload)
     for name, value, expected in (("budget_means", budget_means, MEANINGS), ("mode", mode, MODES)):
         if value not in expected:
-            raise ValueError(f'max_batch_size: `{name}` must be "{expected[0]}" or "{expected[1]}"; got {value!r}')
+            near = did_you_mean(value, expected)
+            raise ValueError(
+                f'max_batch_size: `{name}` must be "{expected[0]}" or "{expected[1]}"; got {value!r}{near}'
+            )
     if multiple_of < 1 or (power_of_two and multiple_of & (multiple_of - 1)):
         raise ValueError(
             "max_batch_size: `multiple_of` must be at least 1, and a power of two beside `power_of_two`; got "
@@ -111,7 +124,13 @@ def max_batch_size(
         peak_of = _predictor(workload, budget_bytes, budget_means, device, probe, context_bytes, unknown)
     else:
         peak_of = _prober(workload, budget_bytes, budget_means, context_bytes)
-    search = _Search(peak_of, _Sizes(multiple_of, power_of_two), budget_bytes)
+    doing = "predicting" if mode == "predict" else "running"
+
+    def told_peak_of(size: int) -> int | None:
+        progress(f"{doing} a step of batch size {size:,}")
+        return peak_of(size)
+
+    search = _Search(told_peak_of, _Sizes(multiple_of, power_of_two), budget_bytes)
     if not search.fits(0):
         smallest = search.sizes.at(0)
         parts = anatomy(workload, smallest, probe=probe).instants["peak"] if mode == "predict" else {}
@@ -205,8 +224,9 @@ def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
 
 
 def _budget_too_small(size: int, nbytes: int | None, budget_bytes: int | None, parts: Mapping[str, int]) -> str:
-    took = "more than the device has" if nbytes is None else format_bytes(nbytes)
-    given = "none" if budget_bytes is None else format_bytes(budget_bytes)
+    shown = iter(_distinct([nbytes], budget_bytes))
+    took = "more than the device has" if nbytes is None else next(shown)
+    given = "none" if budget_bytes is None else next(shown)
     most = ", ".join(f"{name} {format_bytes(parts[name])}" for name in sorted(parts, key=lambda name: -parts[name])[:3])
     return (
         f"max_batch_size: `budget` must hold a step of batch size {size}, which takes {took}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from effops.text import aligned, format_bytes
+from effops.text import aligned, did_you_mean, format_bytes
 
 FORMULAS = ("rough", "detailed")
 STATES_PER_PARAMETER = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
@@ -61,7 +61,10 @@ class Details:
         }
         for name, expected in choices.items():
             if getattr(self, name) not in expected:
-                raise ValueError(f"Details: `{name}` must be one of {', '.join(expected)}; got {getattr(self, name)!r}")
+                got = getattr(self, name)
+                raise ValueError(
+                    f"Details: `{name}` must be one of {', '.join(expected)}; got {got!r}{did_you_mean(got, expected)}"
+                )
         if self.d_ff is not None and self.d_ff < 1:
             raise ValueError(f"Details: `d_ff` must be at least 1; got {self.d_ff}; give None for 4 heads x head_dim")
 
@@ -168,7 +171,10 @@ def estimate_transformer(
     if not dtype.is_floating_point:
         raise ValueError(f"estimate_transformer: `dtype` must be of floating point; got {dtype}")
     if formula not in FORMULAS:
-        raise ValueError(f"estimate_transformer: `formula` must be one of {', '.join(FORMULAS)}; got {formula!r}")
+        raise ValueError(
+            f"estimate_transformer: `formula` must be one of {', '.join(FORMULAS)}; got {formula!r}"
+            + did_you_mean(formula, FORMULAS)
+        )
     if formula == "detailed":
         return _detailed(blocks, heads, heads * head_dim, batch, seq_len, dtype, details or Details())
     if details is not None:

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import record_function
 
 from effops.memory.surroundings import apart
 from effops.memory.workload import Step, Workload
+from effops.prediction.shared import profiled
 from effops.prediction.timeline import Allocation, Timeline
 
 MARK = "effops.memory"
@@ -20,7 +21,7 @@ def measured_timeline(workload: Workload, batch_size: int) -> Timeline:
     with (
         apart(),
         torch.random.fork_rng(),
-        torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        profiled() as profiler,
     ):
         step = Step(workload, batch_size, notes.enter, notes.mark)
         step.run(batches=1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from effops.memory.anatomy import Anatomy
 from effops.prediction.timeline import Timeline
-from effops.text import how_to_install
+from effops.text import did_you_mean, how_to_install
 
 MIB = 2**20
 LEAST_LABELLED = 0.04  # of the picture's width: shorter phases have no label
@@ -21,11 +21,12 @@ def plot_anatomy(anatomy: Anatomy, path: str | Path) -> None:
 
     Raises:
         ImportError: matplotlib is not installed
+        ValueError: it has no format for the ending of `path`
 
     Example:
         >>> effops.memory.plot_anatomy(effops.memory.anatomy(workload, 32), "step.png")
     """
-    figure = _figure("plot_anatomy", (10, 5))
+    figure = _figure("plot_anatomy", (10, 5), path)
     axes = figure.add_subplot()
     timeline = anatomy.timeline
     ticks = range(timeline.start, timeline.end + 1)
@@ -49,7 +50,7 @@ def plot_anatomy(anatomy: Anatomy, path: str | Path) -> None:
 
 def plot_sweep(swept: Mapping[str, Mapping[Any, int]], quantity: str, in_mib: bool, path: str | Path) -> None:
     """Draw a quantity, such as the largest batch, against each axis that was swept; see `Sweep.plot`."""
-    figure = _figure("Sweep.plot", (3 * len(swept) + 1, 3.5))
+    figure = _figure("Sweep.plot", (3 * len(swept) + 1, 3.5), path)
     unit = MIB if in_mib else 1
     panels = figure.subplots(1, len(swept), sharey=True, squeeze=False)[0]
     for panel, (name, results) in zip(panels, swept.items()):
@@ -71,11 +72,30 @@ def _phases(timeline: Timeline) -> Iterator[tuple[str, int, int]]:
         yield phase, begin, end
 
 
-def _figure(caller: str, size: tuple[float, float]) -> Any:
+def check_picture(caller: str, path: str | Path) -> None:
+    """Raise if no picture of that format can be drawn.
+
+    Raises:
+        ImportError: matplotlib is not installed
+        ValueError: it has no format for the ending of `path`
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             f"{caller}: needs the package matplotlib, which cannot be imported; {how_to_install('bench')}"
         ) from error
+    known = Figure().canvas.get_supported_filetypes()
+    ending = Path(path).suffix.removeprefix(".").lower()
+    if ending and ending not in known:  # without an ending it is a .png
+        raise ValueError(
+            f"{caller}: expected a file with one of the endings {', '.join(sorted(known))}; got {str(path)!r}"
+            + did_you_mean(ending, known)
+        )
+
+
+def _figure(caller: str, size: tuple[float, float], path: str | Path) -> Any:
+    check_picture(caller, path)
+    from matplotlib.figure import Figure
+
     return Figure(figsize=size, layout="constrained")

@@ -11,7 +11,7 @@ from effops.memory.batches import BudgetTooSmallError, max_batch_size
 from effops.memory.plot import plot_sweep
 from effops.memory.workload import Workload
 from effops.prediction.inside import caution
-from effops.text import aligned, format_bytes, parse_bytes
+from effops.text import aligned, did_you_mean, format_bytes, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def sweep(
     power_of_two: bool = False,
     device: str = "cpu",
     probe: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
     """Vary each axis alone around a base, and predict the largest batch that fits a budget, or the peak of a batch.
 
@@ -77,6 +78,7 @@ def sweep(
         power_of_two: the largest batch is a power of two
         device: "cpu" or "cuda", as in `anatomy`
         probe: as in `anatomy`
+        progress: is told of each value, and with a budget of each batch size, before it is tried
 
     Raises:
         ValueError: not exactly one of `budget` and `batch_size` is given, an axis has no values, or `base` has a name
@@ -100,19 +102,29 @@ def sweep(
         raise ValueError(f"sweep: `axes` must have at least one axis, each with values; got {dict(axes)!r}; give lists")
     base_values = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
     if unknown_names := [axis for axis in base_values if axis not in axes]:
-        raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown_names)}")
+        near = did_you_mean(unknown_names[0], axes)
+        raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown_names)}{near}")
     budget_bytes = None if budget is None else parse_bytes(budget, "sweep: `budget`")
     unknown: set[str] = set()
 
     @functools.cache
     def result(*values: Any) -> int:
         workload = workload_of(**dict(zip(base_values, values)))
+        place = ", ".join(f"{axis}={value}" for axis, value in zip(base_values, values))
         if batch_size is not None:
+            progress(f"{place}: predicting a step of batch size {batch_size:,}")
             predicted = anatomy(workload, batch_size, device=device, probe=probe)
             unknown.update(predicted.unknown)
             return predicted.peak_bytes
         try:
-            largest = max_batch_size(workload, budget_bytes, power_of_two=power_of_two, device=device, probe=probe)
+            largest = max_batch_size(
+                workload,
+                budget_bytes,
+                power_of_two=power_of_two,
+                device=device,
+                probe=probe,
+                progress=lambda text: progress(f"{place}: {text}"),
+            )
         except BudgetTooSmallError:
             return 0
         unknown.update(largest.unknown)

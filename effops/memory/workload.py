@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors
 from effops.pytorch import tree_leaves
+from effops.text import integer_remedy
 
 Checkpoint = bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
 
@@ -130,7 +131,8 @@ def check_step(function: str, workload: Any, batch_size: Any = 1) -> None:
         )
     if not isinstance(batch_size, Integral) or isinstance(batch_size, bool):
         got = type(batch_size).__name__
-        raise TypeError(f"{function}: `batch_size` must be an integer; got {got} {batch_size!r}; convert it with int()")
+        remedy = integer_remedy(batch_size)
+        raise TypeError(f"{function}: `batch_size` must be an integer; got {got} {batch_size!r}; {remedy}")
     if batch_size < 1:
         raise ValueError(f"{function}: `batch_size` must be at least 1; got {batch_size}; give a larger one")
 
@@ -206,8 +208,10 @@ class Step:
             with self._autocast(), called_as("loss(model, batch)"):
                 loss = self.workload.loss(self.model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise TypeError(f"Workload: `loss` must return a scalar tensor; got {got}; take its .mean() or .sum()")
+                got, remedy = type(loss).__name__, "return the tensor itself, without .item()"
+                if isinstance(loss, Tensor):
+                    got, remedy = f"shape {tuple(loss.shape)}", "take its .mean() or .sum()"
+                raise TypeError(f"Workload: `loss` must return a scalar tensor; got {got}; {remedy}")
             self.enter("backward")
             torch.autograd.backward(loss / batches if batches > 1 else loss)
         gradients = (parameter.grad for parameter in self.model.parameters())

@@ -16,6 +16,15 @@ def is_known(condition: bool) -> bool:
     return bool(guard_or_false(condition))
 
 
+def do_broadcast(*shapes: Sequence[int]) -> bool:
+    """Whether shapes broadcast."""
+    try:
+        broadcast_shapes(*shapes)
+    except RuntimeError:
+        return False
+    return True
+
+
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """`torch.broadcast_shapes` of plain sizes, at a tenth of its time and without its imports (SymPy among them).
 

@@ -25,7 +25,7 @@ from effops.dispatch.registration import add_custom_op, add_kernels
 from effops.dispatch.validation import finite
 from effops.numerics.layout import as_gradient, empty_gradient
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
-from effops.numerics.shapes import broadcast_shapes
+from effops.numerics.shapes import broadcast_shapes, do_broadcast
 from effops.ops.densities import triton
 from effops.ops.densities.density import DensityCall
 from effops.prediction import inductor
@@ -85,7 +85,10 @@ def prepare(a: Tensor, b: Tensor) -> DotProductCall:
         plan = broadcast_plan(a.shape[:-1], b.shape[:-1])
         broadcast_shapes(a.shape[-1:], b.shape[-1:])
     except RuntimeError:
-        remedy = "unsqueeze the axes that should pair up, or transpose so that rows have one length"
+        remedy = "unsqueeze the axes that should pair up"
+        if not do_broadcast(a.shape[-1:], b.shape[-1:]):
+            is_transposed = any(one.shape[-2:-1] == other.shape[-1:] for one, other in ((a, b), (b, a)))
+            remedy = "transpose so that rows have one length" if is_transposed else "give rows of one length"
         if a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]:
             remedy = f"for every pair of rows give a.unsqueeze(-2), and the result is {(len(a), len(b))}"
         raise ValueError(

@@ -1,5 +1,6 @@
 """Follows a step on fake tensors: every storage, its bytes, when it lives, and the operations."""
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -274,9 +275,21 @@ GENERATOR_STATES = Shared(
 
 
 def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
-    """A copy of the same mode: a copied mode would make other tensors of it in every operator."""
+    """A copy of the same mode: a copied mode would make other tensors of it in every operator.
+
+    PyTorch's own asks a fake tensor for the address of its memory, which warns, and makes a clone as this one does.
+    """
+    if id(tensor) in memo or not tensor.is_leaf:  # PyTorch's raises for the latter
+        known: Tensor = Tensor.__deepcopy__(tensor, memo)
+        return known
     memo.update({id(shared): shared for shared in (tensor.fake_mode, tensor.constant)})
-    copied: Tensor = Tensor.__deepcopy__(tensor, memo)
+    with torch.no_grad():
+        copied = tensor.clone().requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        copied.grad = copy.deepcopy(tensor.grad, memo)
+    tensor._clear_non_serializable_cached_data()
+    copied.__dict__ = copy.deepcopy(tensor.__dict__, memo)
+    memo[id(tensor)] = copied
     return copied
 
 

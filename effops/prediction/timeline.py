@@ -3,6 +3,7 @@
 import bisect
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,16 @@ class Timeline:
     def alive(self, tick: int) -> Iterator[Allocation]:
         """What is there at a tick."""
         return (one for one in self.allocations if one.born <= tick and (one.died is None or one.died > tick))
+
+    def makers(self, category: str) -> Mapping[str, int]:
+        """The operators that made what a category holds when it holds most, and the bytes of each, the most first."""
+        curve = self.curves[category]
+        tick = self.start + curve.index(max(curve))
+        found: Counter[str] = Counter()
+        for one in self.alive(tick):
+            if any(name == category and begin <= tick < end for name, begin, end in self._categories(one)):
+                found[one.operator] += one.nbytes
+        return dict(found.most_common())
 
     @property
     def ends(self) -> Mapping[str, int]:

@@ -117,7 +117,7 @@ def test_right_variants_pass(doctor: Doctor, capsys: pytest.CaptureFixture[str])
     (cpu,) = content["devices"]
     assert (cpu["name"], cpu["threads"], cpu["problem"]) == ("cpu", torch.get_num_threads(), "")
     assert 0 < cpu["available_bytes"] <= cpu["memory_bytes"]
-    assert f"cpu: {cpu['model']}, {cpu['capability']}, {cpu['threads']} threads, " in printed.out
+    assert f"cpu: {cpu['model']}, {cpu['capability']}, {cpu['threads']} thread" in printed.out
     assert "no CUDA or ROCm device: not in this test" in printed.out
     assert rows(content)["compile"] == {
         "variant": "compile",
@@ -144,6 +144,10 @@ def test_the_last_line_is_the_verdict(
 def test_an_unknown_op_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--op", "nothing"]) == 2
     assert "'nothing' is no op of effops; choose from" in capsys.readouterr().err
+    assert cli.main(["doctor", "--op", "attn"]) == 2
+    err = capsys.readouterr().err
+    assert err.endswith(', broadcast_dot; did you mean "attention"?\n')
+    assert "record()" not in err  # of Python, not of the command
 
 
 def test_full_times_right_variants(
@@ -233,11 +237,19 @@ def test_json_on_standard_output_is_alone(doctor: Doctor, capsys: pytest.Capture
     assert (found["ops"], found["versions"]) == (content["ops"], content["versions"])
 
 
+def test_one_thread_is_no_plural() -> None:
+    cpu = module.Device("cpu", "a model", "AVX2", threads=1)
+    assert module._description(cpu) == "a model, AVX2, 1 thread"
+    check = module.OpCheck("attention", "cpu", "case", "float32", "naive", "", (module.VariantCheck("naive", "ok"),))
+    assert module.Report({}, (), "", (check,)).verdict.startswith("the one checked variant is right; ")
+
+
 def test_a_file_that_cannot_be_written_is_told(
-    doctor: Doctor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    doctor: Doctor, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "check_op", lambda *arguments: pytest.fail("the file is checked first"))
     assert cli.main(["doctor", "--json", str(tmp_path)]) == 2
-    assert f"--json: expected a file that can be written; got '{tmp_path}': [Errno" in capsys.readouterr().err
+    assert f"--json: expected a file that can be written; got '{tmp_path}': it is a folder" in capsys.readouterr().err
 
 
 def test_a_wrong_result_fails(

@@ -1,6 +1,8 @@
 """`effops memory`: what each subcommand shows and writes, and what it says of bad input."""
 
+import argparse
 import json
+import re
 import sys
 
 import pytest
@@ -204,8 +206,139 @@ def test_bad_input_gives_a_message_and_exit_code_2(memory, own, arguments, messa
     code, _, err = memory(*arguments)
     assert code == 2
     assert message in err
-    assert err.startswith(f"effops memory {arguments[0]}: ")
+    assert err.splitlines()[-1].startswith(f"effops memory {arguments[0]}: ")  # after lines of progress
     assert "Traceback" not in err
+
+
+PLOT = ["anatomy", *ARCHITECTURE, "--batch-size", "3", "--plot"]
+
+
+def must_not_run(*arguments, **options):
+    raise AssertionError("what can be checked comes first")
+
+
+@pytest.mark.parametrize(
+    ("option", "file", "message"),
+    [
+        ("--plot", "x.foo", "expected a file with one of the endings .*, png, .*; got 'x.foo'\n"),
+        ("--plot", "x.pgn", "expected .*; got 'x.pgn'; did you mean \"png\""),
+        ("--plot", "nodir/x.png", "expected a file that can be written; got 'nodir/x.png': there is no folder 'nodir'"),
+        ("--plot", "folder.png", "expected .*; got 'folder.png': it is a folder; name another"),
+        ("--json", "nodir/x", "expected .*; got 'nodir/x': there is no folder 'nodir'; name another, or - for"),
+    ],
+)
+@pytest.mark.parametrize("command", ["anatomy", "sweep"])
+def test_files_are_checked_first(memory, monkeypatch, tmp_path, command, option, file, message):
+    """The errors came after all the work, and the table was lost."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr(module, command, must_not_run)
+    axis = ["--axis", "layers=1"] if command == "sweep" else []
+    code, out, err = memory(command, *ARCHITECTURE, *axis, "--batch-size", "3", option, file)
+    assert (code, out) == (2, "")
+    assert re.match(f"effops memory {command}: argument {option}: {message}", err), err
+    assert {path.name for path in tmp_path.iterdir()} == {"folder.png"}
+
+
+def test_matplotlib_is_asked_for_first(memory, monkeypatch):
+    monkeypatch.setattr(module, "anatomy", must_not_run)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, out, err = memory(*PLOT, "step.png")
+    assert (code, out) == (2, "")
+    assert err.startswith("effops memory anatomy: argument --plot: needs the package matplotlib")
+
+
+def test_a_table_is_shown_where_files_fail_nevertheless(memory, monkeypatch, tmp_path):
+    """A disk may be full, which nobody can ask before. Whatever can be written is."""
+
+    def fails(found, path):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(module, "plot_anatomy", fails)
+    code, out, err = memory(*PLOT, str(tmp_path / "step.png"), "--json", str(tmp_path / "step.json"))
+    assert code == 2
+    assert out.rstrip() == str(anatomy(workload(), 3))
+    assert "argument --plot: expected a file that can be written; got " in err
+    assert json.loads((tmp_path / "step.json").read_text())["batch_size"] == 3
+
+
+def test_progress_is_told_in_lines(memory, content, own):
+    """These commands were silent for minutes."""
+    step = ["--workload", "own_workloads:workload"]
+    code, out, err = memory("max-batch", *step, "--budget", "10KiB")
+    tried = [int(line.split()[0].replace(",", "")) for line in out.splitlines() if "fit" in line and line[0].isdigit()]
+    assert code == 0
+    sizes = [int(line.removeprefix("predicting a step of batch size ")) for line in err.splitlines()]
+    assert sorted(sizes) == tried
+    code, _, err = memory("max-batch", *step, "--budget", "1KiB", "--mode", "probe", "--power-of-two")
+    assert code == 0
+    assert set(err.splitlines()) >= {"running a step of batch size 1", "running a step of batch size 2"}
+    code, out, err = memory("advise", *step, "--batch-size", "4", "--budget", "500")
+    assert code == 0
+    lines = err.splitlines()
+    assert lines[0] == "predicting the step as it is"
+    assert {"predicting mixed precision", "predicting optimizer Adafactor", "predicting batch size 2"} < set(lines)
+    assert len(lines) == len(set(lines))
+    code, out, err = memory("sweep", *step, "--axis", "width=4,8", "--batch-size", "2")
+    assert err.splitlines() == [f"width={width}: predicting a step of batch size 2" for width in (4, 8)]
+    assert memory("anatomy", *step, "--batch-size", "2")[2] == ""
+
+
+def test_typing_errors_of_names(memory, own, capsys):
+    step = ["anatomy", "--batch-size", "2"]
+    for arguments, near in (
+        (["--workload", "own_workloads:wrkload"], "workload"),
+        (["--workload", "own_workload:given"], "own_workloads"),
+    ):
+        code, _, err = memory(*step, *arguments)
+        assert code == 2
+        assert err.endswith(f'; did you mean "{near}"?\n')
+    assert "; choose from workload, given;" in memory(*step, "--workload", "own_workloads:givn")[2]
+    assert "; choose from workload, given\n" in memory(*step, "--workload", "own_workloads")[2]
+    _, _, err = memory("sweep", *ARCHITECTURE, "--axis", "layes=1,2", "--batch-size", "2")
+    assert err.endswith('got layes; did you mean "layers"?\n')
+    for arguments, near in (
+        (["--architecture", "tts"], "tst"),
+        (["--architecture", "bert_large"], "bert-large"),
+        ([*ARCHITECTURE, "--attention", "fusd"], "fused"),
+        ([*ARCHITECTURE, "--device", "cud"], "cuda"),
+        ([*ARCHITECTURE, "--autocast", "bfloat"], "bfloat16"),
+    ):
+        with pytest.raises(SystemExit):
+            memory(*step, *arguments)
+        assert capsys.readouterr().err.endswith(f'; did you mean "{near}"?\n')
+    with pytest.raises(SystemExit):
+        memory("max-bach")
+    assert capsys.readouterr().err.endswith('; did you mean "max-batch"?\n')
+
+
+def test_what_a_workload_file_raises_is_said_with_its_line(memory, own, tmp_path):
+    """A library that it imports was missing, and neither file nor line was named."""
+    file = tmp_path / "needs_more.py"
+    file.write_text("import torch\nimport no_such_library\n")
+    code, _, err = memory("anatomy", "--workload", "needs_more:workload", "--batch-size", "2")
+    assert code == 2
+    assert "'needs_more:workload' must import what is installed; got: No module named 'no_such_library'" in err
+    assert err.endswith(f"; raised in {file}, line 2\n")
+    later = tmp_path / "needs_more_later.py"
+    later.write_text(OWN.replace("torch.nn.Linear(width, width)", "__import__('no_such_library')"))
+    code, _, err = memory("anatomy", "--workload", "needs_more_later:given", "--batch-size", "2")
+    assert code == 2
+    assert err == f"effops memory anatomy: No module named 'no_such_library'; raised in {later}, line 7\n"
+    code, _, err = memory("anatomy", "--workload", "own_workloads:given", "--batch-size", "0")
+    assert err == "effops memory anatomy: `batch_size` must be at least 1; got 0; give a larger one\n"  # named once
+
+
+def test_every_option_has_its_phrase(capsys):
+    parser = argparse.ArgumentParser()
+    module.add_commands(parser)
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            assert action.help, (name, action.option_strings)
+            assert (action.metavar == "N") <= (action.type is int), (name, action.option_strings)
+    text = " ".join(commands.choices["anatomy"].format_help().split())
+    assert "naive, fused, log_sparse: of the tst architectures; eager, sdpa: of bert-large" in text
 
 
 def test_devices_without_a_driver(memory, monkeypatch):

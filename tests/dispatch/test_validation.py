@@ -66,7 +66,7 @@ def test_directions(function):
                 (LOC * 1.01, SCALE, X),
                 r"`loc` must have length 1 along its last .*; got 1\.0.* at \(0,\), 4 of 4",
             ),
-            ((LOC, -1.0, X), r"must be finite and at least 0; got -1, 1 of 1 are wrong"),
+            ((LOC, -1.0, X), r"must be finite and at least 0; got -1, 1 of 1 is wrong"),
             ((LOC, math.inf, X), r"must be finite and at least 0; got inf"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -85,8 +85,16 @@ def test_mixtures(function):
             ((WEIGHTS, LOC, SCALE, X), r"`log_weights` must be logarithms, .*; got 1,.*; give weights.log\(\)"),
             ((WEIGHTS.expand(7, 4), LOC, SCALE, X), r"`log_weights` must be logarithms, .*; got 1 at \(0,\), 7 of 7"),
             ((WEIGHTS + math.inf, LOC, SCALE, X), "`log_weights` must have values below infinity"),
-            ((SCALE, LOC, WEIGHTS.log(), X), "must be finite and at least 0; got -1.38629"),
-            ((LOC, SCALE, X, WEIGHTS.log()), "`loc` must have length 1"),
+            (
+                (SCALE, LOC, WEIGHTS.log(), X),
+                "at least 0; got -1.38629.*; the order is log_weights, loc, .*, x; here `log_weights` is positive",
+            ),
+            (
+                (LOC, SCALE, X, WEIGHTS.log()),
+                "`loc` must have length 1 .*; the order is log_weights, .*; here `log_weights` has length 1 along",
+            ),
+            ((WEIGHTS.log(), 2 * LOC, SCALE, X), r"`loc` must have length 1 .*; give torch\.nn\.functional\.normalize"),
+            ((WEIGHTS.log(), LOC * math.nan, SCALE, X), "`loc` must .*; got nan .*; look for what made NaN"),
         ):
             with pytest.raises(ValueError, match=message):
                 function(*args)
@@ -95,11 +103,23 @@ def test_mixtures(function):
             function(*along_first, 0)
 
 
+def test_arguments_in_another_order():
+    """They gave NaN, and the advice to normalise them."""
+    square = random_directions((5, 5)).float()
+    with effops.validate():
+        with pytest.raises(ValueError, match=r"`x` must .*; the order is loc, scale, x; here `scale` has length 1"):
+            effops.power_spherical_log_prob(square, X, torch.full((5,), 2.0))
+        with pytest.raises(ValueError, match=r"`scale` must .*; the order is .*; here `log_weights` is positive"):
+            effops.normal_mixture_log_prob(SCALE, LOC, WEIGHTS.log().unsqueeze(-1), X)
+        with pytest.raises(ValueError, match=r"`scale` must be finite and above 0; .*; give a standard deviation"):
+            effops.normal_mixture_log_prob(WEIGHTS.log(), LOC, -1.0, X)
+
+
 def test_normal_scales():
     for scale in (0.0, -1.0, math.inf):
         with (
             effops.validate(),
-            pytest.raises(ValueError, match=r"`scale` must be finite and above 0; .*give a"),
+            pytest.raises(ValueError, match=r"`scale` must be finite and above 0; .*(give a|inf .*; look for)"),
         ):
             effops.normal_log_prob(LOC, scale, X)
 

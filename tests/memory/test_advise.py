@@ -173,7 +173,7 @@ def test_layers_of_attention_are_exchanged():
 def test_softmax_at_the_peak_is_pointed_out():
     found = by_name(advise(workload(Softmax, LENGTH), 4))["effops.attention"]
     assert found.peak_bytes is None
-    assert found.note.startswith(f"1 results of softmax take {format_bytes(4 * 4 * LENGTH * LENGTH)} at the peak")
+    assert found.note.startswith(f"1 result of softmax: {format_bytes(4 * 4 * LENGTH * LENGTH)} at the peak")
     assert "effops.attention" not in by_name(advise(workload(), 2))
 
 
@@ -212,7 +212,23 @@ def test_a_step_that_fits_needs_nothing():
     advice = advise(workload(), 2, "1 GiB")
     assert advice.fits
     assert advice.combination == {}
-    assert "the budget of 1.0 GiB holds the step as it is" in str(advice)
+    assert "the budget of 1.0 GiB holds the step as it is: no method is needed" in str(advice)
+
+
+def test_why_a_method_is_not_in_the_combination():
+    """It was not told whether it would not help or was not needed."""
+    found = workload(Layers, LENGTH)
+    tight = advise(found, 4, 1, probe=False)
+    assert not set(tight.combination) & set(tight.left_out)
+    applicable = {method.name for method in tight.methods if method.peak_bytes is not None} - {"data loading"}
+    assert set(tight.combination) | set(tight.left_out) == applicable
+    assert any(reason == "since it lowers the peak no further" for reason in tight.left_out.values())
+    loose = advise(found, 4, tight.peak_bytes - 1, probe=False)
+    (chosen,) = loose.combination
+    assert loose.left_out["optimizer SGD"] == "since the budget is met without it"
+    text = str(loose)
+    assert "not in it, since the budget is met without it: " in text
+    assert "; optimizer SGD" in text.partition(f"and {chosen}")[2]
 
 
 def test_inference_has_no_methods_of_training():

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import doctest
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -205,7 +207,16 @@ def test_a_result_that_the_model_keeps():
         5,
     )
     assert found.instants["end of step"]["other"] == 4 * 5 * 16
-    assert "\nother: outlives the pass" in str(found)
+    assert "\nother: 320 B of aten::addmm, 4 B of aten::sum; outlives the pass that made it" in str(found)
+
+    def last(model, x):
+        model.last = model(x).sum().detach()  # four bytes beside a megabyte
+        return model(x).sum()
+
+    wide = Workload(lambda: nn.Linear(512, 512), lambda size: torch.randn(size, 512), last, torch.optim.SGD)
+    found = anatomy(wide, 5)
+    assert 0 < found.categories["other"] < 1000 < found.peak_bytes / 1000
+    assert "\nother" not in str(found)
 
 
 def test_cuda_keeps_booleans_of_dropout_also_where_it_computes_again():
@@ -265,6 +276,19 @@ def test_copied_layers_are_of_the_same_mode():
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
 
     assert is_right(anatomy(training(model, 16, 32), 4, measure=True))
+
+
+def test_copied_layers_ask_for_no_address():
+    """PyTorch warned, once in a process, that the caller had accessed the data pointer of a FakeTensor."""
+    code = """
+import torch
+from torch import nn
+from effops.memory import Workload, anatomy
+layer = lambda: nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+anatomy(Workload(lambda: nn.TransformerEncoder(layer(), 2), lambda size: torch.randn(size, 4, 8)), 2)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_network_may_be_copied_with_its_buffers():

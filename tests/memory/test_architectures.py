@@ -230,7 +230,7 @@ def test_bert_tells_what_is_wrong(monkeypatch):
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"`seq_len` must be in 1\.\.512; got 513"):
         bert_large(seq_len=513)
-    with pytest.raises(ValueError, match="`attention` must be eager or sdpa; got 'fused'"):
+    with pytest.raises(ValueError, match="`attention` must be one of eager, sdpa; got 'fused'"):
         bert_large(attention="fused")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'effops\[bert\]'"):

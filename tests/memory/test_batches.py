@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from effops import text as formats
 from effops.memory import Workload, anatomy, batches, max_batch_size, parse_bytes
 from effops.memory.measured import measured_timeline
 from effops.memory.models import ARCHITECTURES, Configuration, workload_parts
@@ -139,6 +140,23 @@ def test_table():
     text = str(max_batch_size(perceptron(), "1 MiB"))
     assert "largest batch within the budget of 1.0 MiB (tensors)" in text
     assert "does not fit" in text
+
+
+def test_neighbours_look_different():
+    """The table said that 109 fits with 2.0 GiB, and that 110 does not, with 2.0 GiB."""
+    gib = 2**30
+    tried = {1: gib // 50, 109: 2 * gib - 9 * 2**20, 110: 2 * gib + 9 * 2**20, 128: None}
+    text = str(batches.MaxBatch(109, tried[109], tried[110], 2 * gib, "tensors", tried))
+    rows = [line.split() for line in text.splitlines()[-4:]]
+    assert rows == [
+        ["1", "20.48", "MiB", "fits"],
+        ["109", "1.99", "GiB", "fits"],
+        ["110", "2.01", "GiB", "does", "not", "fit"],
+        ["128", "out", "of", "memory", "does", "not", "fit"],
+    ]
+    assert formats.format_distinct_bytes(gib, gib + 1, gib) == ["1.000000000 GiB", "1.000000001 GiB", "1.000000000 GiB"]
+    assert formats.format_distinct_bytes(gib, 2**20) == ["1.0 GiB", "1.0 MiB"]
+    assert "which takes 1.01 GiB; got 1.00 GiB" in batches._budget_too_small(1, gib + 10**7, gib, {})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from effops.commands import main as cli
-from effops.memory import Workload, advise, anatomy, max_batch_size, parse_bytes, sweep
+from effops.memory import Workload, advise, anatomy, estimate_transformer, max_batch_size, parse_bytes, sweep
+from effops.memory.formula import Details
+from effops.memory.models import Configuration, bert_large, workload_parts
 
 LAYER = nn.Linear(3, 3)
 WORKLOAD = Workload(lambda: nn.Linear(64, 1), lambda size: torch.randn(size, 64))
@@ -87,7 +89,28 @@ def test_what_a_function_makes_is_no_function(given, message):
         (lambda: max_batch_size(LAYER, "6G"), TypeError, "max_batch_size: `workload` must be an .*; got Linear; give"),
         (lambda: advise(LAYER, 2), TypeError, "advise: `workload` must be an .*; got Linear; give"),
         (lambda: anatomy(WORKLOAD, "2"), TypeError, "anatomy: `batch_size` must be an integer; got str '2'; convert"),
-        (lambda: advise(WORKLOAD, None, "6G"), TypeError, "advise: `batch_size` must be an integer; got NoneType None"),
+        (lambda: advise(WORKLOAD, None, "6G"), TypeError, "must be an integer; got NoneType None; give one"),
+        (lambda: anatomy(WORKLOAD, 1, device="cud"), ValueError, 'got .cud.; did you mean "cuda"'),
+        (lambda: max_batch_size(WORKLOAD, "6G", mode="prob"), ValueError, 'got .prob.; did you mean "probe"'),
+        (lambda: max_batch_size(WORKLOAD, "6G", budget_means="devices"), ValueError, 'did you mean "device"'),
+        (lambda: Configuration(attention="fusd"), ValueError, 'got .fusd.; did you mean "fused"'),
+        (lambda: workload_parts("encoder_only"), ValueError, 'got .encoder_only.; did you mean "encoder_only_tst"'),
+        (
+            lambda: bert_large(attention="spda"),
+            ValueError,
+            'one of eager, sdpa; got .spda.; did you mean "sdpa"',
+        ),
+        (lambda: Details(optimizer="adamm"), ValueError, 'got .adamm.; did you mean "adam'),
+        (
+            lambda: estimate_transformer(1, 1, 1, 1, 1, formula="detail"),
+            ValueError,
+            'got .detail.; did you mean "detailed"',
+        ),
+        (
+            lambda: sweep(lambda width: WORKLOAD, {"width": [4]}, "6G", base={"widht": 4}),
+            ValueError,
+            'got widht; did you mean "width"',
+        ),
         (lambda: anatomy(WORKLOAD, 0), ValueError, "anatomy: `batch_size` must be at least 1; got 0"),
         (lambda: sweep(lambda width: WORKLOAD, {"width": 4}, "6G"), ValueError, "each with values; .* give lists"),
     ],
@@ -97,7 +120,13 @@ def test_bad_arguments(call, error, message):
         call()
 
 
-@pytest.mark.parametrize(("reduce", "got"), [(torch.square, r"shape \(4, 3\)"), (lambda result: 1.0, "float")])
+@pytest.mark.parametrize(
+    ("reduce", "got"),
+    [
+        (torch.square, r"shape \(4, 3\); take its \.mean\(\) or"),
+        (lambda result: 1.0, r"float; return the tensor itself, without \.item\(\)"),
+    ],
+)
 def test_a_loss_that_is_no_scalar(reduce, got):
     workload = Workload(
         lambda: nn.Linear(3, 3),
@@ -105,7 +134,7 @@ def test_a_loss_that_is_no_scalar(reduce, got):
         loss=lambda model, batch: reduce(model(batch)),
         optimizer=torch.optim.SGD,
     )
-    with pytest.raises(TypeError, match=f"Workload: `loss` must return a scalar tensor; got {got}; take its"):
+    with pytest.raises(TypeError, match=f"Workload: `loss` must return a scalar tensor; got {got}"):
         anatomy(workload, 4)
 
 

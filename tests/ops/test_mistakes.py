@@ -105,6 +105,102 @@ MISTAKES = {
         TypeError,
         "`scale` must be a tensor or a number; got list",
     ),
+    "a scale that is none": (
+        lambda: spherical(LOC, None, X),
+        TypeError,
+        "`scale` must be a tensor or a number; got NoneType; give a number",
+    ),
+    "a scale in a text": (lambda: spherical(LOC, "5", X), TypeError, "got str; give a number"),
+    "scales in a list of tensors": (lambda: spherical(LOC, [SCALE], X), TypeError, "got list; use torch.stack"),
+    "no points": (lambda: spherical(LOC, 1.0, None), TypeError, "`x` must be a tensor; got NoneType; give a tensor"),
+    "a factor in a text": (lambda: attention(scale="5"), TypeError, "a number or None; got str; give a float"),
+    "a factor in a tensor": (lambda: attention(scale=SCALE), TypeError, "got Tensor; multiply query by it"),
+    "no positions": (
+        lambda: effops.log_sparse_attention(QUERY, QUERY, QUERY, None),
+        TypeError,
+        "`local` must be an integer; got NoneType; give one",
+    ),
+    "a column of scales": (
+        lambda: spherical(LOC, torch.ones(4, 1), X.unsqueeze(1)),
+        ValueError,
+        "scale (4, 1), x (10, 1) + (D,); for every pair of x and loc give scale.squeeze(-1), and the result is (10, 4)",
+    ),
+    "a column of scales, and points without an axis for pairs": (
+        lambda: effops.von_mises_fisher_log_prob(LOC, torch.ones(4, 1), X),
+        ValueError,
+        "give concentration.squeeze(-1), x.unsqueeze(-2), and the result is (10, 4)",
+    ),
+    "a scale of each point in a column, which is right": (
+        lambda: spherical(LOC, torch.ones(10, 1), X),
+        ValueError,
+        "give x.unsqueeze(-2), and the result is (10, 4)",
+    ),
+    "scales of coordinates in columns": (
+        lambda: normal(LOC, torch.ones(4, 3, 1), X.unsqueeze(1)),
+        ValueError,
+        "give scale.squeeze(-1), and the result is (10, 4)",
+    ),
+    "a column of log weights": (
+        lambda: mixture(WEIGHTS.unsqueeze(-1), LOC, SCALE, X.unsqueeze(1)),
+        ValueError,
+        "`log_weights` must broadcast with the log densities; .*; give log_weights.squeeze(-1)",
+    ),
+    "a mask with an axis too many": (
+        lambda: effops.attention(QUERY[..., :9, :], QUERY, QUERY, PAIRS[:9, :, None]),
+        ValueError,
+        "got (9, 10, 1); give attn_mask.squeeze(-1)",
+    ),
+    "a column as weight": (
+        lambda: effops.additive_attention_scores(QUERY, QUERY, VECTOR.unsqueeze(-1)),
+        ValueError,
+        "weight (16, 1); give weight.squeeze(-1)",
+    ),
+    "a padding mask with an axis too many": (
+        lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, torch.zeros(2, 10, 1, dtype=torch.bool)),
+        ValueError,
+        "got (2, 10, 1); give key_padding_mask.squeeze(-1)",
+    ),
+    "a column of scales of a distribution": (
+        lambda: effops.distributions.PowerSpherical(torch.ones(2, 4, 3), torch.ones(4, 1)),
+        ValueError,
+        "got loc (2, 4) + (D,), scale (4, 1); give scale.squeeze(-1)",
+    ),
+    "points of another dimension": (
+        lambda: spherical(torch.ones(4, 9), 1.0, torch.ones(4, 8)),
+        ValueError,
+        "got x (4, 8), loc (4, 9); give points and parameters of one dimension",
+    ),
+    "a location for all coordinates": (
+        lambda: normal(torch.ones(4, 1), 1.0, torch.ones(4, 8)),
+        ValueError,
+        "expand `loc`, whose last dimension is 1",
+    ),
+    "locations in columns": (
+        lambda: spherical(LOC.T.contiguous(), 1.0, X),
+        ValueError,
+        "got x (10, 3), loc (3, 4); give loc.mT",
+    ),
+    "rows of different lengths": (
+        lambda: effops.broadcast_dot(torch.ones(4, 9), torch.ones(4, 8)),
+        ValueError,
+        "got a (4, 9), b (4, 8); give rows of one length",
+    ),
+    "a mistyped op": (lambda: effops.variants("attn"), ValueError, ', broadcast_dot; did you mean "attention"?'),
+    "a mistyped variant": (
+        lambda: spherical(LOC, 1.0, LOC, variant="chunkd"),
+        ValueError,
+        'choose from triton, .*, auto; did you mean "chunked"?',
+    ),
+    "a mistyped variant of a context": (
+        lambda: effops.use_variant("einsm"),
+        ValueError,
+        'choose from .*; did you mean "einsum"?',
+    ),
+    "a mistyped attention of the layer": (
+        lambda: effops.nn.MultiheadAttention(16, 4, attention="fusd"),
+        ValueError,
+        "got 'fusd'; did you mean \"fused\"?",
+    ),
     "an array": (
         lambda: spherical(LOC.numpy(), 1.0, X),
         TypeError,

@@ -12,12 +12,13 @@ tensors.
 # This folder may import `ops`. Start with `layers.py` (sizes and layers) and `time_series.py` (the models, and the
 # parts of their workloads); `bert.py` has the parts of BERT-large.
 
-from effops.memory.models.bert import bert_large
+from effops.memory.models.bert import BERT_KINDS, bert_large
 from effops.memory.models.layers import KINDS, Attention, Configuration, Norm, Positions, encoder
 from effops.memory.models.time_series import ARCHITECTURES, TST, EncoderOnlyTST, workload_parts
 
 __all__ = [
     "ARCHITECTURES",
+    "BERT_KINDS",
     "KINDS",
     "TST",
     "Attention",

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from effops.memory.models.time_series import Parts
-from effops.text import how_to_install
+from effops.text import did_you_mean, how_to_install
+
+BERT_KINDS = ("eager", "sdpa")  # of attention, as transformers names them
 
 
 def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager", checkpointing: bool = False) -> Parts:
@@ -33,8 +35,11 @@ def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager"
         raise ImportError(
             f"bert_large: needs the package transformers, which cannot be imported; {how_to_install('bert')}"
         ) from error
-    if attention not in ("eager", "sdpa"):
-        raise ValueError(f"bert_large: `attention` must be eager or sdpa; got {attention!r}")
+    if attention not in BERT_KINDS:
+        raise ValueError(
+            f"bert_large: `attention` must be one of {', '.join(BERT_KINDS)}; got {attention!r}"
+            + did_you_mean(attention, BERT_KINDS)
+        )
     config = BertConfig(
         hidden_size=1024,
         num_hidden_layers=layers,

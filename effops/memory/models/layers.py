@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from effops.ops.attention.dot_product import attention
 from effops.ops.attention.log_sparse import log_sparse_attention
+from effops.text import did_you_mean
 
 KINDS = ("naive", "fused", "log_sparse")
 ATTENTION_DROPOUT = 0.1
@@ -58,7 +59,10 @@ class Configuration:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"Configuration: `dropout` must be at least 0 and below 1; got {self.dropout}")
         if self.attention not in KINDS:
-            raise ValueError(f"Configuration: `attention` must be one of {', '.join(KINDS)}; got {self.attention!r}")
+            raise ValueError(
+                f"Configuration: `attention` must be one of {', '.join(KINDS)}; got {self.attention!r}"
+                + did_you_mean(self.attention, KINDS)
+            )
 
 
 PUBLISHED = Configuration()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from effops.memory.models.layers import PUBLISHED, Configuration, DecoderLayer, Stack, embedding, encoder
+from effops.text import did_you_mean
 
 
 class TST(nn.Module):
@@ -102,6 +103,7 @@ def workload_parts(architecture: str, configuration: Configuration = PUBLISHED) 
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"workload_parts: `architecture` must be one of {', '.join(ARCHITECTURES)}; got {architecture!r}"
+            + did_you_mean(architecture, ARCHITECTURES)
         )
     sequences = 1 if architecture == "encoder_only_tst" else 2
     masks = 0 if configuration.attention == "log_sparse" else sequences

@@ -17,13 +17,14 @@ from torch.compiler import is_compiling
 
 from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
-from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias
+from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias, squeezed
 from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, promote, wider
 from effops.numerics.shapes import broadcast_shapes
 from effops.numerics.values import is_captured, observed
 from effops.pytorch import _are_functorch_transforms_active, _neg_view
+from effops.text import integer_remedy
 
 SETTINGS = {
     "masked": bool,
@@ -230,9 +231,11 @@ def prepare(
     check_devices(function, **tensors, **({} if attn_mask is None else {"attn_mask": attn_mask}))
     if any(tensor.shape[-1] != query.shape[-1] for tensor in scored.values()):
         *first, last = (f"`{name}`" for name in scored)
+        features = query.shape[-1:]
+        remedies = (squeezed(name, one.shape, lambda shape: shape[-1:] == features) for name, one in scored.items())
         raise ValueError(
             f"{function}: last dimensions of {', '.join(first)} and {last} must be equal; got "
-            f"{_shapes(tensors)}; project them alike"
+            f"{_shapes(tensors)}; {next(filter(None, remedies), 'project them alike')}"
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
         raise ValueError(f"{function}: there must be one value for each key; got {_shapes(tensors)}; cut or pad one")
@@ -255,8 +258,7 @@ def prepare(
             "enable_gqa=True if several heads of queries share one of keys, or give tensor.transpose(-3, -2) if its "
             "heads follow its positions"
         ) from None
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat))):
-        raise TypeError(f"{function}: `scale` must be a number or None; got {scale!r}; multiply query by a tensor")
+    _check_scale(function, scale)
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, Real) or not 0 <= dropout_p <= 1:
         raise ValueError(
             f"{function}: `dropout_p` must be a probability from 0 to 1; got {dropout_p!r}; give 0 for none"
@@ -350,6 +352,12 @@ def _is_lower_right(function: str, bias: Any, pairs: tuple[int, int]) -> bool:
     return bias.variant.name == "LOWER_RIGHT" and pairs[0] != pairs[1]
 
 
+def _check_scale(function: str, scale: Any) -> None:
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat))):
+        remedy = "multiply query by it, and give scale=1.0" if isinstance(scale, Tensor) else "give a float"
+        raise TypeError(f"{function}: `scale` must be a number or None; got {type(scale).__name__}; {remedy}")
+
+
 def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, int]) -> None:
     if is_causal:
         raise ValueError(
@@ -358,13 +366,14 @@ def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, 
         )
     check_mask(function, "attn_mask", mask, "for pairs that take part")
     if _widens(mask.shape, pairs):
+        remedy = squeezed("attn_mask", mask.shape, lambda shape: not _widens(shape, pairs))
         raise ValueError(
             f"{function}: `attn_mask` must broadcast to (queries, keys) = {pairs}; got {tuple(mask.shape)}; "
-            "unsqueeze it: (*batch, 1, keys) masks keys for all queries"
+            + (remedy or "unsqueeze it: (*batch, 1, keys) masks keys for all queries")
         )
 
 
-def _widens(own: Shape, pairs: tuple[int, int]) -> bool:
+def _widens(own: Sequence[int], pairs: tuple[int, int]) -> bool:
     """Whether the last two axes of a shape would enlarge those of the pairs, not just broadcast to them."""
     return any(size not in (1, wanted) for size, wanted in zip((1, 1, *own)[-2:], pairs))
 
@@ -467,10 +476,7 @@ def prepare_log_sparse(
             f"{tuple(value.shape)}; unsqueeze the axes that should pair up, or repeat the heads that are shared"
         ) from None
     _check_pattern(local, restart)
-    if scale is not None and not isinstance(scale, Real):
-        raise TypeError(
-            f"{LOG_SPARSE}: `scale` must be a number or None; got {type(scale).__name__}; multiply query by a tensor"
-        )
+    _check_scale(LOG_SPARSE, scale)
     query, key, value = rounded_by_autocast(query, key, value)
     dtype = wider(wider(query.dtype, key.dtype), value.dtype)
     return LogSparseCall(query, key, value, dtype, local, restart, None if scale is None else float(scale))
@@ -479,11 +485,10 @@ def prepare_log_sparse(
 def _check_pattern(local: int, restart: int | None) -> None:
     for name, number in {"local": local, **({} if restart is None else {"restart": restart})}.items():
         if not isinstance(number, int) or isinstance(number, bool):
-            remedy = "convert it with int()"
+            remedy = integer_remedy(number)
             if isinstance(number, Tensor):
                 remedy = "it takes no mask, since the pattern says which pairs take part; cut padded positions off"
-            got = type(number).__name__
-            raise TypeError(f"{LOG_SPARSE}: `{name}` must be an integer; got {got}; {remedy}")
+            raise TypeError(f"{LOG_SPARSE}: `{name}` must be an integer; got {type(number).__name__}; {remedy}")
         if number < 1:
             remedy = "1 is a position's attention to itself" if name == "local" else "None is no restart"
             raise ValueError(f"{LOG_SPARSE}: `{name}` must be at least 1; got {number}; {remedy}")

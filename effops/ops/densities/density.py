@@ -4,6 +4,7 @@ A log density is `normaliser(scale)` plus a part that depends on loc and x too. 
 `effops.ops.densities.log_prob` makes the op of all pairs, and `effops.ops.densities.mixture` that of their logsumexp.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -17,11 +18,11 @@ from effops.blocks.dots import DotMap, normalisers_of
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.blocks.small import SmallCall
-from effops.dispatch.arguments import check_dense, check_devices, check_operand, check_order
+from effops.dispatch.arguments import check_dense, check_devices, check_operand, check_order, conversion
 from effops.dispatch.op import Call
 from effops.dispatch.validation import Condition
 from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
-from effops.numerics.shapes import broadcast_shapes
+from effops.numerics.shapes import broadcast_shapes, do_broadcast
 
 # A scriptable function of loc, scale in no narrower a dtype than that of the arithmetic, the normaliser of scale in
 # float64, x, the dtype of the arithmetic, and the tolerance. It returns the scores in the dtype of the arithmetic.
@@ -195,7 +196,7 @@ def _check_vectors(density: Density, function: str, loc: Tensor, x: Tensor) -> N
     if loc.shape[-1] != dimension:
         raise ValueError(
             f"{function}: last dimension of `x` must equal that of `loc`; got x {tuple(x.shape)}, loc "
-            f"{tuple(loc.shape)}; expand the one of size 1, or transpose"
+            f"{tuple(loc.shape)}; {_alike(loc, x)}"
         )
     if dimension < density.smallest:
         raise ValueError(
@@ -204,28 +205,46 @@ def _check_vectors(density: Density, function: str, loc: Tensor, x: Tensor) -> N
         )
 
 
-def _how_to_pair(operands: Mapping[str, Tensor], dims: Mapping[str, int]) -> str:
-    """The remedy for operands that do not broadcast: how to unsqueeze them, so that every x meets every loc.
+def _alike(loc: Tensor, x: Tensor) -> str:
+    """How to make the last dimensions of loc and x equal."""
+    for name, given, other in (("x", x, loc), ("loc", loc, x)):
+        if given.shape[-1] == 1:
+            return f"expand `{name}`, whose last dimension is 1"
+        if given.ndim > 1 and given.shape[-2] == other.shape[-1]:
+            return f"give {name}.mT, if its last dimension should be the one before it"
+    return "give points and parameters of one dimension"
 
-    The last `dims` dimensions of an operand are no batch axes.
+
+def _how_to_pair(operands: Mapping[str, Tensor], dims: Mapping[str, int]) -> str:
+    """How to reshape operands that do not broadcast, so that each x meets each loc.
+
+    Batch axes of size 1 are added, or the last axis of the scale is taken away if its size is 1. Of the ways that
+    succeed it is the one with the fewest pairs, and of these the shortest.
     """
-    batch_shapes = {name: tuple(operand.shape[: operand.ndim - dims[name]]) for name, operand in operands.items()}
-    scale = next(name for name in batch_shapes if name not in ("loc", "x"))
-    inner = {name: -2 for name in ("loc", scale) if batch_shapes[name]}
-    # The first of these that broadcasts: which operands get a batch axis of size 1, and where, counted from the end.
-    for new_axes in ({"x": -1}, {"x": -1, scale: -1}, {"x": -1, **inner}):
-        places = {name: len(batch_shapes[name]) + 1 + axis for name, axis in new_axes.items()}
-        unsqueezed = (
-            (*shape[: places[name]], 1, *shape[places[name] :]) if name in places else shape
-            for name, shape in batch_shapes.items()
-        )
-        try:
-            result = broadcast_shapes(*unsqueezed)
-        except RuntimeError:
-            continue
-        given = ", ".join(f"{name}.unsqueeze({axis - dims[name]})" for name, axis in new_axes.items())
-        return f"for every pair of x and loc give {given}, and the result is {tuple(result)}"
-    return "unsqueeze the axes that should pair up"
+    shapes = {name: tuple(operand.shape) for name, operand in operands.items()}
+    scale = next(name for name in shapes if name not in ("loc", "x"))
+    starts: list[tuple[list[str], dict[str, Shape]]] = [([], shapes)]
+    shorter = shapes[scale][:-1]
+    if shapes[scale][-1:] == (1,) and (not dims[scale] or shorter[-1:] in ((1,), shapes["x"][-1:])):
+        starts.append(([f"{scale}.squeeze(-1)"], {**shapes, scale: shorter}))
+    ways = []
+    for steps, given in starts:
+        batch = {name: shape[: len(shape) - dims[name]] for name, shape in given.items()}
+        inner = {name: -2 for name in ("loc", scale) if batch[name]}
+        for axes in ({}, {"x": -1}, {"x": -1, scale: -1}, {"x": -1, **inner}):  # where axes of size 1 are added
+            places = {name: len(batch[name]) + 1 + axis for name, axis in axes.items()}
+            unsqueezed = [
+                (*shape[: places[name]], 1, *shape[places[name] :]) if name in places else shape
+                for name, shape in batch.items()
+            ]
+            if do_broadcast(*unsqueezed):
+                result = tuple(broadcast_shapes(*unsqueezed))
+                added = [f"{name}.unsqueeze({axis - dims[name]})" for name, axis in axes.items()]
+                ways.append((math.prod(result), len(steps + added), steps + added, result))
+    if not ways:
+        return "unsqueeze the axes that should pair up"
+    _, _, found, result = min(ways)
+    return f"for every pair of x and loc give {', '.join(found)}, and the result is {result}"
 
 
 def _prepare_scale(density: Density, function: str, scale: Tensor | float, common: torch.dtype, x: Tensor) -> Tensor:
@@ -233,7 +252,8 @@ def _prepare_scale(density: Density, function: str, scale: Tensor | float, commo
     if not isinstance(scale, Tensor):
         if not isinstance(scale, Real):
             got = type(scale).__name__
-            raise TypeError(f"{function}: `{name}` must be a tensor or a number; got {got}; use torch.as_tensor")
+            remedy = conversion(scale, "give a number, as 1.0")
+            raise TypeError(f"{function}: `{name}` must be a tensor or a number; got {got}; {remedy}")
         return torch.full((1,) * dims, float(scale), dtype=arithmetic_dtype(common), device=x.device)
     check_dense(function, name, scale)
     if scale.dtype not in FLOATS:

@@ -77,10 +77,23 @@ class Directional:
         for argument, vectors in (("loc", call.loc), ("x", call.x)):
             found, are_one = lengths(vectors)
             remedy = f"give torch.nn.functional.normalize({argument}, dim=-1)"
-            yield Condition(argument, "have length 1 along its last dimension", found, are_one, remedy)
+            expected = "have length 1 along its last dimension"
+            yield Condition(argument, expected, found, are_one, functools.partial(self._remedy, call, remedy))
         is_concentration = (call.scale >= 0) & call.scale.isfinite()
         remedy = "give a positive function of what is learned, as torch.nn.functional.softplus"
         yield Condition(self.scale_name, "be finite and at least 0", call.scale, is_concentration, remedy)
+
+    def _remedy(self, call: DensityCall, remedy: str) -> str:
+        """What to do with vectors that are no directions. If another argument has some, the order is wrong."""
+        names = ("log_weights", "loc", self.scale_name, "x")[-len(call.tensors) :]
+        for name, tensor in zip(names, call.tensors):
+            is_vector = name not in ("loc", "x") and tensor.ndim > 0 and tensor.shape[-1] >= self.smallest
+            if is_vector and bool(lengths(tensor)[1].all()):
+                return (
+                    f"the order is {', '.join(names)}; here `{name}` has length 1 along its last dimension: "
+                    "reorder the arguments, or give them by name"
+                )
+        return remedy
 
     def map_of(self, call: DensityCall) -> DotMap:
         return self.map(call.dimension, self.floor(call.arithmetic), self.tolerance(call))

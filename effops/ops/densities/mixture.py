@@ -23,13 +23,14 @@ from effops.blocks.cutting import fit, part, pieces, whole
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Shape, Slices
 from effops.blocks.weighted import Weighted
-from effops.dispatch.arguments import check_devices, check_operand
+from effops.dispatch.arguments import check_devices, check_operand, squeezed
 from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
 from effops.dispatch.registration import add_custom_op, add_kernels, allocated, predicted
 from effops.dispatch.validation import Condition, below_infinity
 from effops.numerics.precision import autocast_enabled, promote
+from effops.numerics.shapes import do_broadcast
 from effops.ops.densities import triton
 from effops.ops.densities.density import Density, DensityCall, Form, plan_of, prepare
 from effops.ops.densities.log_prob import compiled_bytes, preference, scores, tensor_dims
@@ -105,9 +106,11 @@ def prepare_mixture(
     try:
         plan = plan_of(density, *inner.tensors, log_weights)
     except RuntimeError:
+        remedy = squeezed("log_weights", log_weights.shape, lambda shape: do_broadcast(shape, inner.shape))
         raise ValueError(
             f"{function}: `log_weights` must broadcast with the log densities; got log_weights "
-            f"{tuple(log_weights.shape)}, log densities {inner.shape}; unsqueeze the axes that should pair up"
+            f"{tuple(log_weights.shape)}, log densities {inner.shape}; "
+            + (remedy or "unsqueeze the axes that should pair up")
         ) from None
     rank = len(plan.shape)
     if not isinstance(dim, Integral) or isinstance(dim, bool):
@@ -177,6 +180,7 @@ class Mixture:
         return MixtureCall(loc, scale, x, plan, dtype, log_weights, dim)
 
     def conditions(self, call: MixtureCall) -> Iterator[Condition]:
+        yield from self._of_the_densities(call)  # first, since arguments in another order are no weights either
         yield below_infinity("log_weights", call.log_weights)
         own = call.log_weights.ndim + call.dim
         if own >= 0 and call.log_weights.shape[own] == call.plan.shape[call.axis]:
@@ -185,7 +189,23 @@ class Mixture:
             are_weights = (weights >= 0).all(own) & ((total - 1).abs() < SUM_TOLERANCE)
             expected = f"be logarithms, not weights that add up to 1 along dim={call.dim}"
             yield Condition("log_weights", expected, total, ~are_weights, "give weights.log()")
-        yield from self.density.conditions(call)
+
+    def _of_the_densities(self, call: MixtureCall) -> Iterator[Condition]:
+        """The conditions of loc, scale and x. Where the scale is wrong, it may stand in the place of the weights."""
+        for condition in self.density.conditions(call):
+            if condition.argument == self.density.scale_name:
+                remedy = functools.partial(self._of_the_scale, call, condition.remedy)
+                condition = condition._replace(remedy=remedy)
+            yield condition
+
+    def _of_the_scale(self, call: MixtureCall, remedy: Any) -> str:
+        name = self.density.scale_name
+        if bool((call.log_weights > 0).all()) and bool((call.scale <= 0).all()):
+            return (
+                f"the order is log_weights, loc, {name}, x; here `log_weights` is positive, as `{name}` should be: "
+                "reorder the arguments, or give them by name"
+            )
+        return str(remedy)
 
     def requires_layout(self, call: MixtureCall) -> str:
         if call.axis in call.plan.batch:
