@@ -75,8 +75,8 @@ BY_HAND = [
     Mutation(
         "the last block of a walk",
         "effops/blocks/tiling.py",
-        "for i in range(axis.start, axis.stop, extent)]",
-        "for i in range(axis.start, max(axis.start + 1, axis.stop - 1), extent)]",
+        "else range(axis.start, axis.stop, extent)\n",
+        "else range(axis.start, max(axis.start + 1, axis.stop - 1), extent)\n",
     ),
     Mutation(
         "the dtype of a result",

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-# By default, one in so many of the tests that a marker says are slow, and the first of a function that has no others.
-# The first marker found counts.
-ONE_IN = {"ahead_of_time": 8, "compiled": 24, "interpreted": 16, "sharded": 8, "slow": 8}
+# A marker says why a test is slow; the first one found counts. The default has at most one slow test of a function, whose
+# turn it must be, of so many. It has none of a function with quick tests.
+ONE_IN = {"ahead_of_time": 8, "compiled": 24, "interpreted": 1, "sharded": 1, "slow": 8}
 MOST_WORKERS = 8  # each takes more than a GiB
 
 
@@ -42,7 +42,7 @@ def mark(item: pytest.Item) -> None:
 
 
 def slowness(item: pytest.Item) -> int:
-    """The number of slow tests of which the default has one; 0 for a quick test."""
+    """How many slow tests take turns with this one; 0 for a quick test."""
     counts = [count for marker, count in ONE_IN.items() if item.get_closest_marker(marker)]
     turns = item.get_closest_marker("turns") if item.get_closest_marker("compiled") else None
     return counts[0] * (turns.args[0] if turns else 1) if counts else 0
@@ -57,12 +57,13 @@ def kinds(item: pytest.Item) -> set[tuple[str, ...]]:
 
 
 def without_repeats(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Tests of every kind, quick ones first, and the slow ones whose turn it is."""
+    """One case of each kind. Quick ones come first."""
     chosen, known = set(), set()
     for item in sorted(items, key=lambda item: (slowness(item) > 0, zlib.crc32(item.name.encode()))):
-        if not kinds(item) <= known or (slowness(item) and turn(item.name, slowness(item)) == 0):
+        has_turn = not slowness(item) or turn(item.name, slowness(item)) == 0
+        if has_turn and not kinds(item) <= known:
             chosen.add(item)
-        known |= kinds(item)
+            known |= kinds(item)
     return chosen
 
 
