@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-# A marker says why a test is slow; the first one found counts. The default has at most one slow test of a function, whose
-# turn it must be, of so many. It has none of a function with quick tests.
+# A marker says why a test is slow; the first one found counts. The default has at most one slow test of a function:
+# the first whose turn it is, of so many. It has none of a function with quick tests.
 ONE_IN = {"ahead_of_time": 8, "compiled": 24, "interpreted": 1, "sharded": 1, "slow": 8}
 MOST_WORKERS = 8  # each takes more than a GiB
 
