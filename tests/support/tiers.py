@@ -1,17 +1,20 @@
 """Three tiers of tests: the default answers within minutes, a commit must pass `--ci`, `--exhaustive` runs by hand.
 
-Whether a test is in a tier follows from a hash of its own name, so that a new test moves no other. A test that is
-given by its path or its id is in every tier. Of a test marked `turns(count)`, one in `count` of its compiled cases is
-in `--ci`, and a part of these in the default.
+The default leaves out what repeats: it has one case of each kind, and few of the slow ones. Which these are follows
+from the names of a function's cases alone, so that a new test moves none of another function. A test that is given by
+its path or its id is in every tier. Of a test marked `turns(count)`, one in `count` of its compiled cases is in `--ci`.
 """
 
+import itertools
 import zlib
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-# By default, one test in so many of those that a marker says are slow. The first marker found counts.
-ONE_IN = {"ahead_of_time": 8, "compiled": 24, "interpreted": 16, "sharded": 8, "slow": 8}
+# A marker says why a test is slow; the first one found counts. The default has at most one slow test of a function:
+# the first whose turn it is, of so many. It has none of a function with quick tests.
+ONE_IN = {"ahead_of_time": 8, "compiled": 24, "interpreted": 1, "sharded": 1, "slow": 8}
 MOST_WORKERS = 8  # each takes more than a GiB
 
 
@@ -38,16 +41,37 @@ def mark(item: pytest.Item) -> None:
         item.add_marker("interpreted")
 
 
-def is_in_tier(item: pytest.Item) -> bool:
-    if item.config.option.exhaustive:
-        return True
-    if item.get_closest_marker("exhaustive"):
-        return False
+def slowness(item: pytest.Item) -> int:
+    """How many slow tests take turns with this one; 0 for a quick test."""
     counts = [count for marker, count in ONE_IN.items() if item.get_closest_marker(marker)]
-    if item.config.option.ci or not counts:
-        return True
     turns = item.get_closest_marker("turns") if item.get_closest_marker("compiled") else None
-    return turn(item.name, counts[0] * (turns.args[0] if turns else 1)) == 0
+    return counts[0] * (turns.args[0] if turns else 1) if counts else 0
+
+
+def kinds(item: pytest.Item) -> set[tuple[str, ...]]:
+    """What a test is a case of: its function; if it is quick, also each half of the words that tell its parameters."""
+    function, _, parameters = item.nodeid.partition("[")
+    words = [f"{place} {word}" for place, word in enumerate(parameters.removesuffix("]").split("-"))]
+    halves = itertools.combinations(words, max(1, len(words) // 2)) if not slowness(item) else ()
+    return {(function,), *((function, *half) for half in halves)}
+
+
+def without_repeats(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """One case of each kind. Quick ones come first."""
+    chosen, known = set(), set()
+    for item in sorted(items, key=lambda item: (slowness(item) > 0, zlib.crc32(item.name.encode()))):
+        has_turn = not slowness(item) or turn(item.name, slowness(item)) == 0
+        if has_turn and not kinds(item) <= known:
+            chosen.add(item)
+            known |= kinds(item)
+    return chosen
+
+
+def tier(config: pytest.Config, items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    if config.option.exhaustive:
+        return set(items)
+    of_every_commit = [item for item in items if not item.get_closest_marker("exhaustive")]
+    return set(of_every_commit) if config.option.ci else without_repeats(of_every_commit)
 
 
 def is_named(item: pytest.Item) -> bool:
@@ -62,9 +86,9 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests of the tier, and those that were named."""
     for item in items:
         mark(item)
-    runs = {item: is_in_tier(item) or is_named(item) for item in items}
-    config.hook.pytest_deselected(items=[item for item in items if not runs[item]])
-    items[:] = [item for item in items if runs[item]]
+    runs = tier(config, items) | {item for item in items if is_named(item)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in runs])
+    items[:] = [item for item in items if item in runs]
 
 
 def workers(config: pytest.Config, cores: int) -> int:

@@ -1,0 +1,90 @@
+"""Which tests a tier has. The default has one case of each kind, so that it misses no function, op or variant."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from .support import tiers
+
+OPS, VARIANTS = [f"op {i}" for i in range(12)], [f"variant {i}" for i in range(6)]
+CASES, DTYPES = [f"case {i}" for i in range(9)], ["float32", "float64", "bfloat16", "float16"]
+
+
+class Item(SimpleNamespace):
+    """What tiers read of a test."""
+
+    __hash__ = object.__hash__
+
+    def get_closest_marker(self, name: str) -> Any:
+        return self.markers.get(name)
+
+
+def item(function: str, *words: str, **markers: Any) -> Item:
+    name = f"{function}[{'-'.join(words)}]" if words else function
+    return Item(name=name, nodeid=f"tests/test_toy.py::{name}", markers=markers)
+
+
+def default(items: list[Item]) -> list[str]:
+    config = SimpleNamespace(option=SimpleNamespace(ci=False, exhaustive=False))
+    chosen = tiers.tier(config, items)  # type: ignore[arg-type]
+    return [one.name for one in items if one in chosen]
+
+
+def test_each_value_of_each_parameter_once() -> None:
+    chosen = default([item("test_op", op, variant) for op, variant in itertools.product(OPS, VARIANTS)])
+    assert len(OPS) <= len(chosen) <= len(OPS) + len(VARIANTS)
+    for word in (*OPS, *VARIANTS):
+        assert any(word in name for name in chosen), word
+
+
+def test_each_pair_of_values_once_where_there_are_four_parameters() -> None:
+    parameters = (OPS, VARIANTS, CASES, DTYPES)
+    items = [item("test_result", *words) for words in itertools.product(*parameters)]
+    chosen = default(items)
+    assert len(chosen) < len(items) / 10
+    for one, other in itertools.combinations(parameters, 2):
+        for pair in itertools.product(one, other):
+            assert any(all(word in name for word in pair) for name in chosen), pair
+
+
+def test_each_function_once_though_it_is_interpreted_or_sharded() -> None:
+    """66 functions had none of their cases in the default, as a hash would have it."""
+    markers = ("interpreted", "sharded")
+    items = [
+        item(f"test_{i}_{marker}", word, **{marker: True}) for i in range(20) for marker in markers for word in "ab"
+    ]
+    assert len(default(items)) == 40
+    assert {name.partition("[")[0] for name in default(items)} == {one.name.partition("[")[0] for one in items}
+
+
+def test_slow_cases_take_turns() -> None:
+    """A function without quick cases has at most one, where it is the turn of one."""
+    slow = [item(f"test_{i}", word, slow=True) for i in range(800) for word in "ab"]
+    functions = [name.partition("[")[0] for name in default(slow)]
+    assert len(functions) == len(set(functions))
+    assert 150 < len(functions) < 250  # two of eight turns
+    rarer = [item(f"test_{i}", "a", compiled=True, turns=SimpleNamespace(args=(10,))) for i in range(800)]
+    assert len(default(rarer)) < 20
+
+
+def test_a_function_with_quick_cases_has_no_slow_ones() -> None:
+    slow = [item("test_both", f"slow {i}", interpreted=True) for i in range(100)]
+    quick = [item("test_both", f"quick {i}") for i in range(4)]
+    assert default([*slow, *quick]) == [one.name for one in quick]
+
+
+def test_a_new_test_moves_none_of_another_function() -> None:
+    items = [item("test_old", op, variant) for op, variant in itertools.product(OPS, VARIANTS)]
+    new = [item("test_new", op, "variant 0") for op in OPS]
+    assert default([*new, *items]) == [*(one.name for one in new), *default(items)]
+
+
+@pytest.mark.parametrize(("option", "more"), [("ci", []), ("exhaustive", ["test_rare[2]"])])
+def test_other_tiers_leave_out_no_repeats(option: str, more: list[str]) -> None:
+    items = [item("test_op", op, variant) for op, variant in itertools.product(OPS, VARIANTS)]
+    items += [item("test_slow", "1", slow=True), item("test_slow", "2", slow=True)]
+    config = SimpleNamespace(option=SimpleNamespace(**{"ci": False, "exhaustive": False, option: True}))
+    chosen = tiers.tier(config, [*items, item("test_rare", "2", exhaustive=True)])  # type: ignore[arg-type]
+    assert sorted(one.name for one in chosen) == sorted([*(one.name for one in items), *more])
