@@ -4,8 +4,8 @@ python bench/studies/compiled.py --json FILE
 
 A line is one pass of a call at the default size: the variant's time, the best other form, the ratio of the two, and the
 error of both, forward, in the units of the op's bounds: above 1 a form is not right. Times are medians over processes,
-in each of which all forms take turns; one that takes several times as long as the variant runs once. An op and a
-number of threads that would begin after --minutes is left out.
+in each of which all forms take turns; one that takes several times as long as the variant runs in one process, once. An
+op and a number of threads that would begin after --minutes is left out.
 """
 
 from __future__ import annotations
@@ -105,13 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=60, help="begin nothing after so many, 60")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
     parser.add_argument("--child", choices=("errors", "times"), help=argparse.SUPPRESS)
+    parser.add_argument("--without", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     threads = options.threads or sorted({torch.get_num_threads(), 1}, reverse=True)
     if options.child:
         torch.set_num_threads(threads[0])
         inductor.cpp.threads = threads[0]  # compiled code has the number in it, and is kept on disk
         measured = errors_of if options.child == "errors" else times_of
-        print(json.dumps(measured(ops()[options.op[0]])))
+        op = ops()[options.op[0]]
+        forms = {form: function for form, function in forms_of(op).items() if form not in options.without}
+        print(json.dumps(measured(op, forms)))
         return
     end = time.perf_counter() + 60 * options.minutes
     console = plain_or_rich_console(110)
@@ -125,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 head.setdefault("left_out", []).append(f"{name}, {count} threads")
                 continue
             errors = child(name, count, "errors")
-            found = [child(name, count, "times") for _ in range(options.processes)]
+            found = [child(name, count, "times")]
+            found += [child(name, count, "times", hopeless(found[0])) for _ in range(options.processes - 1)]
             for row in rows_of(name, count, found, errors):
                 console.print(LINE.format(*cells(row)))
                 rows.append(row)
@@ -133,9 +137,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 write_json(options.json, head, rows)
 
 
-def child(name: str, threads: int, measured: str) -> Mapping[str, Any]:
-    """The errors or the times that one fresh process measures."""
+def hopeless(found: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """The forms that took several times as long as the variant in all passes of a process."""
+    forms = next(iter(found.values()))
+    return [form for form in forms if all(ms[form] > HOPELESS * ms[OURS] for ms in found.values())]
+
+
+def child(name: str, threads: int, measured: str, without: Sequence[str] = ()) -> Mapping[str, Any]:
+    """The errors or the times that one fresh process measures of all forms but those `without`."""
     command = [sys.executable, __file__, "--child", measured, "--op", name, "--threads", str(threads)]
+    command += ["--without", *without]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found: Mapping[str, Any] = json.loads(printed.splitlines()[-1])
     return found
@@ -172,18 +183,18 @@ def forms_of(op: Op) -> dict[str, Callable[..., Tensor]]:
     return {OURS: called(OURS), **own, **plain}
 
 
-def errors_of(op: Op) -> dict[str, float]:
+def errors_of(op: Op, forms: Mapping[str, Callable[..., Tensor]]) -> dict[str, float]:
     """The errors of the forms' results at small sizes."""
     sizes = {name: min(size, SMALL) for name, size in reference_of(op).sizes.items()}
     args = Workload(op, sizes, torch.float32, CPU, backward=False).args()
     bounds = reference_of(op).bounds(op.prepare(*args))
-    return {name: bounds.error_ratio(form(*args)) for name, form in forms_of(op).items()}
+    return {name: bounds.error_ratio(form(*args)) for name, form in forms.items()}
 
 
-def times_of(op: Op) -> dict[str, dict[str, float]]:
+def times_of(op: Op, forms: Mapping[str, Callable[..., Tensor]]) -> dict[str, dict[str, float]]:
     """Milliseconds of each form by pass, at the default size."""
     found = {}
-    args, forms = Workload(op, reference_of(op).sizes, torch.float32, CPU, backward=False).args(), forms_of(op)
+    args = Workload(op, reference_of(op).sizes, torch.float32, CPU, backward=False).args()
     for pass_name in PASSES:
         if pass_name == "both":
             args = tuple(arg.detach().requires_grad_() for arg in args)
