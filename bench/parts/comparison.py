@@ -85,18 +85,15 @@ class Contender:
 class Effort:
     """How often a row runs for its time: `repeats` times, or fewer once it has used `budget_s` seconds.
 
-    Even then it runs `least_repeats` times. If that is once, a slow run that was observed anyway counts. Of a result
-    so much is checked as `most_flops` of the naive variant can tell.
+    Even then it runs `least_repeats` times. A run that was observed anyway counts alone if it took `slow_s` seconds. So
+    much of a result is checked as `most_flops` of the naive variant can tell.
     """
 
     repeats: int = 20
     least_repeats: int = 3
     budget_s: float = 10.0
     most_flops: float = math.inf
-
-    def is_met_by(self, seconds: float) -> bool:
-        """Whether a single run of so many seconds is enough."""
-        return self.least_repeats == 1 and seconds >= self.budget_s
+    slow_s: float = math.inf
 
 
 @dataclass
@@ -167,7 +164,7 @@ def compare(
     expected = Expected(workload, args, effort.most_flops)
     rows, seconds = _checked(workload, args, contenders, expected, progress)
     timings = {
-        name: _once(once) for name, once in seconds.items() if rows[name].status == "ok" and effort.is_met_by(once)
+        name: _once(once) for name, once in seconds.items() if rows[name].status == "ok" and once >= effort.slow_s
     }
     passes = {
         contender.name: measure.Pass(contender.function, args, workload.backward)
@@ -309,13 +306,14 @@ def _judged(
     expected: Expected,
     known: Known,
 ) -> tuple[Row, tuple[Tensor, ...], float | None]:
-    """The row with error and memory; the results, or the gradients; the seconds of the forward pass that was observed.
+    """The row with error and memory; the results, or the gradients; the seconds of the pass if they tell something.
 
-    That is the first one if it is ready, else the second.
+    Where nothing is compiled before it runs, the first forward pass is the one whose memory is measured.
     """
     observed = Observed(contender.function)
     work = measure.Pass(observed, args, workload.backward)
-    memory = measure.memory(work, warmup=0) if contender.is_ready and not workload.backward else None
+    is_ready = contender.is_ready and not workload.backward
+    memory = measure.memory(work, warmup=0) if is_ready else None
     out = observed(*args) if observed.result is None else observed.result
     found = torch.autograd.grad(out, args, measure.upstream_gradient(out)) if workload.backward else (out,)
     error = expected.error_ratio(out, found)
@@ -323,7 +321,7 @@ def _judged(
     if not error <= 1 and not contender.is_peer:
         return replace(row, status="failed", reason=f"the error is {error:.3g} times its budget"), found, None
     memory = memory or measure.memory(work, warmup=0)
-    return replace(row, **vars(memory)), found, None if workload.backward else observed.seconds
+    return replace(row, **vars(memory)), found, observed.seconds if is_ready else None
 
 
 def _timed(

@@ -16,9 +16,10 @@ from .expected import Workload
 from .report import prose
 
 # Seconds on a machine whose speed is 1. What a machine takes is in proportion to these, and to what it fills.
-FIRST_COMPILED = 15.0  # TorchInductor starts, and compiles the headers of all kernels
-COMPILED = 6.0
-CHECKED = 2.0  # float64 of 2^28 operations
+FIRST_COMPILED = 12.0  # TorchInductor starts, and compiles the headers of all kernels
+COMPILED = 4.0
+CHECKED = 1.5  # float64 of 2^28 operations
+COMPARED = 0.3  # each result with it
 PREDICTED = 1.0
 FILLS = 2.0  # an expression takes so many times as long as it takes to fill what it allocates
 STEPS = 1_000_000  # of the loop of Python that tells the speed of a processor
@@ -73,7 +74,8 @@ def _seconds(workload: Workload, contenders: Sequence[Contender], effort: Effort
     """Slow is what compiles, float64, and what touches many pages."""
     costs = [one.cost for one in contenders if one.cost]
     compiled = COMPILED * sum(one.name in COMPILERS for one in contenders)
-    checked = CHECKED * min(effort.most_flops, max((cost.flops for cost in costs), default=0)) / 2**28
+    share = min(effort.most_flops, max((cost.flops for cost in costs), default=0)) / 2**28
+    checked = share * (CHECKED + COMPARED * len(contenders))
     runs = effort.least_repeats + (2 if workload.backward else 0)
     filled = FILLS * runs * speed.fill_gib_s * sum(cost.temporary_bytes for cost in costs) / 2**30
     return speed.python * (PREDICTED + compiled + checked) + filled + effort.budget_s * len(contenders)

@@ -150,4 +150,4 @@ def test_a_slower_machine_is_said_to_take_longer(bench: dict[str, ModuleType]) -
     assert seconds(2.0, 1.0, *variants) == pytest.approx(2 * seconds(1.0, 0.5, *variants))
     assert seconds(1.0, 2.0, *variants) > seconds(1.0, 1.0, *variants)
     compiling = outlook.FIRST_COMPILED + 2 * outlook.COMPILED
-    assert seconds(1.0, 0.0, *variants) - seconds(1.0, 0.0, "naive", "chunked") == pytest.approx(compiling)
+    assert seconds(1.0, 0.0, *variants) - seconds(1.0, 0.0, "naive", "chunked") == pytest.approx(compiling, rel=1e-3)
