@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 # The profiler's library announces each start and stop on stderr below this level.
@@ -17,7 +16,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
-from parts.arguments import comma_separated, keywords, positive, sizes, sweep
+from parts.arguments import comma_separated, file_to_write, keywords, positive, sizes, sweep
 from parts.comparison import Effort, Row, compare
 from parts.expected import Workload
 from parts.outlook import Speed, needs, outlook, seconds_of_steps
@@ -40,7 +39,9 @@ import effops  # noqa: F401  (registers the ops)
 from effops.commands.console import plain_or_rich_console
 from effops.dispatch.op import Op, ops
 from effops.measure import copy_bandwidth_gbps
+from effops.memory.plot import check_picture
 from effops.reference import reference_of
+from effops.text import did_you_mean
 
 DTYPES = {
     "float32": torch.float32,
@@ -134,7 +135,9 @@ def argument_parser() -> argparse.ArgumentParser:
         "--set", type=keywords, default={}, metavar="NAME=..", help="arguments of the op: is_causal=True"
     )
     parser.add_argument("--sweep", type=sweep, metavar="L=1024,2048", help="one size after the other")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory against the size of --sweep there")
+    parser.add_argument(
+        "--plot", type=file_to_write, metavar="FILE", help="draw memory against the size of --sweep there"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device, help="cuda if there is one")
     parser.add_argument("--pass", choices=PASSES, default="forward", dest="passes", help="default: forward")
@@ -153,7 +156,7 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--profile", action="store_true", help="the profiler's table under every op")
     parser.add_argument("--wide", action="store_true", help="more columns, in tables of their own")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write header and rows there")
     return parser
 
 
@@ -177,7 +180,8 @@ def selected_ops(
 ) -> list[tuple[Op, Mapping[str, int], Mapping[str, Any], Sequence[str]]]:
     """Each op to run, sizes, options and the names of its variants. What suits none of the ops is an error."""
     if options.op is not None and options.op not in ops():
-        parser.error(f"argument --op: expected one of {', '.join(ops())}; got {options.op!r}")
+        nearest = did_you_mean(options.op, ops())
+        parser.error(f"argument --op: expected one of {', '.join(ops())}; got {options.op!r}{nearest}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda needs a CUDA device and torch built for it; got none; use --device cpu")
     chosen = [op for name, op in ops().items() if options.op in (None, name)]
@@ -189,6 +193,11 @@ def selected_ops(
     expect_known(parser, "--set", options.set, {key for op in chosen for key in accepted(op)} if options.set else set())
     if options.plot and (options.sweep is None or len(chosen) > 1 or options.passes == "both"):
         parser.error("argument --plot: expected one --op, one --pass and a --sweep; got none or several; name them")
+    if options.plot:
+        try:
+            check_picture("argument --plot", options.plot)
+        except (ImportError, ValueError) as error:
+            parser.error(str(error))
     expect_known(parser, "--variants", options.variants or (), {name for op in chosen for name in op.variants})
     for key in {**options.size, **swept}:
         without = [op.name for op in chosen if key not in reference_of(op).sizes]
@@ -213,7 +222,8 @@ def selected_ops(
 def expect_known(parser: argparse.ArgumentParser, option: str, given: Sequence[str], known: set[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
-        parser.error(f"argument {option}: expected of {', '.join(sorted(known))}; got {', '.join(unknown)}")
+        nearest = did_you_mean(unknown[0], known)
+        parser.error(f"argument {option}: expected of {', '.join(sorted(known))}; got {', '.join(unknown)}{nearest}")
 
 
 if __name__ == "__main__":

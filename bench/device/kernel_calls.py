@@ -11,9 +11,9 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from parts.arguments import file_to_write
 
 import effops  # noqa: F401  (registers the ops)
 from effops.dispatch.op import ops
@@ -71,7 +71,7 @@ def run(calls: Sequence[KernelCall], device: torch.device) -> Iterator[KernelCal
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("set", choices=SETS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what has run there, after each call")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write what has run there, after each call")
     options = parser.parse_args()
     done: list[str] = []
     for call in run(SETS[options.set], torch.device("cuda")):

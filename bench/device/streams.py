@@ -9,9 +9,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
+from parts.arguments import file_to_write
 from torch import Tensor
 
 from effops import power_spherical_log_prob
@@ -94,7 +94,7 @@ CHECKS: Mapping[str, Callable[[], None]] = {
 def main() -> int:
     """Returns the exit code: 1 if a check failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write each outcome there, after each check")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write each outcome there, after each check")
     options = parser.parse_args()
     outcomes: dict[str, str] = {}
     for name, check in CHECKS.items():

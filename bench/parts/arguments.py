@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+from pathlib import Path
 from typing import Any
+
+from effops.commands.console import why_not_written
 
 
 def positive(text: str) -> int:
@@ -12,6 +15,19 @@ def positive(text: str) -> int:
     if not number:
         raise argparse.ArgumentTypeError(f"expected a positive integer; got {text!r}")
     return number
+
+
+def file_to_write(text: str) -> Path:
+    """A file, in a folder that is made if there is none. What forbids it is seen before the work and not after it."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        problem = why_not_written(path)
+    except OSError as error:
+        problem = f"the folder cannot be made: {error.strerror}"
+    if problem:
+        raise argparse.ArgumentTypeError(f"expected a file that can be written; got {text!r}: {problem}; name another")
+    return path
 
 
 def comma_separated(text: str) -> list[str]:

@@ -22,7 +22,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from effops.measure import Profile, ProfileRow, device_model
-from effops.text import format_bytes
+from effops.text import counted, format_bytes
 
 from .comparison import Found, Row
 from .expected import Workload
@@ -109,7 +109,7 @@ def header(device: torch.device, copy_gbps: float | None) -> dict[str, Any]:
 def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the processor with the number of threads in use."""
     model = device_model(device)
-    return model if device.type == "cuda" else f"{model}, {torch.get_num_threads()} threads"
+    return model if device.type == "cuda" else f"{model}, {counted(torch.get_num_threads(), 'threads')}"
 
 
 def _version(package: str) -> str | None:
@@ -144,7 +144,6 @@ def json_row(row: Any) -> dict[str, Any]:
 
 def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Any]) -> None:
     """Write the header and a dataclass for each row."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"header": dict(head), "rows": [json_row(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 

@@ -21,13 +21,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 # The profiler's library announces each start and stop on stderr below this level.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
+from parts.arguments import file_to_write
 from parts.expected import Workload
 from parts.peers import additive_scores, additive_sums, normal, plain_weights, power_spherical
 from parts.report import header, write_json
@@ -39,6 +39,7 @@ from effops import measure
 from effops.commands.console import plain_or_rich_console
 from effops.dispatch.op import Op, ops
 from effops.reference import reference_of
+from effops.text import counted
 
 OURS = "compile"
 PASSES = "forward", "both"
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", action="append", type=int, help="default: all cores, and one")
     parser.add_argument("--processes", type=int, default=5, help="fresh processes of each, 5")
     parser.add_argument("--minutes", type=float, default=60, help="begin nothing after so many, 60")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write header and rows there")
     parser.add_argument("--child", choices=("errors", "times"), help=argparse.SUPPRESS)
     parser.add_argument("--without", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.op or compiled:
         for count in threads:
             if time.perf_counter() > end:
-                head.setdefault("left_out", []).append(f"{name}, {count} threads")
+                head.setdefault("left_out", []).append(f"{name}, {counted(count, 'threads')}")
                 continue
             errors = child(name, count, "errors")
             found = [child(name, count, "times")]

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from parts.arguments import file_to_write
 from parts.expected import Workload
 from parts.report import header, write_json
 
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench/studies/cores.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", choices=ops(), help="default: all")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="N", help="how long it runs, 120")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write header and rows there")
     options = parser.parse_args(arguments)
     runs = {
         (name, pass_name): run

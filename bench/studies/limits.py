@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 # The profiler's library announces each start and stop on stderr below this level.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
+from parts.arguments import file_to_write
 from parts.expected import Workload
 from parts.report import LEAST_WIDTH, header, heading, write_json
 from torch import Tensor
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
     parser.add_argument("--repeats", type=int, default=21, metavar="N", help="timed runs of each, 21; fewer if slow")
     parser.add_argument("--budget", type=float, default=3.0, metavar="SECONDS", help="for each of the four, 3")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write header and rows there")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     cases = [case for case in CASES if options.limit in (None, case.limit)]

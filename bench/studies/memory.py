@@ -16,12 +16,12 @@ import json
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
+from parts.arguments import file_to_write
 from parts.report import header
 from torch import nn
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--largest", action="store_true", help="also the largest batches, by brute force")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write all figures there")
     options = parser.parse_args()
     configuration = Configuration(attention=options.attention, layers=options.layers, seq_len=options.seq_len)
     report = {**header(torch.device("cpu"), None), "configuration": vars(configuration), "peaks": peaks(configuration)}

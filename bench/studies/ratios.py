@@ -29,6 +29,7 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
+from parts.arguments import file_to_write
 from parts.comparison import contenders_of, shortage
 from parts.expected import Workload
 from parts.peers import PEERS
@@ -44,6 +45,7 @@ from effops.commands.console import plain_or_rich_console
 from effops.dispatch.choice import AUTO, choose
 from effops.dispatch.op import Op, ops
 from effops.reference import reference_of
+from effops.text import counted
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -90,7 +92,7 @@ class Step:
     threads: int
 
     def __str__(self) -> str:
-        return f"{self.case.op.name}, {self.case.name}, {self.dtype}, {self.threads} threads"
+        return f"{self.case.op.name}, {self.case.name}, {self.dtype}, {counted(self.threads, 'threads')}"
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=28, help="begin nothing after so many, 28")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="timed runs, 15; fewer if slow")
     parser.add_argument("--budget", type=float, default=0.6, help="seconds for them, 0.6")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write header and rows there")
     return parser
 
 

@@ -21,7 +21,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 import torch.distributed as dist
-from parts.arguments import positive, sizes
+from parts.arguments import file_to_write, positive, sizes
 from parts.report import header, heading
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench/studies/sharded.py", description=__doc__)
     parser.add_argument("--size", type=sizes, default={}, metavar="M=..,T=..", help="instead of the op's default sizes")
     parser.add_argument("--repeats", type=positive, default=10, metavar="N", help="timed runs of a row, 10")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write header and rows there")
     parser.add_argument("--predict", action="store_true", help="print what the model says of more devices, and stop")
     options = parser.parse_args(arguments)
     size = {key: options.size.get(key, default) for key, default in reference_of(find_op(OP)).sizes.items()}

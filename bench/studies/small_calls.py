@@ -10,11 +10,11 @@ import json
 import statistics
 import timeit
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import power_spherical
 import torch
+from parts.arguments import file_to_write
 from parts.report import header
 from torch import Tensor
 
@@ -32,7 +32,7 @@ Calls = dict[str, Callable[[], object]]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times there")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the times there")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -40,24 +40,24 @@ def shown_progress(first: str = "starting", *, lines: bool = False) -> Iterator[
         yield lambda text: bar.update(task, description=text)
 
 
+def why_not_written(path: Path) -> str:
+    """Why a file cannot be written, or nothing if it can."""
+    if not path.parent.is_dir():
+        return f"there is no folder {str(path.parent)!r}"
+    if path.is_dir():
+        return "it is a folder"
+    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "its permissions forbid it"
+
+
 def check_file(option: str, file: str | None, remedy: str = "name another") -> None:
     """Raise if a file that an option names, if it does, cannot be written: before what it is to hold is computed.
 
     Raises:
         OSError: there is no such folder, or it or the file must not be written
     """
-    if file is None:
-        return
-    path = Path(file)
-    if not path.parent.is_dir():
-        problem = f"there is no folder {str(path.parent)!r}"
-    elif path.is_dir():
-        problem = "it is a folder"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "its permissions forbid it"
-    else:
-        return
-    raise OSError(f"argument {option}: expected a file that can be written; got {file!r}: {problem}; {remedy}")
+    problem = "" if file is None else why_not_written(Path(file))
+    if problem:
+        raise OSError(f"argument {option}: expected a file that can be written; got {file!r}: {problem}; {remedy}")
 
 
 def check_json_file(file: str | None) -> None:

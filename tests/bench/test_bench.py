@@ -377,6 +377,29 @@ def test_options_of_the_op_and_a_sweep(run: ModuleType, tmp_path: Path, capsys: 
         assert wrong[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["--op", "attention_weight"], 'did you mean "attention_weights"?'),
+        (["--variants", "chunkt"], 'did you mean "chunked"?'),
+        (["--json", "a_file/rows.json"], "the folder cannot be made"),
+        (["--json", "."], "it is a folder"),
+        (["--sweep", "L=8", "--plot", "memory.foo"], "png"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_told_before_the_work(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong, told
+) -> None:
+    """Files were opened after all the work, and names of ops and variants had no suggestion."""
+    monkeypatch.chdir(tmp_path)
+    Path("a_file").touch()
+    monkeypatch.setattr(run, "compare", None)
+    with pytest.raises(SystemExit):
+        run.main(["--op", "attention_weights", *wrong])
+    assert told in capsys.readouterr().err
+
+
 def test_sorting(run: ModuleType) -> None:
     comparison, report = importlib.import_module("parts.comparison"), importlib.import_module("parts.report")
     measure = importlib.import_module("effops.measure")
