@@ -14,7 +14,7 @@ import torch
 
 # A marker says why a test is slow; the first one found counts. The default has at most one slow test of a function:
 # the first whose turn it is, of so many. It has none of a function with quick tests.
-ONE_IN = {"ahead_of_time": 8, "compiled": 24, "interpreted": 1, "sharded": 1, "slow": 8}
+ONE_IN = {"ahead_of_time": 8, "compiled": 8, "interpreted": 1, "sharded": 1, "slow": 8}
 MOST_WORKERS = 8  # each takes more than a GiB
 
 
