@@ -46,9 +46,13 @@ def counted(count: int, things: str) -> str:
     return f"{count} {things.removesuffix('s') if count == 1 else things}"
 
 
+OTHER_NAMES = {"gpu": "cuda"}  # which are nearer to a name that is not meant
+
+
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """'; did you mean "attention"?' for 'attn', or nothing if no known name is near."""
-    found = difflib.get_close_matches(str(given), list(known), n=1)
+    text = str(given)
+    found = difflib.get_close_matches(OTHER_NAMES.get(text.lower(), text), list(known), n=1)
     return f'; did you mean "{found[0]}"?' if found else ""
 
 

@@ -261,7 +261,7 @@ def _published(architecture: str, **sizes: Any) -> Workload:
 
 
 def _imported(place: str, values: Mapping[str, Any]) -> Workload:
-    module_name, _, name = place.partition(":")
+    module_name, colon, name = place.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -270,15 +270,15 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):  # the module imports another one
             text = f"argument --workload: {place!r} must import what is installed; got: {error}; install it"
             raise ModuleNotFoundError(text).with_traceback(error.__traceback__) from error
-        near = did_you_mean(module_name, (path.stem for path in Path.cwd().glob("*.py")))
+        near = did_you_mean(place, (f"{path.stem}{colon}{name}" for path in Path.cwd().glob("*.py")))
         raise ValueError(
             f"argument --workload: expected MODULE:NAME of a workload; got {place!r}: {error}; write it as an "
             f"import does, without .py, in the current directory or an installed package{near}"
         ) from None
     found = getattr(module, name, None) if name else None
     if found is None:
-        names = _workload_names(module) if module else []
-        there = f"; choose from {', '.join(names)}{did_you_mean(name, names)}" if names else ""
+        places = [f"{module_name}:{one}" for one in _workload_names(module)] if module else []
+        there = f"; choose from {', '.join(places)}{did_you_mean(place, places)}" if places else ""
         raise ValueError(
             f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, where there is none{there}"
         )

@@ -228,9 +228,12 @@ def _budget_too_small(size: int, nbytes: int | None, budget_bytes: int | None, p
     took = "more than the device has" if nbytes is None else next(shown)
     given = "none" if budget_bytes is None else next(shown)
     most = ", ".join(f"{name} {format_bytes(parts[name])}" for name in sorted(parts, key=lambda name: -parts[name])[:3])
+    remedy = "raise it, or see what `advise` says of the workload"
+    if budget_bytes is not None and budget_bytes < 2**20:
+        remedy = f'a number alone is bytes: give a unit too, as "{budget_bytes}G"'
     return (
         f"max_batch_size: `budget` must hold a step of batch size {size}, which takes {took}"
-        f"{f' (at its peak {most})' if most else ''}; got {given}; raise it, or see what `advise` says of the workload"
+        f"{f' (at its peak {most})' if most else ''}; got {given}; {remedy}"
     )
 
 

@@ -87,8 +87,9 @@ def workspace(func: Any, args: Sequence[Any], options: Mapping[str, Any], result
 
 def caution(unknown: Iterable[str]) -> str:
     """A line that names operators which may allocate more than is predicted; empty if there are none."""
-    names = ", ".join(unknown)
-    return f"not known, and not counted: what {names} allocate inside" if names else ""
+    names = list(unknown)
+    allocate = "allocates" if len(names) == 1 else "allocate"
+    return f"not known, and not counted: what {', '.join(names)} {allocate} inside" if names else ""
 
 
 def _loss(args: Sequence[Any], result: Tensor) -> Workspace:

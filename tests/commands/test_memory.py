@@ -287,14 +287,16 @@ def test_progress_is_told_in_lines(memory, content, own):
 def test_typing_errors_of_names(memory, own, capsys):
     step = ["anatomy", "--batch-size", "2"]
     for arguments, near in (
-        (["--workload", "own_workloads:wrkload"], "workload"),
-        (["--workload", "own_workload:given"], "own_workloads"),
+        (["--workload", "own_workloads:wrkload"], "own_workloads:workload"),
+        (["--workload", "own_workload:given"], "own_workloads:given"),
+        (["--workload", "own_workloads.py:given"], "own_workloads:given"),
     ):
         code, _, err = memory(*step, *arguments)
         assert code == 2
         assert err.endswith(f'; did you mean "{near}"?\n')
-    assert "; choose from workload, given;" in memory(*step, "--workload", "own_workloads:givn")[2]
-    assert "; choose from workload, given\n" in memory(*step, "--workload", "own_workloads")[2]
+    for place in ("own_workloads:givn", "own_workloads"):
+        choices = "; choose from own_workloads:workload, own_workloads:given; did you mean"
+        assert choices in memory(*step, "--workload", place)[2]
     _, _, err = memory("sweep", *ARCHITECTURE, "--axis", "layes=1,2", "--batch-size", "2")
     assert err.endswith('got layes; did you mean "layers"?\n')
     for arguments, near in (
@@ -302,6 +304,7 @@ def test_typing_errors_of_names(memory, own, capsys):
         (["--architecture", "bert_large"], "bert-large"),
         ([*ARCHITECTURE, "--attention", "fusd"], "fused"),
         ([*ARCHITECTURE, "--device", "cud"], "cuda"),
+        ([*ARCHITECTURE, "--device", "gpu"], "cuda"),
         ([*ARCHITECTURE, "--autocast", "bfloat"], "bfloat16"),
     ):
         with pytest.raises(SystemExit):

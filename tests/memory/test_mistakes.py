@@ -56,6 +56,12 @@ def test_budgets():
             function()
 
 
+def test_a_budget_without_its_unit():
+    """It was told to be raised."""
+    with pytest.raises(ValueError, match='got 6 B; a number alone is bytes: give a unit too, as "6G"'):
+        max_batch_size(WORKLOAD, "6")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -130,6 +130,11 @@ MISTAKES = {
         ValueError,
         "give concentration.squeeze(-1), x.unsqueeze(-2), and the result is (10, 4)",
     ),
+    "scales of nothing": (  # the advice was to pair them with the points, and gave a result that nobody meant
+        lambda: spherical(LOC, torch.ones(2), X.unsqueeze(1)),
+        ValueError,
+        "; give `scale` the batch shape (4,), one for each loc, or (), one for all",
+    ),
     "a scale of each point in a column, which is right": (
         lambda: spherical(LOC, torch.ones(10, 1), X),
         ValueError,

@@ -52,7 +52,7 @@ def custom():
 def test_unknown_operators_are_named(predict):
     found = predict(workload_of_width())
     assert found.unknown == (NAME,)
-    assert f"not known, and not counted: what {NAME} allocate inside" in str(found)
+    assert f"not known, and not counted: what {NAME} allocates inside" in str(found)
 
 
 def test_explain_marks_attention_that_packs_keys(monkeypatch):
@@ -70,7 +70,7 @@ def test_explain_marks_attention_that_packs_keys(monkeypatch):
             "compile": "TorchInductor",  # always
         }
         names = ", ".join(("TorchInductor", *unknown.values()))
-        assert f"not known, and not counted: what {names} allocate inside" in str(found)
+        assert f"not known, and not counted: what {names} {'allocate' if unknown else 'allocates'} inside" in str(found)
         assert str(found).count(" or more") == 1 + len(unknown)
 
 

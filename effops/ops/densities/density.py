@@ -215,11 +215,16 @@ def _alike(loc: Tensor, x: Tensor) -> str:
     return "give points and parameters of one dimension"
 
 
+def _is_part(shape: Shape, whole: Shape) -> bool:
+    """Whether a shape broadcasts to another."""
+    return do_broadcast(shape, whole) and tuple(broadcast_shapes(shape, whole)) == tuple(whole)
+
+
 def _how_to_pair(operands: Mapping[str, Tensor], dims: Mapping[str, int]) -> str:
     """How to reshape operands that do not broadcast, so that each x meets each loc.
 
     Batch axes of size 1 are added, or the last axis of the scale is taken away if its size is 1. Of the ways that
-    succeed it is the one with the fewest pairs, and of these the shortest.
+    succeed it is the one with the fewest pairs, and of these the shortest. A scale belongs to each loc or to each x.
     """
     shapes = {name: tuple(operand.shape) for name, operand in operands.items()}
     scale = next(name for name in shapes if name not in ("loc", "x"))
@@ -227,9 +232,12 @@ def _how_to_pair(operands: Mapping[str, Tensor], dims: Mapping[str, int]) -> str
     shorter = shapes[scale][:-1]
     if shapes[scale][-1:] == (1,) and (not dims[scale] or shorter[-1:] in ((1,), shapes["x"][-1:])):
         starts.append(([f"{scale}.squeeze(-1)"], {**shapes, scale: shorter}))
-    ways = []
+    ways, is_alone = [], True
     for steps, given in starts:
         batch = {name: shape[: len(shape) - dims[name]] for name, shape in given.items()}
+        if not (do_broadcast(batch["loc"], batch[scale]) or _is_part(batch[scale], batch["x"])):
+            continue
+        is_alone = False
         inner = {name: -2 for name in ("loc", scale) if batch[name]}
         for axes in ({}, {"x": -1}, {"x": -1, scale: -1}, {"x": -1, **inner}):  # where axes of size 1 are added
             places = {name: len(batch[name]) + 1 + axis for name, axis in axes.items()}
@@ -241,6 +249,8 @@ def _how_to_pair(operands: Mapping[str, Tensor], dims: Mapping[str, int]) -> str
                 result = tuple(broadcast_shapes(*unsqueezed))
                 added = [f"{name}.unsqueeze({axis - dims[name]})" for name, axis in axes.items()]
                 ways.append((math.prod(result), len(steps + added), steps + added, result))
+    if is_alone:
+        return f"give `{scale}` the batch shape {shapes['loc'][:-1]}, one for each loc, or (), one for all"
     if not ways:
         return "unsqueeze the axes that should pair up"
     _, _, found, result = min(ways)
