@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Extents:
-    """The largest size of a block along the axes of each role, and of a step in it.
+    """The largest size of a block along the axes of each role, and of what is copied of it at once: a step.
 
     A step has some of the batch and of the rows, all columns of the block, and `depth` of the contracted axis.
     """
@@ -76,8 +76,10 @@ def cut(
             rows than are copied at once
     """
     most_values = pair_bytes // itemsize
-    coordinates = int(limits.BLOCK_BYTES // itemsize / values_per_coordinate) if values_per_coordinate else 0  # copied
-    most_copied = max(1, coordinates // min(dimension, limits.COPIED_DEPTH)) if values_per_coordinate else most_values
+    copied_coordinates = int(limits.BLOCK_BYTES // itemsize / values_per_coordinate) if values_per_coordinate else 0
+    most_copied = (
+        max(1, copied_coordinates // min(dimension, limits.COPIED_DEPTH)) if values_per_coordinate else most_values
+    )
     target_columns = limits.WIDTH if target_columns is None else target_columns
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
     columns = min(all_columns, most_copied, max(target_columns, most_values // max(1, all_rows)))
@@ -95,13 +97,16 @@ def cut(
     column_extents = fit(plan.sizes(plan.columns), columns)
     batch_step, row_step = fit(batch_extents, copied_entries), fit(row_extents, most_copied)
     widest = math.prod(batch_step) * max(math.prod(row_step), math.prod(column_extents))
-    most_depth = max(1, coordinates // widest) if values_per_coordinate else limits.DEPTH
+    most_depth = max(1, copied_coordinates // widest) if values_per_coordinate else limits.DEPTH
     depth = min(dimension, limits.DEPTH, most_depth)
     return Extents(batch_extents, row_extents, column_extents, batch_step, row_step, depth)
 
 
 def pair_bytes_beside(held: int, buffers: float, limit: int) -> int:
-    """The most bytes of the pairs of a block, if `held` bytes and buffers of that size are at most `limit` bytes."""
+    """The most bytes of the pairs of a block, of which there are so many `buffers` of its size.
+
+    With `held` bytes of other things they take at most `limit` bytes.
+    """
     return int(min(limits.PAIR_BYTES, (limit - held) / max(1.0, buffers)))
 
 
@@ -132,7 +137,7 @@ def pieces(area: Slices, extents: Shape, *, backwards: bool = False) -> Iterable
     """
     along_axes = [pieces_along(axis, extent, backwards) for axis, extent in zip(area, extents)]
     all_pieces = itertools.product(*along_axes)
-    return _unlike_neighbours(all_pieces) if is_prediction() else all_pieces
+    return _one_of_each_neighbours(all_pieces) if is_prediction() else all_pieces
 
 
 def pieces_along(axis: slice, extent: int, backwards: bool = False) -> list[slice]:
@@ -144,7 +149,7 @@ def pieces_along(axis: slice, extent: int, backwards: bool = False) -> list[slic
     return [slice(i, min(i + extent, axis.stop)) for i in some]
 
 
-def _unlike_neighbours(all_pieces: Iterable[Slices]) -> Iterator[Slices]:
+def _one_of_each_neighbours(all_pieces: Iterable[Slices]) -> Iterator[Slices]:
     """Leave out a piece if pieces of its sizes and of those of the piece before have been neighbours already."""
     seen: set[tuple[Shape, Shape]] = set()
     before: Slices = ()
@@ -176,7 +181,7 @@ def column_blocks(plan: Plan, extents: Extents, slab: Shape) -> Iterator[Block]:
 
 
 def enclosing(piece: Slices, extents: Shape, shape: Shape) -> Slices:
-    """The piece with the larger `extents` that contains `piece`, where all of `shape` is cut."""
+    """The piece that contains `piece`, where all of `shape` is cut with the larger `extents`."""
     starts = (axis.start // extent * extent for axis, extent in zip(piece, extents))
     return tuple(slice(start, min(start + extent, size)) for start, extent, size in zip(starts, extents, shape))
 

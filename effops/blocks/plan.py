@@ -1,4 +1,4 @@
-"""Broadcast shapes -> which batch axes are batch, rows and columns of a matrix product; views there and back.
+"""Which batch axes of broadcast shapes are batch, rows and columns of a matrix product; views there and back.
 
 An op scores every broadcast pair of `x (*X, D)` and `loc (*L, D)`; further operands (a scale) broadcast along. Every
 axis of the result has one role:

@@ -106,6 +106,12 @@ class Workload:
             raise TypeError(
                 f"Workload: `autocast` must be a dtype; got {self.autocast!r}; give torch.bfloat16 or torch.float16"
             )
+        chosen = self.checkpoint if isinstance(self.checkpoint, tuple) else (self.checkpoint,)
+        if not all(one is None or isinstance(one, bool) or callable(one) for one in chosen):
+            raise TypeError(
+                f"Workload: `checkpoint` must be classes of modules, a function of a module, or True; got "
+                f"{self.checkpoint!r}; give the class itself, as torch.nn.Linear"
+            )
 
     @property
     def trains(self) -> bool:

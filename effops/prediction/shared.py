@@ -1,6 +1,7 @@
 """Contexts that change something for the whole process, and may be entered by several threads at once.
 
-PyTorch's profiler is one of them: here it is without the lines that its libraries write to standard error.
+PyTorch's profiler is one of them. `profiled` is this profiler without the lines that its libraries write to standard
+error.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-KINETO_LEVEL = "KINETO_LOG_LEVEL"
+KINETO_LEVEL, KINETO_NOTHING = "KINETO_LOG_LEVEL", "99"
 ERRORS = 2  # the level of PyTorch's C++ code that is above warnings
 
 
@@ -41,14 +42,14 @@ class Shared:
 def profiled(cuda: bool = False, **options: Any) -> Iterator[torch.profiler.profile]:
     """`torch.profiler.profile` with memory, of the CPU and with `cuda` of CUDA devices too.
 
-    Its library announces each start and stop. It reads the level of what it says from the environment when a process
-    first profiles, and never again. So the variable is set for that moment, unless the user has set it. A process that
-    has profiled before goes on as it began.
+    Kineto, its library, announces each start and stop. It reads the level of what it says from the environment when a
+    process first profiles, and never again. So the variable is set for that moment, unless the user has set it. A
+    process that has profiled before goes on as it began.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with ALLOCATOR_SILENT, ExitStack() as stack:
         is_set = KINETO_LEVEL in os.environ
-        os.environ.setdefault(KINETO_LEVEL, "99")
+        os.environ.setdefault(KINETO_LEVEL, KINETO_NOTHING)
         try:
             profiler = stack.enter_context(
                 torch.profiler.profile(activities=activities, profile_memory=True, **options)

@@ -1,5 +1,6 @@
 """What people get wrong about workloads and budgets, and the answers that they get."""
 
+import dataclasses
 import math
 
 import pytest
@@ -54,6 +55,12 @@ def test_budgets():
     }.items():
         with pytest.raises(ValueError, match=f"{name}: `budget`: expected a number and B.* got '6 gigs'"):
             function()
+
+
+def test_the_name_of_a_class_is_no_class():
+    """It was said to choose none of the modules, of which it named one."""
+    with pytest.raises(TypeError, match=r"`checkpoint` must be classes .* got 'Linear'; give the class itself"):
+        dataclasses.replace(WORKLOAD, checkpoint="Linear")
 
 
 def test_a_budget_without_its_unit():
