@@ -64,8 +64,8 @@ def mapped_dot_products(
     values, statistics = size * pairs, 3 * size * program.results * reduced
     if program.trained:
         saved, temporary = values + 8 * scales * (size == 4), (8 + 8 * reduced) * scales * is_product
-        if masked:  # with the masks of one `where` or of both
-            saved, temporary = values + values // 4 + (17 + size % 8) * scales, temporary + values * reduced
+        if masked:  # in float64 with two masks, which are computed again in float32
+            saved, temporary = values + 2 * pairs * (size == 8) + (17 + size % 8) * scales, temporary + values * reduced
         keeps_copies = is_product or operands[0].numel() != operands[1].numel()
         return Bytes(output, saved + copies * keeps_copies + statistics, temporary)
     held = values * (is_product or reduced)  # a product is overwritten with the result, if that is in its dtype

@@ -463,10 +463,10 @@ def test_memory_is_that_of_no_weights(trained, generator):
 def test_without_the_package(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "transformers", None)
-        with pytest.raises(ImportError, match=r"cannot be imported; pip install 'effops\[transformers\]'"):
+        with pytest.raises(ImportError, match=r'cannot be imported; .*pip install .*"\.\[transformers\]"'):
             effops.register_transformers()
     monkeypatch.setattr(hf.masking_utils, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
-    with pytest.raises(ImportError, match=r"must be 5.4 or later.*; pip install -U 'effops\[transformers\]'"):
+    with pytest.raises(ImportError, match=r"must be 5.4 or later.*; .*pip install .*transformers"):
         effops.register_transformers()
 
 

@@ -441,7 +441,7 @@ def test_fused_kernels_under_masks_of_any_dtype_and_shape(dtype, device, generat
             if report.unknown:  # where oneDNN multiplies, it takes memory that no rule predicts
                 assert (chosen.chosen, dtype) == ("sdpa", torch.bfloat16)
                 assert report.unknown == "aten::_scaled_dot_product_flash_attention_for_cpu"
-                assert f"{report.unknown} allocates inside" in str(chosen)
+                assert f"{report.unknown} allocate inside" in str(chosen)
                 assert report.temporary_bytes <= measured, (shape, mask.dtype)
             else:
                 assert abs(report.temporary_bytes - measured) <= max(2**16, 0.1 * measured), (shape, mask.dtype)
@@ -685,14 +685,13 @@ def test_a_batch_of_negated_queries_under_autocast(generator):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["inference", "training"])
 def test_compiled_attention_is_fused(options, needs_grad, device, generator):
     """Its form held the weights of all pairs and took 2.5 times as long: Inductor did not find attention in it."""
     if device != "cpu":
         pytest.skip("the rules are those of the CPU")
-    shared = 1 if options.get("enable_gqa") else 4
-    shapes = ((2, 4, 300, 16), (2, shared, 400, 16), (2, shared, 400, 16))
+    shapes = ((2, 4, 300, 16), (2, 4, 400, 16), (2, 4, 400, 16))
     args = [torch.randn(shape, generator=generator).requires_grad_(needs_grad) for shape in shapes]
     run = functools.partial(effops.attention, variant="compile", **options)
     same(run(*args), effops.attention(*args, variant="naive", **options))
@@ -700,3 +699,19 @@ def test_compiled_attention_is_fused(options, needs_grad, device, generator):
     measured = memory(Pass(run, args))
     assert (report.temporary_bytes, report.saved_bytes) == (measured.temporary_bytes, measured.saved_bytes)
     assert measured.temporary_bytes + measured.saved_bytes < 4 * 2 * 4 * 300 * 400 / 10
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (2, 2, 3)], ids=str)
+def test_a_compiled_result_that_is_changed_before_backward(batch, device, generator):
+    """Gradients were wrong without an error where PyTorch's attention saves its result, and gave a view of it."""
+    args = [torch.randn(*batch, 5, 8, generator=generator).to(device).requires_grad_() for _ in range(3)]
+    expected = torch.autograd.grad(effops.attention(*args, variant="einsum").sum(), args)
+    result = effops.attention(*args, variant="compile")
+    result.add_(10)
+    try:
+        found = torch.autograd.grad(result.sum(), args)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017  (either is right)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -83,7 +83,9 @@ class _FourAxes:
         )
 
     def restore(self, result: Tensor) -> Tensor:
-        if len(self.batch) <= 2:
+        if len(self.batch) == 2:
+            return result
+        if len(self.batch) < 2:
             return result.view(self.call.shape)
         axis, sizes = (1, self.batch[1:]) if self.grouped else (0, self.batch[:-1])
         return torch.unflatten(result, axis, sizes)
@@ -176,10 +178,11 @@ def serves_compiled(call: AttentionCall) -> bool:
     """Whether the kernels serve a compiled call on a CPU as the forms do.
 
     They round 16 bits, and give NaN where booleans exclude a key that is NaN. TorchInductor would copy expanded
-    operands.
+    operands. Where the result is a view of what backward saves, PyTorch would not see that it was changed in place.
     """
     return (
         call.device.type == "cpu"
+        and len(call.shape) == 4
         and all(tensor.dtype == call.arithmetic for tensor in call.tensors[:3])
         and not (call.masked and call.mask.dtype == torch.bool)
         and not call.is_lower_right
