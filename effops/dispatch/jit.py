@@ -65,7 +65,7 @@ def _compile(function: Callable[..., Tensor], args: Sequence[Any]) -> Callable[.
     are_tensors = [isinstance(arg, Tensor) for arg in args]
     others = [arg for arg in args if not isinstance(arg, Tensor)]
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def constants() -> list[Any]:
         return others
 
