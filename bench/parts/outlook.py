@@ -90,10 +90,10 @@ def seconds_of_steps(steps: Sequence[Sequence[Outlook]], speed: Speed) -> list[f
     ]
 
 
-def needs(outlooks: Sequence[Outlook], device: torch.device) -> str:
-    """How much memory the naive rows take, and what is left out because it does not fit."""
+def needs(outlooks: Sequence[Outlook], device: torch.device, width: int) -> str:
+    """How much memory the naive rows take, and what is left out because it does not fit, in lines of that width."""
     naive = max(one.naive_bytes for one in outlooks)
     free = measure.available_bytes(device)
     taken = f"Naive rows take up to {format_bytes(naive)} of memory; {format_bytes(free)} are free."
-    left_out = [prose(f"Left out: {row}.") for one in outlooks for row in one.left_out]
-    return "\n".join([taken] * bool(naive) + left_out)
+    left_out = [prose(f"Left out: {row}.", width) for one in outlooks for row in one.left_out]
+    return "\n".join([prose(taken, width)] * bool(naive) + left_out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,12 +32,25 @@ class TimeLeft:
 
 @contextmanager
 def live_line(console: Console) -> Iterator[Progress]:
-    """Say in one line what is being done, on a terminal that can erase it; the line is gone at the end.
+    """Say what is being done: in one line, on a terminal that can erase it; the line is gone at the end.
 
+    Where the console is no such terminal, each text is a line on standard error, beside tables in a file.
     The line changes only when it is told to. Nothing runs beside what is measured.
     """
     if not console.is_terminal or console.is_dumb_terminal or os.environ.get("NO_COLOR"):
-        yield lambda text: None
+        yield lambda text: print(text, file=sys.stderr, flush=True)
         return
     with Live(console=console, transient=True, auto_refresh=False) as live:
         yield lambda text: live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+def once_each(progress: Progress) -> Progress:
+    """Tells each text once, for lines that stay: passes are timed by turns, and each turn is told."""
+    told: set[str] = set()
+
+    def tell(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            progress(text)
+
+    return tell
