@@ -86,7 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         progress("predicting memory and time")
         speed = Speed.measured(device)
         outlooks = [
-            [outlook(one, variants, effort, speed, with_peers=options.peers) for one in passes]
+            [
+                outlook(one, variants, effort, speed, with_peers=options.peers, profiled=is_profiled(options, one))
+                for one in passes
+            ]
             for passes, variants in steps
         ]
         console.print(needs([one for group in outlooks for one in group], device, console.width))

@@ -16,7 +16,11 @@ from effops.commands.console import Progress
 
 
 class TimeLeft:
-    """Counts steps, whose durations were guessed, and corrects the guesses by what the steps so far took."""
+    """Counts steps, whose durations were guessed, and corrects the guesses by what the steps so far took.
+
+    A minute in which the guesses were right is put before the steps, or half of all if that is less. The first step
+    alone, which is unlike the others, would double or halve what is said of them.
+    """
 
     def __init__(self, guesses_s: Sequence[float]) -> None:
         self.guesses_s, self.done, self.start = list(guesses_s), 0, time.perf_counter()
@@ -24,7 +28,8 @@ class TimeLeft:
     def next_step(self, what: str = "op") -> str:
         """Begin a step: 'op 3 of 13, about 1:40 left'."""
         guessed, left = sum(self.guesses_s[: self.done]), sum(self.guesses_s[self.done :])
-        seconds = left * (time.perf_counter() - self.start) / guessed if guessed else left
+        trusted, taken = min(60.0, (guessed + left) / 2), time.perf_counter() - self.start if self.done else 0.0
+        seconds = left * (trusted + taken) / (trusted + guessed)
         self.done += 1
         minutes, seconds = divmod(max(5, 5 * round(seconds / 5)), 60)
         return f"{what} {self.done} of {len(self.guesses_s)}, about {minutes}:{seconds:02} left"
