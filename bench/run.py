@@ -58,8 +58,8 @@ MEANING = (
     "rounding can explain."
 )
 FOUNDING = "power_spherical_log_prob"
-QUICK = Effort(least_repeats=1, budget_s=0.2, most_flops=2**28, slow_s=0.5)
-QUICK_SHARE = 4  # the default divides the first size of each other op by it: what it takes falls as much
+QUICK = Effort(least_repeats=1, budget_s=0.2, most_flops=2**27, slow_s=0.5)
+QUICK_SHARE = 8  # the default divides the first size of each other op by it: what it takes falls as much
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

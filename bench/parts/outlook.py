@@ -20,8 +20,8 @@ from .report import prose
 
 # Seconds on a machine whose speed is 1. What a machine takes is in proportion to these, and to what it fills.
 FIRST_COMPILED = 12.0  # TorchInductor starts, and compiles the headers of all kernels
-COMPILED = 4.0
-CHECKED = 1.5  # float64 of 2^28 operations
+COMPILED = 4.5
+CHECKED = 1.5  # float64 of 2^28 operations, on one thread
 COMPARED = 0.3  # each result with it
 PREDICTED = 1.0
 FILLS = 2.0  # an expression takes so many times as long as it takes to fill what it allocates

@@ -295,7 +295,7 @@ def test_what_would_not_fit_is_skipped(
 
 def test_the_default_runs_a_part_of_each_op_but_the_founding_one(run: ModuleType, toy: Op) -> None:
     """All rows at whole sizes took five minutes on a slower machine, most of them in naive rows."""
-    assert run.default_sizes(toy, whole=False) == {"N": 16, "K": 32}
+    assert run.default_sizes(toy, whole=False) == {"N": 8, "K": 32}
     assert run.default_sizes(toy, whole=True) == {"N": 64, "K": 32}
     founding = ops()[run.FOUNDING]
     assert run.default_sizes(founding, whole=False) == reference_of(founding).sizes

@@ -68,6 +68,24 @@ def test_a_share_is_evenly_spread(bench: dict[str, ModuleType], monkeypatch: pyt
     assert expected.close([result], [result])
 
 
+def test_a_share_is_checked_on_one_thread(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads, beside other work, took twenty times as much CPU time. Whole results need all cores."""
+    threads: list[int] = []
+    reference = reference_of(ops()["normal_log_prob"])
+    bounds = reference.bounds
+    monkeypatch.setattr(reference, "bounds", lambda call: threads.append(torch.get_num_threads()) or bounds(call))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for most_flops in (2.0**20, float("inf")):
+            expected, result = expected_of(bench, "normal_log_prob", most_flops, N=11, M=5, D=4)
+            assert expected.error_ratio(result) <= 1
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1, 2]
+
+
 def rows_of(comparison: ModuleType) -> list[Any]:
     """Rows with the longest names and figures there are."""
     row = comparison.Row("von_mises_fisher_mixture_log_prob", "chunked", "forward", "cpu", "float32", {"M": 128}, False)
