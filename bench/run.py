@@ -33,7 +33,7 @@ from parts.report import (
     write_json,
 )
 from parts.summary import print_summary
-from parts.timeleft import TimeLeft, live_line, once_each
+from parts.timeleft import TimeLeft, has_live_line, live_line, once_each
 
 import effops  # noqa: F401  (registers the ops)
 from effops.commands.console import plain_or_rich_console
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     profiled=is_profiled(options, workload),
                     group_by_stack=options.group_by_stack,
                     copy_gbps=head["copy_gbps"],
-                    progress=progress if console.is_terminal else once_each(progress),
+                    progress=progress if has_live_line(console) else once_each(progress),
                 )
                 print_tables(console, found, options.sort_by, wide=options.wide)
                 groups.append(found.rows)

@@ -35,6 +35,11 @@ class TimeLeft:
         return f"{what} {self.done} of {len(self.guesses_s)}, about {minutes}:{seconds:02} left"
 
 
+def has_live_line(console: Console) -> bool:
+    """Whether a line can be erased there."""
+    return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("NO_COLOR")
+
+
 @contextmanager
 def live_line(console: Console) -> Iterator[Progress]:
     """Say what is being done: in one line, on a terminal that can erase it; the line is gone at the end.
@@ -42,7 +47,7 @@ def live_line(console: Console) -> Iterator[Progress]:
     Where the console is no such terminal, each text is a line on standard error, beside tables in a file.
     The line changes only when it is told to. Nothing runs beside what is measured.
     """
-    if not console.is_terminal or console.is_dumb_terminal or os.environ.get("NO_COLOR"):
+    if not has_live_line(console):
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
     with Live(console=console, transient=True, auto_refresh=False) as live:

@@ -122,10 +122,10 @@ def test_tables_fit(width: int, bench: dict[str, ModuleType]) -> None:
     bench["report"].print_tables(console, found, wide=True)
     bench["summary"].print_summary(console, [rows])
     printed = console.file.getvalue()
-    lines = printed.splitlines()
-    assert max(map(len, lines)) <= width
-    for line, following in itertools.pairwise(lines):  # of prose, whose lines were cut at 100 columns and again at 80
-        if line.startswith(("Self CPU Mem is", "allclose: ", "Summary: ")):
+    assert max(map(len, printed.splitlines())) <= width
+    for begin in ("Self CPU Mem is", "allclose: ", "Summary: "):  # lines were cut at 100 columns, and again at 80
+        paragraph = printed[printed.index(begin) :].partition(".\n")[0].splitlines()
+        for line, following in itertools.pairwise(paragraph):
             assert len(f"{line} {following.split()[0]}") > min(width, 100)
     assert "…" not in printed
     for text in ("1023.0 MiB*", "torch_distributions_compiled", "inexact", "needs CUDA tensors", "-/yes", "8.12 s"):
