@@ -33,10 +33,11 @@ from parts.report import (
     write_json,
 )
 from parts.summary import print_summary
-from parts.timeleft import TimeLeft, live_line
+from parts.timeleft import TimeLeft, has_live_line, live_line, once_each
 
 import effops  # noqa: F401  (registers the ops)
 from effops.commands.console import plain_or_rich_console
+from effops.commands.main import Parser
 from effops.dispatch.op import Op, ops
 from effops.measure import copy_bandwidth_gbps
 from effops.memory.plot import check_picture
@@ -57,8 +58,8 @@ MEANING = (
     "rounding can explain."
 )
 FOUNDING = "power_spherical_log_prob"
-QUICK = Effort(least_repeats=1, budget_s=0.2, most_flops=2**28, slow_s=0.5)
-QUICK_SHARE = 4  # the default divides the first size of each other op by it: what it takes falls as much
+QUICK = Effort(least_repeats=1, budget_s=0.2, most_flops=2**27, slow_s=0.5)
+QUICK_SHARE = 8  # the default divides the first size of each other op by it: what it takes falls as much
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,18 +81,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with live_line(console) as progress:
         progress("measuring the bandwidth of a copy")
         head = header(device, copy_bandwidth_gbps(device))
-        console.print(heading(head))
-        console.print(prose(MEANING))
+        console.print(heading(head, console.width))
+        console.print(prose(MEANING, console.width))
         progress("predicting memory and time")
         speed = Speed.measured(device)
         outlooks = [
-            [outlook(one, variants, effort, speed, with_peers=options.peers) for one in passes]
+            [
+                outlook(one, variants, effort, speed, with_peers=options.peers, profiled=is_profiled(options, one))
+                for one in passes
+            ]
             for passes, variants in steps
         ]
-        console.print(needs([one for group in outlooks for one in group], device))
+        console.print(needs([one for group in outlooks for one in group], device, console.width))
         left = TimeLeft(seconds_of_steps(outlooks, speed))
         for passes, variants in steps:
-            console.print("\n" + left.next_step())
+            step = left.next_step()
+            console.print(f"\n{step}")
+            if not console.is_terminal:
+                progress(step)
             for workload in passes:
                 console.print(title(workload), style="bold")
                 found = compare(
@@ -103,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     profiled=is_profiled(options, workload),
                     group_by_stack=options.group_by_stack,
                     copy_gbps=head["copy_gbps"],
-                    progress=progress,
+                    progress=progress if has_live_line(console) else once_each(progress),
                 )
                 print_tables(console, found, options.sort_by, wide=options.wide)
                 groups.append(found.rows)
@@ -126,7 +133,7 @@ def is_profiled(options: argparse.Namespace, workload: Workload) -> bool:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench/run.py", description=(__doc__ or "").replace(" See `--help`.", ""))
+    parser = Parser(prog="bench/run.py", description=(__doc__ or "").replace(" See `--help`.", ""))
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--op", help=f"one op; default: all, which are {', '.join(ops())}")
     parser.add_argument("--variants", type=comma_separated, metavar="A,B", help="default: all")

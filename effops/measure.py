@@ -17,6 +17,7 @@ import platform
 import random
 import re
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -347,6 +348,9 @@ def copy_bandwidth_gbps(device: torch.device, *, size_bytes: int = 2**28) -> flo
     return 2 * size_bytes / copied.median_ms / 1e6
 
 
+NOTE_WIDTH = 100
+
+
 @dataclass(frozen=True)
 class ProfileRow:
     """What torch.profiler says of one pass, or of one operator within it at the call stack `stack`.
@@ -368,7 +372,7 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """Profiler rows of several passes on one kind of device; `str()` is a table.
+    """Profiler rows of several passes on one kind of device; `str()` is a table and what its bytes mean.
 
     `operators` holds, for every pass, its operators by call stack; it is empty unless stacks were asked for.
     """
@@ -379,33 +383,30 @@ class Profile:
 
     @property
     def columns(self) -> tuple[str, ...]:
+        host = "CPU total %", "CPU total", "CPU time avg"  # on a CPU there is nothing to say of CUDA
+        if self.device_type == "cuda":
+            return ("Name", "Self CUDA Mem", "CUDA time avg", *host, "Self CUDA", "Self CUDA %")
+        return ("Name", "Self CPU Mem", *host)
+
+    @property
+    def note(self) -> str:
+        """What the bytes of the table mean."""
         return (
-            "Name",
-            "Self CUDA Mem" if self.device_type == "cuda" else "Self CPU Mem",
-            "CUDA time avg",
-            "CPU total %",
-            "CPU total",
-            "CPU time avg",
-            "Self CUDA",
-            "Self CUDA %",
+            f"{self.columns[1]} is net: what a range itself allocated less what it freed, without the operators called "
+            "inside. It is not peak memory, and is negative where a range frees what they allocated."
         )
 
     def cells(self, row: ProfileRow) -> tuple[str, ...]:
-        """The texts of a row, in the order of `columns`; "-" stands for CUDA time where there is no CUDA."""
-        cuda = self.device_type == "cuda"
-        return (
-            row.name,
-            format_bytes(row.self_mem_bytes),
-            format_us(row.device_time_avg_us) if cuda else "-",
-            f"{row.cpu_total_percent:.2f} %",
-            format_us(row.cpu_total_us),
-            format_us(row.cpu_time_avg_us),
-            format_us(row.self_device_us) if cuda else "-",
-            f"{row.self_device_percent:.2f} %" if cuda else "-",
-        )
+        """The texts of a row, in the order of `columns`."""
+        host = f"{row.cpu_total_percent:.2f} %", format_us(row.cpu_total_us), format_us(row.cpu_time_avg_us)
+        if self.device_type == "cuda":
+            device = format_us(row.self_device_us), f"{row.self_device_percent:.2f} %"
+            return (row.name, format_bytes(row.self_mem_bytes), format_us(row.device_time_avg_us), *host, *device)
+        return (row.name, format_bytes(row.self_mem_bytes), *host)
 
     def __str__(self) -> str:
-        return aligned([self.columns, *(self.cells(row) for row in self.rows)], left=0)
+        table = aligned([self.columns, *(self.cells(row) for row in self.rows)], left=0)
+        return f"{table}\n{textwrap.fill(self.note, NOTE_WIDTH)}"
 
 
 def profile(passes: Mapping[str, Pass], *, group_by_stack: int = 0, warmup: int = 1) -> Profile:

@@ -46,7 +46,8 @@ def counted(count: int, things: str) -> str:
     return f"{count} {things.removesuffix('s') if count == 1 else things}"
 
 
-OTHER_NAMES = {"gpu": "cuda"}  # which are nearer to a name that is not meant
+# Names by which some call what has another one here, which is not near or not the nearest.
+OTHER_NAMES = {"gpu": "cuda", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:

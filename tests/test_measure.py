@@ -274,16 +274,10 @@ def test_profile_has_a_row_a_pass_and_the_columns(device: str) -> None:
     }
     found = measure.profile(passes)
     assert [row.name for row in found.rows] == ["three", "sine"]
-    assert found.columns == (
-        "Name",
-        "Self CUDA Mem" if device == "cuda" else "Self CPU Mem",
-        "CUDA time avg",
-        "CPU total %",
-        "CPU total",
-        "CPU time avg",
-        "Self CUDA",
-        "Self CUDA %",
-    )
+    host = ("CPU total %", "CPU total", "CPU time avg")
+    on_cuda = ("Name", "Self CUDA Mem", "CUDA time avg", *host, "Self CUDA", "Self CUDA %")
+    assert found.columns == (on_cuda if device == "cuda" else ("Name", "Self CPU Mem", *host))
+    assert all(len(found.cells(row)) == len(found.columns) for row in found.rows)
     three, sine = found.rows
     # The range itself frees the three temporaries and their stack, which operators inside it allocated.
     assert three.self_mem_bytes == -6 * TENSOR_BYTES
@@ -291,9 +285,9 @@ def test_profile_has_a_row_a_pass_and_the_columns(device: str) -> None:
     assert three.cpu_total_us == three.cpu_time_avg_us > 0
     assert 0 < three.cpu_total_percent + sine.cpu_total_percent <= 100.01
     assert (three.device_time_avg_us > 0) == (device == "cuda")
-    assert found.cells(sine)[2] != "-" if device == "cuda" else found.cells(sine)[2] == "-"
     assert not found.operators
-    assert str(found).count("\n") == 2
+    text = " ".join(str(found).split())
+    assert text.endswith("is negative where a range frees what they allocated.")
 
 
 def test_profile_by_stack_tells_the_lines(device: str) -> None:

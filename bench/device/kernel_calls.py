@@ -6,7 +6,6 @@ python bench/device/kernel_calls.py profiled [--json FILE]     the load for ncu:
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from parts.arguments import file_to_write
 
 import effops  # noqa: F401  (registers the ops)
+from effops.commands.main import Parser
 from effops.dispatch.op import ops
 from effops.measure import upstream_gradient
 from effops.reference import reference_of
@@ -69,7 +69,7 @@ def run(calls: Sequence[KernelCall], device: torch.device) -> Iterator[KernelCal
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("set", choices=SETS)
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write what has run there, after each call")
     options = parser.parse_args()

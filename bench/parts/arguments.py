@@ -22,7 +22,7 @@ def file_to_write(text: str) -> Path:
     path = Path(text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        problem = why_not_written(path)
+        problem = why_not_written(text)
     except OSError as error:
         problem = f"the folder cannot be made: {error.strerror}"
     if problem:

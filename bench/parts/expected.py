@@ -6,7 +6,8 @@ A forward pass may be judged by some of the pieces, which lie evenly spread over
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -91,6 +92,21 @@ def evenly_spread(every: Sequence[Piece], most: float) -> list[Piece]:
     return [every[number] for number in sorted({gap * (len(every) - 1) // gaps for gap in range(gaps + 1)})]
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: others wait at the end of each small operation, and burn a busy machine's time with it.
+
+    The float64 values of 134 million pairs' coordinates took 1.8 s of CPU time on one thread, and 41 s on two threads
+    beside other work.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Expected:
     """What every result of a workload is judged by. All of it is computed where it is first asked for.
 
@@ -107,11 +123,14 @@ class Expected:
         every = pieces(self.op, self.call, detached, flops)
         self.pieces = evenly_spread(every, most_flops * len(every) / flops)
         self.checked_share = 1.0 if self.backward else len(self.pieces) / len(every)
+        # A share is small, and many cores help little with it. Whole results are theirs.
+        self.threads: Callable[[], AbstractContextManager[None]] = one_thread if most_flops < math.inf else nullcontext
 
     @cached_property
     def bounds(self) -> list[Bounds]:
         """The bounds of each piece of the result."""
-        return [self.reference.bounds(self.op.prepare(*piece.args, **self.options)) for piece in self.pieces]
+        with self.threads():
+            return [self.reference.bounds(self.op.prepare(*piece.args, **self.options)) for piece in self.pieces]
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -128,7 +147,8 @@ class Expected:
         """The largest error of a result and its gradients in units of their budgets; infinite for a wrong shape."""
         if out.shape != self.shape:
             return float("inf")
-        error = max(bounds.error_ratio(out[piece.index]) for bounds, piece in zip(self.bounds, self.pieces))
+        with self.threads():
+            error = max(bounds.error_ratio(out[piece.index]) for bounds, piece in zip(self.bounds, self.pieces))
         return max(error, worst_error_ratio(self.gradient_bounds, gradients)) if self.backward else error
 
     def close(self, found: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -136,10 +156,12 @@ class Expected:
 
         Two right results never differ by more.
         """
-        return all(
-            replace(bounds, value=other.to(bounds.value)).error_ratio(result) <= 2 * (1 + torch.finfo(result.dtype).eps)
-            for bounds, result, other in self._parts(found, others)
-        )
+        with self.threads():
+            return all(
+                replace(bounds, value=other.to(bounds.value)).error_ratio(result)
+                <= 2 * (1 + torch.finfo(result.dtype).eps)
+                for bounds, result, other in self._parts(found, others)
+            )
 
     @cached_property
     def tolerance(self) -> float:

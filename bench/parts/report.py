@@ -28,7 +28,7 @@ from .comparison import Found, Row
 from .expected import Workload
 
 LEAST_WIDTH = 80  # what every table fits into
-PROSE_WIDTH = 100
+PROSE_WIDTH = 100  # the longest line that is read with ease
 ANY_WIDTH = 1000
 
 ROW_KEYS: Mapping[str, Callable[[Row], float | None]] = {
@@ -148,15 +148,15 @@ def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Any]) -> None
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def heading(head: Mapping[str, Any]) -> str:
+def heading(head: Mapping[str, Any], width: int) -> str:
     """The header as it is printed."""
     known = {**head, "commit": (head["commit"] or "unknown")[:12]}
-    return prose(", ".join(f"{key}: {value}" for key, value in known.items()))
+    return prose(", ".join(f"{key}: {value}" for key, value in known.items()), width)
 
 
-def prose(text: str) -> str:
-    """A text in lines that fit every screen."""
-    return textwrap.fill(text, PROSE_WIDTH, break_long_words=False, break_on_hyphens=False)
+def prose(text: str, width: int) -> str:
+    """A text in lines that fit a console of that width."""
+    return textwrap.fill(text, min(width, PROSE_WIDTH), break_long_words=False, break_on_hyphens=False)
 
 
 def title(workload: Workload) -> str:
@@ -176,9 +176,10 @@ def print_tables(console: Console, found: Found, sort_by: str = "", *, wide: boo
         console.print(table(console, _TIME_COLUMNS, [_time_cells(row) for row in rows]))
         console.print(table(console, _MEMORY_COLUMNS, [_memory_cells(row) for row in rows]))
     if found.checked_share is not None and found.checked_share < 1:
-        console.print(f"Error: of {found.checked_share:.1%} of the results, evenly spread; --all checks all of them.")
+        share = f"Error: of {found.checked_share:.1%} of the results, evenly spread; --all checks all of them."
+        console.print(prose(share, console.width))
     for note in (note for row in rows for note in _notes(row)):
-        console.print(prose(note))
+        console.print(prose(note, console.width))
 
 
 def _print_profile(console: Console, found: Found, profile: Profile, sort_by: str, place: Mapping[str, int]) -> None:
@@ -193,15 +194,11 @@ def _print_profile(console: Console, found: Found, profile: Profile, sort_by: st
             [(*profile.cells(row), _closeness(rows[row.name], others)) for row in profiled],
         )
     )
-    net = (
-        f"{profile.columns[1]} is net: what a range itself allocated less what it freed, without the operators called "
-        "inside. It is not peak memory, and is negative where a range frees what they allocated."
-    )
     closeness = (
         f"allclose: to {' / '.join(others)}, every element within twice its error budget, which is "
         f"{found.tolerance:.2g} at most, and rounding to the result's dtype."
     )
-    console.print(f"{prose(net)}\n{prose(closeness)}")
+    console.print(f"{prose(profile.note, console.width)}\n{prose(closeness, console.width)}")
     for name, operators in profile.operators.items():
         ranked = sorted(operators, key=PROFILE_KEYS.get(sort_by, PROFILE_KEYS["cpu-total"]), reverse=True)
         cells = [(*profile.cells(row), "\n".join(row.stack)) for row in ranked]

@@ -1,4 +1,4 @@
-"""The last lines of a benchmark: what naive and the best variant of each op take."""
+"""The last lines of a benchmark: what naive and the preferred variant of each op take."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from rich.console import Console
 from .comparison import Row
 from .report import format_count, format_ms, format_ratio, prose, table
 
-_COLUMNS = ("Op", "Variant", "Temporary", "Time", "Less memory", "Faster")
+_COLUMNS = ("Op", "Variant", "Temporary", "Time", "Less memory", "Speed")
 
 
 def print_summary(console: Console, groups: Sequence[Sequence[Row]]) -> None:
     """Two lines for each group of rows, which are those of one op, pass and size."""
     meaning = (
-        "Summary: naive, and the best variant that ran, which is the one that effops prefers. Ratios are those of "
-        "naive to the best one."
+        "Summary: naive, and of the others that ran the one that effops prefers: for its memory first, so it may be "
+        "slower than naive. Ratios are naive's figure by its own; below 1x, naive takes less."
     )
-    console.print(f"\n{prose(meaning)}")
+    console.print(f"\n{prose(meaning, console.width)}")
     console.print(table(console, _COLUMNS, [line for rows in groups for line in _lines(rows, groups)]))
 
 
 def _lines(rows: Sequence[Row], groups: Sequence[Sequence[Row]]) -> Iterator[tuple[str, ...]]:
-    """The line of naive and that of the best variant. Rows are in order of preference."""
+    """The line of naive and that of the preferred variant. Rows are in order of preference."""
     naive = next((row for row in rows if row.variant == "naive"), None)
-    best = next((row for row in rows if row.status == "ok" and not row.is_peer and row is not naive), None)
+    preferred = next((row for row in rows if row.status == "ok" and not row.is_peer and row is not naive), None)
     name, detail = rows[0].op, _detail(rows[0], groups)
     if naive is not None:
         yield name, *_figures(naive), "", ""
         name, detail = detail, ""
-    if best is not None:
-        yield name, *_figures(best), format_ratio(_times_less(naive, best)), format_ratio(best.speedup)
+    if preferred is not None:
+        yield name, *_figures(preferred), format_ratio(_times_less(naive, preferred)), format_ratio(preferred.speedup)
         name, detail = detail, ""
     if detail:
         yield detail, "", "", "", "", ""
@@ -51,7 +51,7 @@ def _figures(row: Row) -> tuple[str, str, str]:
     return row.variant, format_count(row.temporary_bytes), format_ms(row.time_ms)
 
 
-def _times_less(naive: Row | None, best: Row) -> float | None:
-    if naive is None or naive.temporary_bytes is None or best.temporary_bytes is None:
+def _times_less(naive: Row | None, preferred: Row) -> float | None:
+    if naive is None or naive.temporary_bytes is None or preferred.temporary_bytes is None:
         return None
-    return naive.temporary_bytes / max(1, best.temporary_bytes)
+    return naive.temporary_bytes / max(1, preferred.temporary_bytes)

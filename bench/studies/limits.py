@@ -8,7 +8,6 @@ exact they are. A crossover has a call on either side of it.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ import effops  # noqa: F401  (registers the ops)
 from effops import measure
 from effops.blocks import limits
 from effops.commands.console import plain_or_rich_console
+from effops.commands.main import Parser
 from effops.dispatch.op import ops
 from effops.reference import reference_of
 
@@ -174,7 +174,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case, and write the rows after each."""
-    parser = argparse.ArgumentParser(prog="bench/studies/limits.py", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="bench/studies/limits.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", choices=sorted({case.limit for case in CASES}), help="one of them; default: all")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
     parser.add_argument("--repeats", type=int, default=21, metavar="N", help="timed runs of each, 21; fewer if slow")
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     cases = [case for case in CASES if options.limit in (None, case.limit)]
     console, head = plain_or_rich_console(LEAST_WIDTH), header(CPU, measure.copy_bandwidth_gbps(CPU))
-    console.print(heading(head))
+    console.print(heading(head, console.width))
     console.print(LINE.format(*TITLES), soft_wrap=True)
     rows = []
     for case in cases:

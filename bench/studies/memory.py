@@ -25,6 +25,7 @@ from parts.arguments import file_to_write
 from parts.report import header
 from torch import nn
 
+from effops.commands.main import Parser
 from effops.memory import Anatomy, Workload, anatomy, max_batch_size
 from effops.memory.measured import measured_timeline
 from effops.memory.models import ARCHITECTURES, Configuration, workload_parts
@@ -74,7 +75,7 @@ def small_workload(model: Any, shape: tuple[int, ...], result: tuple[int, ...]) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", default="naive", choices=("naive", "fused", "log_sparse"))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=256)

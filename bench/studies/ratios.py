@@ -42,6 +42,7 @@ from torch._inductor import config as inductor
 import effops  # noqa: F401  (registers the ops)
 from effops import measure
 from effops.commands.console import plain_or_rich_console
+from effops.commands.main import Parser
 from effops.dispatch.choice import AUTO, choose
 from effops.dispatch.op import Op, ops
 from effops.reference import reference_of
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = list(chosen_steps(options))
     rows: list[Row] = []
     head = header(CPU, measure.copy_bandwidth_gbps(CPU))
-    console.print(heading(head))
+    console.print(heading(head, console.width))
     console.print(LINE.format(*TITLES))
     bench = Bench(options.repeats, options.budget)
     left = TimeLeft([SECONDS_PER_STEP] * len(steps))
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench/studies/ratios.py", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="bench/studies/ratios.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", action="append", choices=ops(), metavar="OP", help="an op, or several; default: all")
     parser.add_argument("--case", action="append", metavar="CASE", help="a case, or several, as in the table")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: both")

@@ -22,7 +22,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 import torch.distributed as dist
 from parts.arguments import file_to_write, positive, sizes
-from parts.report import header, heading
+from parts.report import PROSE_WIDTH, header, heading
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by_rank = run_processes(split.devices, measured, split, options.repeats, size)
         rows += [most(of_pass) for of_pass in zip(*by_rank)]
     head = header(torch.device("cpu"), None) | {"threads_per_process": 1}
-    print(heading(head))
+    print(heading(head, PROSE_WIDTH))
     print(measurement(rows))
     if options.json:
         content = {"header": head, "size": size, "rows": [asdict(row) for row in rows]}

@@ -40,8 +40,13 @@ def shown_progress(first: str = "starting", *, lines: bool = False) -> Iterator[
         yield lambda text: bar.update(task, description=text)
 
 
-def why_not_written(path: Path) -> str:
-    """Why a file cannot be written, or nothing if it can."""
+def why_not_written(file: str) -> str:
+    """Why a file cannot be written, or nothing if it can. A "-" that means standard output is none to ask about."""
+    path = Path(file)
+    if not file:
+        return "it has no name"
+    if file == "-":
+        return "it names standard output, which the text takes"
     if not path.parent.is_dir():
         return f"there is no folder {str(path.parent)!r}"
     if path.is_dir():
@@ -55,7 +60,7 @@ def check_file(option: str, file: str | None, remedy: str = "name another") -> N
     Raises:
         OSError: there is no such folder, or it or the file must not be written
     """
-    problem = "" if file is None else why_not_written(Path(file))
+    problem = "" if file is None else why_not_written(file)
     if problem:
         raise OSError(f"argument {option}: expected a file that can be written; got {file!r}: {problem}; {remedy}")
 

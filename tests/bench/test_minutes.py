@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import io
+import itertools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,6 +68,24 @@ def test_a_share_is_evenly_spread(bench: dict[str, ModuleType], monkeypatch: pyt
     assert expected.close([result], [result])
 
 
+def test_a_share_is_checked_on_one_thread(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads, beside other work, took twenty times as much CPU time. Whole results need all cores."""
+    threads: list[int] = []
+    reference = reference_of(ops()["normal_log_prob"])
+    bounds = reference.bounds
+    monkeypatch.setattr(reference, "bounds", lambda call: threads.append(torch.get_num_threads()) or bounds(call))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for most_flops in (2.0**20, float("inf")):
+            expected, result = expected_of(bench, "normal_log_prob", most_flops, N=11, M=5, D=4)
+            assert expected.error_ratio(result) <= 1
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1, 2]
+
+
 def rows_of(comparison: ModuleType) -> list[Any]:
     """Rows with the longest names and figures there are."""
     row = comparison.Row("von_mises_fisher_mixture_log_prob", "chunked", "forward", "cpu", "float32", {"M": 128}, False)
@@ -104,6 +123,10 @@ def test_tables_fit(width: int, bench: dict[str, ModuleType]) -> None:
     bench["summary"].print_summary(console, [rows])
     printed = console.file.getvalue()
     assert max(map(len, printed.splitlines())) <= width
+    for begin in ("Self CPU Mem is", "allclose: ", "Summary: "):  # lines were cut at 100 columns, and again at 80
+        paragraph = printed[printed.index(begin) :].partition(".\n")[0].splitlines()
+        for line, following in itertools.pairwise(paragraph):
+            assert len(f"{line} {following.split()[0]}") > min(width, 100)
     assert "…" not in printed
     for text in ("1023.0 MiB*", "torch_distributions_compiled", "inexact", "needs CUDA tensors", "-/yes", "8.12 s"):
         assert (text in printed) == (text != "-/yes")
@@ -131,7 +154,22 @@ def test_time_left_follows_what_was_taken(bench: dict[str, ModuleType], monkeypa
     left = timeleft.TimeLeft([25.0, 20.0, 30.0])
     assert left.next_step() == "op 1 of 3, about 1:15 left"
     now += 2 * 25
-    assert left.next_step() == "op 2 of 3, about 1:40 left"
+    assert left.next_step() == "op 2 of 3, about 1:10 left"
+    now += 2 * 20
+    assert left.next_step() == "op 3 of 3, about 0:45 left"
+
+
+def test_a_first_op_unlike_the_others_tells_little_of_them(
+    bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took 62 s and not 25, and the others, which took 128 s, were said to take 4:20."""
+    timeleft = bench["timeleft"]
+    now = 100.0
+    monkeypatch.setattr(timeleft.time, "perf_counter", lambda: now)
+    left = timeleft.TimeLeft([25.0, *[105 / 12] * 12])
+    left.next_step()
+    now += 62
+    assert left.next_step() == "op 2 of 13, about 2:30 left"
 
 
 def test_a_slower_machine_is_said_to_take_longer(bench: dict[str, ModuleType]) -> None:
@@ -143,7 +181,7 @@ def test_a_slower_machine_is_said_to_take_longer(bench: dict[str, ModuleType]) -
 
     def seconds(python: float, fill_gib_s: float, *variants: str) -> float:
         speed = outlook.Speed(python, fill_gib_s)
-        one = outlook.outlook(workload, variants, effort, speed, with_peers=False)
+        one = outlook.outlook(workload, variants, effort, speed, with_peers=False, profiled=False)
         return sum(outlook.seconds_of_steps([[one], [one]], speed))
 
     variants = "naive", "chunked", "compile"

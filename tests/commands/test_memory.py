@@ -224,6 +224,9 @@ def must_not_run(*arguments, **options):
         ("--plot", "x.pgn", "expected .*; got 'x.pgn'; did you mean \"png\""),
         ("--plot", "nodir/x.png", "expected a file that can be written; got 'nodir/x.png': there is no folder 'nodir'"),
         ("--plot", "folder.png", "expected .*; got 'folder.png': it is a folder; name another"),
+        ("--plot", "-", "expected .*; got '-': it names standard output, which the text takes; name another"),
+        ("--plot", "", "expected .*; got '': it has no name; name another"),
+        ("--json", "", "expected .*; got '': it has no name; name another, or - for"),
         ("--json", "nodir/x", "expected .*; got 'nodir/x': there is no folder 'nodir'; name another, or - for"),
     ],
 )
