@@ -28,6 +28,7 @@ from torch._C._autograd import (
     _saved_tensors_hooks_enable,
     _saved_tensors_hooks_get_disabled_error_message,
 )
+from torch._C._dynamo.eval_frame import reset_code
 from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
@@ -124,6 +125,7 @@ __all__ = [
     "is_legacy_batchedtensor",
     "is_non_overlapping_and_dense",
     "profiler",
+    "reset_code",
     "softmax_backward",
     "tensor_use_count",
     "tree_leaves",

@@ -1,15 +1,18 @@
 """Functions compiled just in time, by TorchScript and by torch.compile."""
 
 import functools
+import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 
-from effops.pytorch import TracingContext
+from effops.pytorch import TracingContext, _disabled_torch_function_impl, reset_code
 
 
 def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -31,30 +34,84 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+FORMS = 64  # compiled forms of a function that are kept, far more than a program calls
+
+
 def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function compiled by torch.compile with dynamic sizes, once for each signature.
 
-    The signature of a call has the rank, broadcast pattern, dtype, device and need of gradients of its tensors. It also
-    has the values of the other arguments.
+    The signature of a call has the rank, broadcast pattern, order of strides, dtype, device and need of gradients of
+    its tensors. It also has the values of the other arguments. The `FORMS` that were called last are kept.
     """
-    objects: dict[Any, Callable[..., Tensor]] = {}
+
+    @functools.lru_cache(maxsize=FORMS)
+    def kept(signature: Any) -> list[Callable[..., Tensor]]:
+        return []
 
     def call(*args: Any) -> Tensor:
         if is_compiling():  # the caller compiles this function together with the code around it
             return function(*args)
+        if any(map(_is_of_a_subclass, args)):
+            # PyTorch compiles a subclass for its class, and raises TypeError where it has gradients.
+            returned = (type(arg) for arg in args if _is_of_a_subclass(arg) and _keeps_class(type(arg)))
+            result = call(*(arg.as_subclass(Tensor) if _is_of_a_subclass(arg) else arg for arg in args))
+            return result.as_subclass(next(returned, Tensor))
         grad = torch.is_grad_enabled()
         signature = tuple(
-            (tuple(min(size, 2) for size in arg.shape), arg.dtype, arg.device, grad and arg.requires_grad)
+            (_layout(arg.shape, arg.stride()), arg.dtype, arg.device, grad and arg.requires_grad)
             if isinstance(arg, Tensor)
-            else arg
+            else _constant(arg)
             for arg in args
         )
-        compiled = objects.get(signature)
-        if compiled is None:
-            compiled = objects[signature] = _compile(function, args)
-        return compiled(*(arg for arg in args if isinstance(arg, Tensor)))
+        form = kept(signature)
+        if not form:
+            form[:] = [_compile(function, args)]
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        try:
+            return form[0](*tensors)
+        except _recompile_limit():
+            # PyTorch compiles a form anew for more than the signature has, as which sizes are equal, but not for ever.
+            form[:] = [_compile(function, args)]
+            return form[0](*tensors)
 
     return call
+
+
+def _is_of_a_subclass(arg: Any) -> bool:
+    """Whether an argument is a tensor of a class that adds nothing to PyTorch's functions, as ops accept it."""
+    cls = type(arg)
+    if cls is Tensor or cls is Parameter or not isinstance(arg, Tensor):
+        return False
+    return bool(cls.__torch_dispatch__ is Tensor.__torch_dispatch__)  # else it stands for another tensor
+
+
+def _keeps_class(cls: type[Tensor]) -> bool:
+    """Whether PyTorch's functions of a tensor of this class return such tensors."""
+    return cls.__torch_function__ is not _disabled_torch_function_impl
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[Any, ...]:
+    """What PyTorch compiles for, in a layout: numbers below 2, the order of strides, and axes that are dense in others.
+
+    The axes are ordered with the innermost first. An axis is dense in the next one if their elements leave no gap.
+    """
+    inward = sorted((axis for axis, size in enumerate(shape) if size > 1), key=strides.__getitem__)
+    dense = tuple(strides[outer] == strides[inner] * shape[inner] for inner, outer in itertools.pairwise(inward))
+    sizes, steps = (tuple(min(number, 2) for number in numbers) for numbers in (shape, strides))
+    return sizes, steps, tuple(inward), dense
+
+
+def _constant(arg: Any) -> Any:
+    """What stands for an argument in a signature. NaN equals no number, and 0.0 equals -0.0: their texts tell."""
+    return arg.hex() if isinstance(arg, float) else arg
+
+
+def _recompile_limit() -> type[Exception]:
+    """What PyTorch raises where a form has been compiled too often."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit  # takes seconds to import; a compiled form has done so
+
+    return FailOnRecompileLimitHit
 
 
 def _compile(function: Callable[..., Tensor], args: Sequence[Any]) -> Callable[..., Tensor]:
@@ -74,7 +131,10 @@ def _compile(function: Callable[..., Tensor], args: Sequence[Any]) -> Callable[.
         return function(*(next(given if is_tensor else fixed) for is_tensor in are_tensors))
 
     # PyTorch limits recompilations per code object.
-    of_tensors.__code__ = of_tensors.__code__.replace()
+    code = of_tensors.__code__ = of_tensors.__code__.replace()
+    # PyTorch keeps what it compiled with the code object, and the code object for ever. No thread runs a function that
+    # is freed, and a backward pass holds its own part.
+    weakref.finalize(of_tensors, reset_code, code).atexit = False
     return torch.compile(of_tensors, backend=_inductor, dynamic=True, fullgraph=True)
 
 

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from effops.dispatch.op import Call
 from effops.numerics.precision import CPU
-from effops.pytorch import _are_functorch_transforms_active, forward_ad
+from effops.pytorch import FakeTensor, _are_functorch_transforms_active, forward_ad
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests
 
@@ -33,6 +33,8 @@ def requires_torchscript(call: Call) -> str:
 def requires_inductor(call: Call) -> str:
     if is_compiling():
         return ""
+    if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):  # compiled code would read their memory
+        return "needs tensors in memory, got fake ones"
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "needs torch.compile, which TORCH_COMPILE_DISABLE=1 turns off"
     if call.device.type == "cpu" and _without_cpp_compiler():

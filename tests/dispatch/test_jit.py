@@ -1,11 +1,18 @@
-"""Compiled variants: backward passes that run more than once, and what is a constant of a compiled form."""
+"""Compiled variants: backward passes that run more than once, constants of compiled forms, and which forms are kept."""
+
+import gc
+import itertools
+import math
+import weakref
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import effops
 from effops.dispatch import jit
+from effops.pytorch import reset_code
 
 
 def density(normal):
@@ -53,3 +60,130 @@ def test_numbers_are_constants(monkeypatch):
     for bound in (0.5, 1.5):
         assert torch.equal(clamped(x, bound), x.clamp(max=bound))
     assert [one.shape for one in tensors] == [x.shape] * 2
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """What is compiled meanwhile, a list of graphs. They run as they are: TorchInductor would take seconds."""
+    graphs = []
+
+    def as_it_is(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(jit, "_inductor", as_it_is)
+    return graphs
+
+
+def product(x, y, factor):
+    return (x * y * factor).sum(-1)
+
+
+def in_every_order(shape):
+    """Tensors of a shape, one for each order of their strides."""
+    for order in itertools.permutations(range(len(shape))):
+        places = [order.index(axis) for axis in range(len(shape))]
+        yield torch.randn([shape[axis] for axis in order]).permute(places)
+
+
+def test_orders_of_strides_are_compiled_once_each(compilations):
+    """The ninth raised FailOnRecompileLimitHit: PyTorch compiles one function for eight of them."""
+    compiled = jit.compile_by_signature(product)
+    shape = (2, 3, 4, 5)
+    expanded = torch.randn(2, 3, 1, 5).expand(shape), torch.randn(5).expand(shape)
+    tensors = [*itertools.islice(in_every_order(shape), 10), *expanded]
+    y = torch.randn(shape)
+    for _ in range(2):
+        for x in tensors:
+            assert torch.equal(compiled(x, y, 2.0), product(x, y, 2.0))
+        assert len(compilations) == len(tensors) == 12
+
+
+def test_what_no_signature_has_is_compiled_without_limit(compilations):
+    """PyTorch compiles anew for the number of threads, too. Its limit begins again with a new form."""
+    compiled, before = jit.compile_by_signature(product), torch.get_num_threads()
+    x = torch.randn(3, 5)
+    try:
+        for threads in range(1, 11):
+            torch.set_num_threads(threads)
+            assert torch.equal(compiled(x, x, 2.0), product(x, x, 2.0))
+    finally:
+        torch.set_num_threads(before)
+    assert len(compilations) == 10
+
+
+def test_nan_is_one_number_and_zeros_are_two(compilations):
+    """Each call with NaN was compiled, since NaN equals no NaN. That with -0.0 computed with the 0.0 before it."""
+    compiled = jit.compile_by_signature(lambda x, factor: x * factor)
+    x = torch.rand(3, 5)
+    for number in (math.nan, float("nan"), -math.nan):
+        assert compiled(x, number).isnan().all()
+    assert len(compilations) == 1
+    for number in (0.0, -0.0, 0.0, -0.0):
+        assert compiled(x, number).signbit().all() == (math.copysign(1, number) < 0)
+    assert len(compilations) == 3
+
+
+def test_the_forms_that_were_called_last_are_kept(compilations, monkeypatch):
+    """Every number had a form that was kept for ever, by PyTorch too."""
+    monkeypatch.setattr(jit, "FORMS", 3)
+    compiled = jit.compile_by_signature(product)
+    x = torch.randn(3, 5)
+    forms = []
+    for number in range(6):
+        compiled(x, x, float(number))
+        forms.append(weakref.ref(compilations.pop()))
+        compiled(x, x, 0.0)  # stays among the last
+    assert not compilations
+    gc.collect()
+    assert [number for number, form in enumerate(forms) if form() is None] == [1, 2, 3]
+    compiled(x, x, 1.0)
+    assert len(compilations) == 1
+
+
+@pytest.mark.compiled
+def test_a_form_that_is_dropped_has_its_backward_pass(monkeypatch, generator):
+    """TorchInductor compiles a backward pass when it first runs, here after the form was dropped."""
+    dropped = []
+    monkeypatch.setattr(jit, "reset_code", lambda code: dropped.append(reset_code(code)))
+    monkeypatch.setattr(jit, "FORMS", 1)
+    compiled = jit.compile_by_signature(product)
+    x = torch.randn(3, 5, generator=generator, requires_grad=True)
+    result = compiled(x, x.detach(), 2.0)
+    compiled(x.detach(), x.detach(), 2.0)
+    gc.collect()
+    assert dropped
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
+class Annotated(torch.Tensor):
+    """A subclass that overrides nothing."""
+
+
+class Unwrapped(torch.Tensor):
+    """A subclass whose results are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@pytest.mark.parametrize(("cls", "returned"), [(Annotated, Annotated), (Unwrapped, torch.Tensor)])
+def test_a_subclass_is_compiled_as_a_plain_tensor(cls, returned, monkeypatch):
+    """It raised "Multiple dispatch failed" where a tensor of a subclass required gradients."""
+    monkeypatch.setattr(jit, "_inductor", "aot_eager")
+    compiled = jit.compile_by_signature(product)
+    x, y = torch.randn(3, 5), torch.randn(3, 5)
+    leaf = x.clone().as_subclass(cls).requires_grad_()
+    result = compiled(leaf, y, 2.0)
+    assert type(result) is returned
+    result.as_subclass(torch.Tensor).sum().backward()
+    assert torch.equal(leaf.grad.as_subclass(torch.Tensor), 2 * y)
+
+
+def test_fake_tensors_are_refused(generator):
+    """Compiled code read memory that fake tensors do not have: the process ended."""
+    op, args = scores(lambda *shape: torch.randn(*shape, generator=generator))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(arg) for arg in args]
+        with pytest.raises(NotImplementedError, match="needs tensors in memory, got fake ones; leave it to"):
+            op(*fakes, variant="compile")
