@@ -123,7 +123,7 @@ PROGRAMS = (
         detection_cost,
         detections,
         sizes={"n": 8_192, "m": 2_048, "classes": 92},
-        small={"n": 2_000, "m": 1_000, "classes": 92},
+        small={"n": 2_400, "m": 1_000, "classes": 92},
         expected=(
             Expected(
                 "torch.min(corners[..., 2:], others[:, 2:]) - torch.max(corners[..., :2], others[:, :2])",
