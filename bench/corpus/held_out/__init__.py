@@ -1,0 +1,1 @@
+"""Programs by somebody who knew no rule of the lint: they count apart."""

@@ -1,0 +1,1 @@
+"""Programs that the lint was written with."""

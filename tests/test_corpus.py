@@ -1,0 +1,116 @@
+"""bench/corpus: what its programs state of themselves is so, at their small sizes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .support.storages import Line, Storages, largest, tensors_of
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+MIB = 2**20
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(BENCH))
+    ALL = importlib.import_module("corpus.programs").programs()
+
+NAMED = [pytest.param(program, id=f"{half}-{program.name}") for half, program in ALL]
+WASTEFUL = [pytest.param(program, id=f"{half}-{program.name}") for half, program in ALL if program.expected]
+
+
+@dataclass(frozen=True)
+class Observed:
+    storages: Storages
+    results: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    argument_bytes: int
+    kept_bytes: dict[Line, int]  # of each line, when forward has ended
+
+
+def observed(program: Any, function: Any, arguments: tuple[Any, ...]) -> Observed:
+    with Storages(arguments) as storages:
+        results = tensors_of(function(*arguments))
+        kept: dict[Line, int] = {}
+        for storage in storages.made:
+            for line in storage.lines if storage.is_alive else ():
+                kept[line] = kept.get(line, 0) + storage.bytes
+        if program.backward:
+            torch.stack([one.sum() for one in results if one.requires_grad]).sum().backward()
+    gradients = [one.grad for one in tensors_of(arguments) if one.grad is not None]
+    argument_bytes = sum(
+        {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors_of(arguments)}.values()
+    )
+    return Observed(storages, results, gradients, argument_bytes, kept)
+
+
+def arguments_of(program: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    return program.arguments(**program.small)
+
+
+def line_of(program: Any, expected: Any) -> Line:
+    """Where the text of a finding stands. A string that only quotes it, such as the finding's own, does not count."""
+    file = inspect.getsourcefile(program.run)
+    if expected.file:
+        parts = expected.file.removesuffix(".py").split("/")
+        file = importlib.import_module(".".join(parts)).__file__
+        assert file is not None
+        assert file.endswith(expected.file)
+    assert file is not None
+    quoted = (repr(expected.line), f'"{expected.line}"')
+    texts = enumerate(Path(file).read_text().splitlines(), 1)
+    numbers = [i for i, text in texts if expected.line in text and not any(one in text for one in quoted)]
+    assert len(numbers) == 1, f"{program.name}: {expected.line!r} stands in lines {numbers} of {file}"
+    return file, numbers[0]
+
+
+def test_names_are_unique() -> None:
+    names = [program.name for _, program in ALL]
+    assert len(names) == len(set(names))
+
+
+def test_programs_state_what_they_are() -> None:
+    for half, program in ALL:
+        assert program.source.startswith("https://"), program.name
+        assert program.sizes.keys() == program.small.keys(), program.name
+        assert bool(program.expected) == (program.mended is not None), f"{half}: {program.name}"
+        for expected in program.expected:
+            line_of(program, expected)
+            for sizes in (program.sizes, program.small):
+                assert expected.now(sizes) > expected.after(sizes), program.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", NAMED)
+def test_bytes_of_its_lines(program: Any) -> None:
+    seen = observed(program, program.run, arguments_of(program))
+    took = seen.storages.peak_bytes + seen.argument_bytes
+    assert 20 * MIB <= took <= 600 * MIB
+    for expected in program.expected:
+        line = line_of(program, expected)
+        made = max((one.bytes for one in seen.storages.made_by(line)), default=0)
+        assert expected.now(program.small) in (made, seen.kept_bytes.get(line))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", WASTEFUL)
+def test_mended(program: Any) -> None:
+    arguments = arguments_of(program)
+    now = observed(program, program.run, copy.deepcopy(arguments))
+    mended = observed(program, program.mended, copy.deepcopy(arguments))
+    assert len(now.results) == len(mended.results)
+    assert len(now.gradients) == len(mended.gradients)
+    assert bool(now.gradients) == program.backward
+    for one, other in zip((*mended.results, *mended.gradients), (*now.results, *now.gradients), strict=True):
+        scale = float(other.detach().abs().max().clamp(min=1e-6)) if other.is_floating_point() else 0
+        torch.testing.assert_close(one, other, rtol=2e-2 if other.dtype.itemsize == 2 else 1e-3, atol=1e-4 * scale)
+    returned = max(largest(mended.results), largest(mended.gradients))
+    after = max(expected.after(program.small) for expected in program.expected)
+    assert max(one.bytes for one in mended.storages.made) <= max(after, returned)
