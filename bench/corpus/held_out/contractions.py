@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional
 from torch import Tensor
+from torch.nn import functional
 
 from ..program import Expected, Program
 
@@ -24,10 +24,8 @@ def codes_and_codebook(n: int, codes: int, d: int) -> tuple[Any, ...]:
 
 
 def dispatch_tokens(tokens: Tensor, experts: Tensor, slots: Tensor, count: int, capacity: int) -> Tensor:
-    mask = (functional.one_hot(experts, count)[:, :, None] * functional.one_hot(slots, capacity)[:, None]).to(
-        tokens.dtype
-    )
-    return torch.einsum("sec,sm->ecm", mask, tokens)
+    mask = functional.one_hot(experts * capacity + slots, count * capacity).to(tokens.dtype)
+    return torch.einsum("sp,sm->pm", mask, tokens).unflatten(0, (count, capacity))
 
 
 def dispatch_tokens_mended(tokens: Tensor, experts: Tensor, slots: Tensor, count: int, capacity: int) -> Tensor:
@@ -155,7 +153,7 @@ PROGRAMS = (
         small={"tokens": 2_048, "experts": 16, "d": 64},
         expected=(
             Expected(
-                "mask = (functional.one_hot(experts, count)[:, :, None] * functional.one_hot(slots, capacity)",
+                "mask = functional.one_hot(experts * capacity + slots, count * capacity)",
                 now=lambda s: 8 * s["tokens"] ** 2,
                 after=lambda s: 4 * s["tokens"] * s["d"],
             ),

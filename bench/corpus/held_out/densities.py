@@ -130,7 +130,9 @@ def mean_discrepancy_mended(source: Tensor, target: Tensor) -> Tensor:
 
 def discrepancy(distances: Tensor, n: int) -> Tensor:
     bandwidth = distances.detach().sum() / (len(distances) * (len(distances) - 1))
-    kernels = sum(torch.exp(-distances / (bandwidth * 2.0**power)) for power in range(-2, 3))
+    kernels = torch.zeros_like(distances)
+    for power in range(-2, 3):
+        kernels = kernels + torch.exp(-distances / (bandwidth * 2.0**power))
     return kernels[:n, :n].mean() + kernels[n:, n:].mean() - 2 * kernels[:n, n:].mean()
 
 
