@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from power_spherical import PowerSpherical
 from torch import Tensor
-from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
+from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal, kl_divergence
 from torch.utils.checkpoint import checkpoint
 
 from ..program import Expected, Program
@@ -87,6 +87,25 @@ def samples_and_directions(n: int, components: int, d: int) -> tuple[Any, ...]:
     x, directions = (torch.nn.functional.normalize(torch.randn(rows, d), dim=-1) for rows in (n, components))
     logits, concentrations = torch.randn(components), 1 + 10 * torch.rand(components)
     return x, logits.requires_grad_(), directions.requires_grad_(), concentrations.requires_grad_()
+
+
+def divergence_to_prototypes(means: Tensor, scales: Tensor, centres: Tensor, widths: Tensor) -> Tensor:
+    posterior, prototypes = Normal(means[:, None], scales[:, None]), Normal(centres, widths)
+    return kl_divergence(posterior, prototypes).sum(-1)
+
+
+def divergence_to_prototypes_mended(means: Tensor, scales: Tensor, centres: Tensor, widths: Tensor) -> Tensor:
+    precision = widths**-2
+    variances = (scales.square() + means.square()) @ precision.mT
+    shifts = (centres.square() * precision).sum(-1) - 2 * means @ (centres * precision).mT
+    logarithms = scales.log().sum(-1, keepdim=True) - widths.log().sum(-1)
+    return 0.5 * (variances + shifts - means.shape[-1]) - logarithms
+
+
+def posterior_and_prototypes(n: int, prototypes: int, d: int) -> tuple[Any, ...]:
+    means, centres = (torch.randn(rows, d, requires_grad=True) for rows in (n, prototypes))
+    scales, widths = ((0.5 + torch.rand(rows, d)).requires_grad_() for rows in (n, prototypes))
+    return means, scales, centres, widths
 
 
 def transport_cost(cost: Tensor, epsilon: float, iterations: int) -> Tensor:
@@ -210,6 +229,30 @@ PROGRAMS = (
         ),
         mended=directions_log_density_mended,
         backward=True,
+    ),
+    Program(
+        "divergence_to_prototypes",
+        "https://github.com/pytorch/pytorch/blob/main/torch/distributions/kl.py",
+        divergence_to_prototypes,
+        posterior_and_prototypes,
+        sizes={"n": 65_536, "prototypes": 512, "d": 256},
+        small={"n": 1_500, "prototypes": 64, "d": 64},
+        expected=tuple(
+            Expected(
+                line,
+                now=lambda s: 4 * s["n"] * s["prototypes"] * s["d"],
+                after=lambda s: 4 * s["n"] * max(s["prototypes"], s["d"]),
+                file="torch/distributions/kl.py",
+            )
+            for line in (
+                "var_ratio = (p.scale / q.scale).pow(2)",
+                "t1 = ((p.loc - q.loc) / q.scale).pow(2)",
+                "return 0.5 * (var_ratio + t1 - 1 - var_ratio.log())",
+            )
+        ),
+        mended=divergence_to_prototypes_mended,
+        backward=True,
+        note="three lines of the library, and one contraction mends them all",
     ),
     Program(
         "transport_cost",
