@@ -31,5 +31,6 @@ def test_rows_of_their_own(variant):
     found = effops.attention(query, KEY, VALUE, VALID, variant=variant)
     assert found.isnan().any(-1).sum() == found[..., 4, 0].numel()
     loc = torch.eye(8)[:3]
-    densities = effops.power_spherical_log_prob(loc, torch.ones(3), query[0, 0].unsqueeze(1))
+    points = torch.nn.functional.normalize(query[0, 0], dim=-1)
+    densities = effops.power_spherical_log_prob(loc, torch.ones(3), points.unsqueeze(1))
     assert densities.isnan().any(-1).tolist() == [False] * 4 + [True]
