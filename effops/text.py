@@ -58,12 +58,13 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 
 
 def integer_remedy(given: Any) -> str:
-    """What to give in place of what is no integer."""
+    """What to give in place of what is no integer. `int()` is no remedy where it would change a number."""
     try:
-        int(given)
-    except (TypeError, ValueError, OverflowError):
+        number = int(given)
+        is_whole = isinstance(given, str) or bool(number == given)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         return "give one, as 1"
-    return "convert it with int()"
+    return "convert it with int()" if is_whole else f"give a whole number, as {max(1, number)}"
 
 
 def format_us(microseconds: float) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
-from effops.blocks.cutting import Block, Buffer, cut, depths, fit, part, pieces_of_block, sizes
+from effops.blocks.cutting import Block, Buffer, cut, depths, fit, part, sizes, visited_in_block
 from effops.blocks.operand import point_operand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Slices
@@ -89,7 +89,7 @@ class AdditiveScores(Scores):
         for depth in self.depths:
             factors = self._factors(block, depth)
             shared = None if self.weight_varies else self._weights(block.pairs, depth)
-            for pairs, inside in pieces_of_block(block, self.piece_extents):
+            for pairs, inside in visited_in_block(block, self.piece_extents):
                 ratios = self._ratios(factors, inside, depth)
                 out[inside].add_(self._weigh(ratios, shared or self._weights(pairs, depth)))
 
@@ -98,28 +98,28 @@ class AdditiveScores(Scores):
             return
         for depth in self.depths:
             factors = self._factors(block, depth)
-            for pairs, inside in pieces_of_block(block, self.piece_extents):
+            for pairs, inside in visited_in_block(block, self.piece_extents):
                 ratios = self._ratios(factors, inside, depth)
                 g = weight[inside].unsqueeze(-1)
                 terms = torch.mul(ratios, g, out=self.terms.room(ratios.shape))
-                if self.weight.total is not None:
-                    shape = part(self.weight.total, (*pairs, depth)).shape
+                if self.weight.gradient_view is not None:
+                    shape = part(self.weight.gradient_view, (*pairs, depth)).shape
                     total = g.to(self.arithmetic).sum_to_size(*shape[:-1], 1)
-                    self.weight.add((*pairs, depth), torch.sub(total, terms.sum_to_size(shape), alpha=2))
-                if self.query.total is None and self.key.total is None:
+                    self.weight.add_gradient((*pairs, depth), torch.sub(total, terms.sum_to_size(shape), alpha=2))
+                if not (self.query.wants_gradient or self.key.wants_gradient):
                     continue
                 terms.addcmul_(terms, ratios, value=-1)
                 if self.weight_of_pairs:
                     terms.mul_(self.weight.part((*pairs, depth)))
-                self.query.add((*pairs, depth), terms)
-                self.key.add((*pairs, depth), terms)
+                self.query.add_gradient((*pairs, depth), terms)
+                self.key.add_gradient((*pairs, depth), terms)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         for operand in (self.query, self.key):
-            if operand.total is not None:
-                operand.total *= 4
+            if operand.gradient_view is not None:
+                operand.gradient_view *= 4
                 if not self.weight_of_pairs:
-                    operand.total *= self.weight.view
+                    operand.gradient_view *= self.weight.view
         return self.query.gradient(), self.key.gradient(), self.weight.gradient()
 
     def _factors(self, block: Block, depth: slice) -> tuple[bool, Tensor, Tensor]:

@@ -129,28 +129,28 @@ def is_prediction() -> bool:
     return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
-def pieces(area: Slices, extents: Shape, *, backwards: bool = False) -> Iterable[Slices]:
-    """The slices of the pieces into which an area is cut. The last piece along an axis may be smaller.
+def visited_pieces(area: Slices, extents: Shape, *, backwards: bool = False) -> Iterable[Slices]:
+    """The slices of the pieces of an area that a call computes one after another: all of them, if it is no prediction.
 
-    A prediction leaves pieces out: what a piece allocates depends on its sizes, and on what the piece before it leaves
-    allocated.
+    The last piece along an axis may be smaller. A prediction visits only pieces that may allocate something new. What a
+    piece allocates depends on its sizes, and on what the piece before it leaves allocated.
     """
-    along_axes = [pieces_along(axis, extent, backwards) for axis, extent in zip(area, extents)]
+    along_axes = [visited_along_axis(axis, extent, backwards) for axis, extent in zip(area, extents)]
     all_pieces = itertools.product(*along_axes)
-    return _one_of_each_neighbours(all_pieces) if is_prediction() else all_pieces
+    return _without_repeated_neighbours(all_pieces) if is_prediction() else all_pieces
 
 
-def pieces_along(axis: slice, extent: int, backwards: bool = False) -> list[slice]:
-    """The slices of the pieces along one axis: all, or the first two and the last two in a prediction."""
+def visited_along_axis(axis: slice, extent: int, backwards: bool = False) -> list[slice]:
+    """The slices of the pieces along one axis: all, or in a prediction the first two and the last two."""
     starts = range(axis.stop, axis.start, -extent) if backwards else range(axis.start, axis.stop, extent)
-    some = dict.fromkeys((*starts[:2], *starts[-2:])) if is_prediction() else starts
+    visited = dict.fromkeys((*starts[:2], *starts[-2:])) if is_prediction() else starts
     if backwards:
-        return [slice(max(i - extent, axis.start), i) for i in some]
-    return [slice(i, min(i + extent, axis.stop)) for i in some]
+        return [slice(max(i - extent, axis.start), i) for i in visited]
+    return [slice(i, min(i + extent, axis.stop)) for i in visited]
 
 
-def _one_of_each_neighbours(all_pieces: Iterable[Slices]) -> Iterator[Slices]:
-    """Leave out a piece if pieces of its sizes and of those of the piece before have been neighbours already."""
+def _without_repeated_neighbours(all_pieces: Iterable[Slices]) -> Iterator[Slices]:
+    """Leave a piece out if two neighbours had the sizes of it and of the piece before it already."""
     seen: set[tuple[Shape, Shape]] = set()
     before: Slices = ()
     has_yielded_before = True  # there is none to yield yet
@@ -171,12 +171,12 @@ def all_pairs(plan: Plan) -> Block:
 
 
 def column_blocks(plan: Plan, extents: Extents, slab: Shape) -> Iterator[Block]:
-    """All blocks. Within a slab, which is a piece of the batch, blocks that share their columns follow one another."""
+    """The visited blocks. In a slab, which is a piece of the batch, blocks that share their columns come one by one."""
     everything = all_pairs(plan)
-    for slab_batch in pieces(everything.batch, slab):
-        for columns in pieces(everything.columns, extents.columns):
-            for batch in pieces(slab_batch, extents.batch):
-                for rows in pieces(everything.rows, extents.rows):
+    for slab_batch in visited_pieces(everything.batch, slab):
+        for columns in visited_pieces(everything.columns, extents.columns):
+            for batch in visited_pieces(slab_batch, extents.batch):
+                for rows in visited_pieces(everything.rows, extents.rows):
                     yield Block(batch, rows, columns)
 
 
@@ -203,9 +203,9 @@ def within(outer: Slices, inner: Slices) -> Slices:
     return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer))
 
 
-def pieces_of_block(block: Block, extents: Shape) -> Iterator[tuple[Slices, Slices]]:
-    """Each piece of a block twice: its slices of all pairs, and those of the block."""
-    for piece in pieces(block.pairs, extents):
+def visited_in_block(block: Block, extents: Shape) -> Iterator[tuple[Slices, Slices]]:
+    """Each visited piece of a block twice: its slices of all pairs, and those of the block."""
+    for piece in visited_pieces(block.pairs, extents):
         yield piece, within(block.pairs, piece)
 
 

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
-from effops.blocks.cutting import Block, Buffer, Extents, cut, depths, fit, merge, pieces_of_block, sizes
+from effops.blocks.cutting import Block, Buffer, Extents, cut, depths, fit, merge, sizes, visited_in_block
 from effops.blocks.operand import PairOperand, point_operand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, Slices
@@ -148,9 +148,9 @@ class _Direct:
     def evaluate(self, block: Block, out: Tensor) -> None:
         out.zero_()
         for depth in self.depths:
-            for pairs, inside in pieces_of_block(block, self.constant_extents):
+            for pairs, inside in visited_in_block(block, self.constant_extents):
                 out[inside] += _constant(self.scale.part((*pairs, depth)).double(), depth).to(out.dtype)
-            for pairs, inside in pieces_of_block(block, self.extents):
+            for pairs, inside in visited_in_block(block, self.extents):
                 out[inside].sub_(self.standardised(pairs, depth).square_().sum(-1), alpha=0.5)
 
     def evaluate_pairs(self, block: Block, which: tuple[Tensor, ...], out: Tensor) -> None:
@@ -166,19 +166,19 @@ class _Direct:
 
     def pull_back(self, block: Block, depth: slice, weight: Tensor) -> None:
         """Add the contribution of a block to the gradients, for the coordinates in `depth`."""
-        for pairs, inside in pieces_of_block(block, self.extents):
+        for pairs, inside in visited_in_block(block, self.extents):
             z = self.standardised(pairs, depth)
             scale = self.scale.part((*pairs, depth)).to(self.arithmetic)
             g = weight[inside].unsqueeze(-1)
             no_pull = g == 0  # so that 0 * inf adds nothing
-            if self.loc.total is not None or self.x.total is not None:
+            if self.loc.wants_gradient or self.x.wants_gradient:
                 pull = torch.div(z, scale, out=self.pulls.room(z.shape)).mul_(g)
                 pull.masked_fill_(no_pull, 0)
-                self.loc.add((*pairs, depth), pull)
-                self.x.add((*pairs, depth), pull, sign=-1)
-            if self.scale.total is not None:
+                self.loc.add_gradient((*pairs, depth), pull)
+                self.x.add_gradient((*pairs, depth), pull, sign=-1)
+            if self.scale.wants_gradient:
                 pull = z.square_().sub_(1).div_(scale).mul_(g).masked_fill_(no_pull, 0)
-                self.scale.add((*pairs, depth), pull)
+                self.scale.add_gradient((*pairs, depth), pull)
 
     def standardised(self, pairs: Slices, depth: slice) -> Tensor:
         """The quotient (x - loc) / s of every pair of a piece."""
@@ -257,7 +257,7 @@ class _Product:
         matrices = merge(self.pairs.room(weight.shape).copy_(weight), len(block.batch), len(block.rows))
         for depth in depths(self.dimension, self.depth):
             self.load(block, depth)
-            if self.direct.scale.total is not None and not self.squares_are_certain():
+            if self.direct.scale.wants_gradient and not self.squares_are_certain():
                 self.direct.pull_back(block, depth, weight)
                 continue
             self.rows.accumulate(matrices, self.columns.features)
@@ -335,7 +335,7 @@ class _Factor(ABC):
 
     def is_wanted(self) -> bool:
         """Whether a gradient that depends on the sums is wanted."""
-        return self.operand.total is not None
+        return self.operand.wants_gradient
 
     def merge(self, features: Tensor) -> Tensor:
         return merge(features, self.batch_axes, len(self.shape) - 1 - self.batch_axes)
@@ -356,7 +356,7 @@ class _Plain(_Factor):
         self.most = self.squares.amax(1)
 
     def pull_back(self, squares: Tensor, values: Tensor, last: Tensor) -> None:
-        self.operand.add((*self.block.pairs, self.depth), values.addcmul_(self.parts[1], squares, value=2))
+        self.operand.add_gradient((*self.block.pairs, self.depth), values.addcmul_(self.parts[1], squares, value=2))
 
 
 class _Scaled(_Factor):
@@ -382,14 +382,14 @@ class _Scaled(_Factor):
         centre = self.centre.view(*self.shape[: self.batch_axes], *[1] * (len(axes) - 1 - self.batch_axes), -1)
         own = self.operand.part(axes) - centre
         moment = torch.addcmul(values, own, last, value=-1)
-        if self.scale.total is not None:
+        if self.scale.wants_gradient:
             expanded = values.add_(moment).mul_(own).sum_to_size(squares.shape)
             squares = squares.sub_(expanded).div_(scale.square()).sub_(last, alpha=self.repeats)
-            self.scale.add(axes, squares.div_(scale))
-        self.operand.add(axes, moment.div_(scale.square()))
+            self.scale.add_gradient(axes, squares.div_(scale))
+        self.operand.add_gradient(axes, moment.div_(scale.square()))
 
     def is_wanted(self) -> bool:
-        return super().is_wanted() or self.scale.total is not None
+        return super().is_wanted() or self.scale.wants_gradient
 
 
 def multiply_by_rows(out: Tensor, left: Tensor, right: Tensor, beta: int) -> None:

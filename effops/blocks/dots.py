@@ -25,14 +25,14 @@ from effops.blocks.cutting import (
     merge,
     pair_bytes_beside,
     part,
-    pieces,
     sizes,
+    visited_pieces,
     whole,
     within,
 )
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
-from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.plan import Axes, Plan, Shape, Slices
 from effops.numerics.layout import zero_gradient
 from effops.numerics.precision import converted
 
@@ -73,7 +73,7 @@ class MatrixOperand:
     `axes` are those of the plan along which it lies, besides the batch: rows or columns.
     """
 
-    def __init__(self, plan: Plan, tensor: Tensor, axes: Shape, arithmetic: torch.dtype) -> None:
+    def __init__(self, plan: Plan, tensor: Tensor, axes: Axes, arithmetic: torch.dtype) -> None:
         self.view = plan.view(tensor, plan.batch + axes, trailing=1, expand=False)
         self.batch_axes = len(plan.batch)
         own_axes = self.view.ndim - 1 - self.batch_axes
@@ -100,14 +100,14 @@ class ProductSum(MatrixOperand):
     which BLAS is called one by one, it goes through `buffer`.
     """
 
-    def __init__(self, plan: Plan, factor: Tensor, axes: Shape, arithmetic: torch.dtype, buffer: Buffer) -> None:
+    def __init__(self, plan: Plan, factor: Tensor, axes: Axes, arithmetic: torch.dtype, buffer: Buffer) -> None:
         self.factor = factor
-        self.total = zero_gradient(factor, arithmetic)
-        super().__init__(plan, self.total, axes, arithmetic)
+        self.gradient_sum = zero_gradient(factor, arithmetic)
+        super().__init__(plan, self.gradient_sum, axes, arithmetic)
         self.buffer = buffer
         self.is_slow: bool | None = None  # whether BLAS is, as the first block tells
 
-    def add(self, axes: Slices, left: Tensor, right: Tensor, alpha: float) -> None:
+    def add_product(self, axes: Slices, left: Tensor, right: Tensor, alpha: float) -> None:
         """Add alpha left @ right to a block."""
         target = part(self.view, axes)
         if self.is_slow is None:
@@ -116,7 +116,7 @@ class ProductSum(MatrixOperand):
         if self.copied:
             self._add_by_buffer(target, left, right, alpha)
         elif self.is_slow:
-            step = max(1, limits.BLOCK_BYTES // self.total.itemsize // max(1, left.shape[1] * right.shape[2]))
+            step = max(1, limits.BLOCK_BYTES // self.gradient_sum.itemsize // max(1, left.shape[1] * right.shape[2]))
             for some in zip(self.merge(target).split(step), left.split(step), right.split(step)):
                 self._add_by_buffer(*some, alpha)
         else:
@@ -127,7 +127,7 @@ class ProductSum(MatrixOperand):
         target += product.baddbmm_(left, right, beta=0, alpha=alpha).view(target.shape)
 
     def gradient(self) -> Tensor:
-        return self.total.to(self.factor.dtype)
+        return self.gradient_sum.to(self.factor.dtype)
 
 
 def are_matrices(view: Tensor, batch: int, rows: int) -> bool:
@@ -240,19 +240,19 @@ class Products(Scores):
             for depth in depths(self.dimension, self.extents.depth):
                 rows, columns = (*step.batch, *step.rows, depth), (*step.batch, *step.columns, depth)
                 if self.dx is not None:
-                    self.dx.add(rows, matrices, self.right.block(columns), self.alpha)
+                    self.dx.add_product(rows, matrices, self.right.block(columns), self.alpha)
                 if self.dloc is not None:
-                    self.dloc.add(columns, matrices.mT, self.left.block(rows), self.alpha)
+                    self.dloc.add_product(columns, matrices.mT, self.left.block(rows), self.alpha)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        dx, dloc = (None if total is None else total.gradient() for total in (self.dx, self.dloc))
+        dx, dloc = (None if products is None else products.gradient() for products in (self.dx, self.dloc))
         return dx, dloc
 
     def _steps(self, block: Block, values: Tensor) -> Iterator[tuple[Block, Tensor]]:
         """What is multiplied at once of a block, and its values as matrices."""
         columns = (slice(None),) * len(block.columns)
-        for batch in pieces(block.batch, self.extents.batch_step):
-            for rows in pieces(block.rows, self.extents.row_step):
+        for batch in visited_pieces(block.batch, self.extents.batch_step):
+            for rows in visited_pieces(block.rows, self.extents.row_step):
                 inside = *within(block.batch, batch), *within(block.rows, rows), *columns
                 yield Block(batch, rows, block.columns), merge(values[inside], len(batch), len(rows))
 
@@ -399,7 +399,7 @@ class DotScores(Scores):
             return
         slope, phi, normaliser_derivative = evaluated
         if self.wants_scale:
-            self.scale.add(block.pairs, phi.add_(normaliser_derivative).mul_(weight))
+            self.scale.add_gradient(block.pairs, phi.add_(normaliser_derivative).mul_(weight))
         if self.products.dx is not None or self.products.dloc is not None:
             self.products.pull_back(block, slope.mul_(weight).sum_to_size(self.products.distinct(slope.shape)))
 

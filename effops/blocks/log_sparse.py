@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
-from effops.blocks.cutting import fit, is_prediction, part, pieces, whole
+from effops.blocks.cutting import fit, is_prediction, part, visited_pieces, whole
 from effops.blocks.logsumexp import absorb
 from effops.blocks.plan import Shape, Slices
 from effops.numerics.exponentials import exp_
@@ -175,7 +175,7 @@ class Blocks:
         self.distances = places.unsqueeze(-1) - places + self.edge - 1
 
     def batches(self) -> Iterable[Slices]:
-        return pieces(whole(self.batch), self.extents)
+        return visited_pieces(whole(self.batch), self.extents)
 
     def row_blocks(self) -> list[slice]:
         """Blocks of rows, each a multiple of the edge long, and a block of the rows that remain.

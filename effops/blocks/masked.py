@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.blocks.cutting import Block, Buffer, all_pairs, pieces, pieces_along, pieces_of_block, sizes
+from effops.blocks.cutting import Block, Buffer, all_pairs, sizes, visited_along_axis, visited_in_block, visited_pieces
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Shape, Slices
@@ -59,10 +59,10 @@ class Masked(Scores):
         which may share a mask, follow one another.
         """
         everything = all_pairs(self.plan)
-        for rows in pieces(everything.rows, self.extents.rows, backwards=self.diagonal is not None):
-            for batch in pieces(everything.batch, self.extents.batch):
+        for rows in visited_pieces(everything.rows, self.extents.rows, backwards=self.diagonal is not None):
+            for batch in visited_pieces(everything.batch, self.extents.batch):
                 reached = self._reached(everything._replace(batch=batch, rows=rows))
-                columns = itertools.product(*map(pieces_along, reached, self.extents.columns))
+                columns = itertools.product(*map(visited_along_axis, reached, self.extents.columns))
                 yield [Block(batch, rows, keys) for keys in columns]
 
     def evaluate(self, block: Block, out: Tensor | None) -> Any:
@@ -102,7 +102,7 @@ class Masked(Scores):
         """As `pull_back`, for a gradient that is 0 already where pairs are excluded."""
         weight = weight.to(self.arithmetic).contiguous()
         if self.mask is not None:
-            self.mask.add(block.pairs, weight)
+            self.mask.add_gradient(block.pairs, weight)
         self.scores.pull_back(block, weight, evaluated)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
@@ -111,7 +111,7 @@ class Masked(Scores):
     def _add(self, block: Block, out: Tensor) -> bool:
         """Add the mask to the scores of a block. Return whether there may be pairs that are excluded."""
         if self.mask is not None and not self.excludes:
-            self.mask.add_to(block, out)
+            self.mask.add_values_to(block, out)
         has_excluded = False
         for inside, terms in self._exclusions(block, out.device):
             out[inside] += terms
@@ -142,7 +142,7 @@ class Masked(Scores):
     def _exclusions(self, block: Block, device: torch.device) -> Iterator[tuple[Slices, Tensor]]:
         """Where pairs of a block may be excluded: their slices, and terms that broadcast with them, 0 or -inf."""
         if self.mask is not None and self.excludes:
-            for pairs, inside in pieces_of_block(block, self.mask.piece_extents(self.extents.pairs, self.arithmetic)):
+            for pairs, inside in visited_in_block(block, self.mask.piece_extents(self.extents.pairs, self.arithmetic)):
                 yield inside, self._terms_of(self.mask.part(pairs))
         if self.diagonal is not None:
             yield from self._beyond_diagonal(block, self.diagonal, device)

@@ -24,7 +24,8 @@ from effops.numerics.layout import as_gradient
 from effops.numerics.pages import with_huge_pages
 from effops.numerics.shapes import broadcast_shapes, is_known
 
-Shape = tuple[int, ...]
+Shape = tuple[int, ...]  # the size of each axis
+Axes = tuple[int, ...]  # which axes, counted from 0
 Slices = tuple[slice, ...]
 
 
@@ -33,22 +34,22 @@ class Plan:
     """Roles of the axes of a broadcast result of shape `shape`; each role lists axes of the result, in its order."""
 
     shape: Shape
-    batch: Shape
-    rows: Shape
-    columns: Shape
+    batch: Axes
+    rows: Axes
+    columns: Axes
 
     @functools.cached_property
-    def order(self) -> Shape:
+    def order(self) -> Axes:
         """Axes of the result in the order batch, rows, columns: the order that blocks and kernels see."""
         return self.batch + self.rows + self.columns
 
-    def sizes(self, axes: Shape) -> Shape:
+    def sizes(self, axes: Axes) -> Shape:
         return tuple(self.shape[axis] for axis in axes)
 
-    def numel(self, axes: Shape) -> int:
+    def numel(self, axes: Axes) -> int:
         return math.prod(self.sizes(axes))
 
-    def view(self, operand: Tensor, axes: Shape, *, trailing: int = 0, expand: bool = True) -> Tensor:
+    def view(self, operand: Tensor, axes: Axes, *, trailing: int = 0, expand: bool = True) -> Tensor:
         """`operand`, broadcast to the result, as a view with just `axes` (then its last `trailing` axes).
 
         Where the operand does not vary along an axis, the view has stride 0 there; with `expand=False`, size 1.
@@ -62,7 +63,7 @@ class Plan:
             strides.append(operand.stride(own) if varies else 0)
         return operand.as_strided([*sizes, *operand.shape[batch:]], [*strides, *operand.stride()[batch:]])
 
-    def varies(self, operand: Tensor, axes: Shape, *, trailing: int = 0) -> bool:
+    def varies(self, operand: Tensor, axes: Axes, *, trailing: int = 0) -> bool:
         """Whether `operand` is not constant along one of `axes`."""
         missing = len(self.shape) - (operand.ndim - trailing)
         return any(axis >= missing and operand.shape[axis - missing] != 1 for axis in axes)
@@ -79,14 +80,14 @@ class Plan:
     def without(self, axis: int) -> Plan:
         """The plan of a result that is reduced over an axis."""
 
-        def left(axes: Shape) -> Shape:
+        def remaining(axes: Axes) -> Axes:
             return tuple(other - (other > axis) for other in axes if other != axis)
 
         shape = self.shape[:axis] + self.shape[axis + 1 :]
-        return Plan(shape, left(self.batch), left(self.rows), left(self.columns))
+        return Plan(shape, remaining(self.batch), remaining(self.rows), remaining(self.columns))
 
     @functools.cached_property
-    def _strides(self) -> Shape:
+    def _strides(self) -> tuple[int, ...]:
         strides = [1] * len(self.shape)
         step = 1
         for axis in reversed(self.order):
@@ -98,7 +99,7 @@ class Plan:
         """What is contiguous in the order batch, rows, columns, viewed as a result."""
         return ordered.as_strided(self.shape, self._strides)
 
-    def gradient(self, ordered: Tensor, operand: Tensor, axes: Shape) -> Tensor:
+    def gradient(self, ordered: Tensor, operand: Tensor, axes: Axes) -> Tensor:
         """The inverse of `view`: a gradient with `axes`, then trailing ones, as that of `operand`."""
         strides = dict(zip(axes, ordered.stride()))
         trailing = ordered.ndim - len(axes)
@@ -125,6 +126,9 @@ def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
     )
 
 
+_remembered_plan = functools.lru_cache(maxsize=4096)(make_plan)
+
+
 def broadcast_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
     """`make_plan` with a cache of the latest shapes. Symbolic shapes are not cached."""
     if is_compiling():
@@ -133,6 +137,3 @@ def broadcast_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
         return _remembered_plan(x, loc, *others)
     except TypeError:  # symbolic sizes cannot be hashed
         return make_plan(x, loc, *others)
-
-
-_remembered_plan = functools.lru_cache(maxsize=4096)(make_plan)

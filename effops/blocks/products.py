@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits, pairs
-from effops.blocks.cutting import Block, Buffer, cut, depths, fit, merge, pieces, whole
+from effops.blocks.cutting import Block, Buffer, cut, depths, fit, merge, visited_pieces, whole
 from effops.blocks.dots import Products, are_matrices
-from effops.blocks.plan import Plan, Shape, Slices
+from effops.blocks.plan import Axes, Plan, Shape, Slices
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import arithmetic_dtype
 
@@ -67,7 +67,7 @@ def forward(plan: Plan, loc: Tensor, x: Tensor, out: Tensor) -> Tensor:
     batch = _batch_extents(plan, (left, right), (products,))
     if batch is None:
         return pairs.forward(_Blocks(plan, loc, x, arithmetic), out)
-    for entries in pieces(whole(plan.sizes(plan.batch)), batch):
+    for entries in visited_pieces(whole(plan.sizes(plan.batch)), batch):
         products.write(entries, left.part(entries), right.part(entries).mT, terms=limits.DEPTH)
     return out
 
@@ -88,7 +88,7 @@ def backward(
         del dloc, dx, into_loc, into_x  # before there are others
         dx, dloc = pairs.backward(_Blocks(plan, loc, x, arithmetic, wants_loc=wants_loc, wants_x=wants_x), dout)
         return dloc, dx
-    for entries in pieces(whole(plan.sizes(plan.batch)), batch):
+    for entries in visited_pieces(whole(plan.sizes(plan.batch)), batch):
         weight = weights.part(entries)
         if into_x is not None:
             into_x.write(entries, weight, right.part(entries))
@@ -108,9 +108,7 @@ class _Blocks(Products):
         super().pull_back(block, weight.to(self.arithmetic).contiguous())
 
 
-def _operand(
-    plan: Plan, axes: Shape, tensor: Tensor, arithmetic: torch.dtype, buffer: Buffer | None = None
-) -> Matrices:
+def _operand(plan: Plan, axes: Axes, tensor: Tensor, arithmetic: torch.dtype, buffer: Buffer | None = None) -> Matrices:
     """An operand, or its gradient, whose rows lie along `axes`."""
     view = plan.view(tensor, plan.batch + axes, trailing=1, expand=False)
     return Matrices(view, len(plan.batch), len(axes), buffer or Buffer(tensor, arithmetic))

@@ -26,11 +26,11 @@ class Weighted(Scores):
     def evaluate(self, block: Block, out: Tensor | None) -> Any:
         evaluated = self.scores.evaluate(block, out)
         if out is not None and not self.is_folded:
-            self.log_weights.add_to(block, out)
+            self.log_weights.add_values_to(block, out)
         return evaluated
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: Any = None) -> None:
-        self.log_weights.add(block.pairs, weight)
+        self.log_weights.add_gradient(block.pairs, weight)
         self.scores.pull_back(block, weight, evaluated)
 
     def lack_weight(self, position: int) -> Tensor:

@@ -171,8 +171,10 @@ def versions() -> dict[str, str | None]:
 
 
 def _cuda_obstacle() -> str:
-    """An AssertionError if torch is built without CUDA, a RuntimeError without a driver or device; empty with one."""
-    return attempted(torch.cuda.init)[1]
+    """Why there is no CUDA or ROCm device: how torch is built, or what is said of driver and device; empty with one."""
+    if not torch.backends.cuda.is_built():  # ROCm counts as CUDA
+        return "this PyTorch is built for the CPU alone; to use a GPU, install one that is built for CUDA or ROCm"
+    return attempted(torch.cuda.init)[1].removeprefix("RuntimeError: ")
 
 
 def describe(device: torch.device) -> Device:
@@ -220,8 +222,10 @@ def check_op(op: Op, device: torch.device, progress: Progress, full: bool = True
 
     automatic, error = attempted(lambda: choose(op, op.prepare(*args()), None).name)
     checks = []
+    progress(f"checking {op.name} on {device}")
     for name in op.variants:
-        progress(f"checking {op.name} {name} on {device}")
+        if full:
+            progress(f"checking {op.name} {name} on {device}")
         check, problem = attempted(_check_variant, op, name, args, full)
         checks.append(check or VariantCheck(name, "failed", f"raised {problem}"))
     return OpCheck(

@@ -5,10 +5,12 @@ It is also read as a file, by `effops_command.py`, without the package. So nothi
 
 import argparse
 import dataclasses
+import itertools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,6 +50,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, fill: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any):
         super().__init__(*args, **options)
         self.fill = fill
+        self.given: list[str] = []
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -58,14 +61,38 @@ class Parser(argparse.ArgumentParser):
             error.message += did_you_mean(value, map(str, action.choices or ()))
             raise
 
-    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+    def parse_known_args(self, args: Any = None, *others: Any, **options: Any) -> Any:
         if self.fill is not None:
             self.fill(self)
             self.fill = None
-        return super().parse_known_args(*args, **options)
+        self.given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, *others, **options)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message + self._remedy(message))
+
+    def _remedy(self, message: str) -> str:
+        """What to write in place of an amount that argparse takes apart, or for an option; empty if there is none."""
+        given = [*self.given, "", ""]
+        flag = re.fullmatch(r"argument (--[\w-]+): expected one argument", message)
+        value = given[given.index(flag[1]) + 1] if flag and flag[1] in given else ""
+        if flag and re.match(r"-\.?\d", value):
+            return f", not below 0; got {value!r}; write it without the sign"
+        for number, unit in itertools.pairwise(given):
+            is_apart = re.fullmatch(r"[\d.e]*\d", number) and re.fullmatch(r"([kmgt]i?)?b?", unit.lower()) and unit
+            if is_apart and message.endswith(f"arguments: {unit}"):
+                return f'; write "{number}{unit}" as one word'
+        return ""
+
+
+def _tell_of_import() -> None:
+    """Say on standard error that PyTorch is being imported, which takes seconds, and a minute on a busy machine."""
+    if "torch" not in sys.modules:
+        print("importing PyTorch", file=sys.stderr, flush=True)
 
 
 def memory_commands(parser: argparse.ArgumentParser) -> None:
+    _tell_of_import()
     from effops.commands.memory import add_commands
 
     add_commands(parser)
@@ -73,12 +100,13 @@ def memory_commands(parser: argparse.ArgumentParser) -> None:
 
 def doctor(options: argparse.Namespace) -> int:
     """Print what this machine can run; returns 1 if a self-check fails, 2 if the JSON file cannot be written."""
+    _tell_of_import()
     from effops.commands.console import check_json_file, shown_progress, shown_result
     from effops.commands.doctor import diagnose, print_report
 
     try:
         check_json_file(options.json)
-        with shown_progress() as progress:
+        with shown_progress(lines=True) as progress:
             report = diagnose(progress, options.op, options.full)
     except (OSError, ValueError) as error:  # the file cannot be written, or there is no such op
         print(f"effops doctor: {error}", file=sys.stderr)

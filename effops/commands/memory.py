@@ -4,44 +4,30 @@ import argparse
 import ast
 import dataclasses
 import functools
-import importlib
-import inspect
 import itertools
-import os
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
-
 from effops.commands.console import Progress, check_file, check_json_file, shown_progress, shown_result
+from effops.commands.workloads import BERT_OPTIONS, CONFIGURATION_TYPES, DTYPES, option, workload_of
 from effops.memory.advise import advise
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.batches import MEANINGS, MODES, max_batch_size
 from effops.memory.devices import NVMLUnavailableError, device_usage
 from effops.memory.formula import FORMULAS, OPTIMIZERS, Details, estimate_transformer
-from effops.memory.models import ARCHITECTURES, BERT_KINDS, KINDS, Configuration, bert_large, workload_parts
+from effops.memory.models import ARCHITECTURES, BERT_KINDS, KINDS
 from effops.memory.models.layers import PUBLISHED
-from effops.memory.named_devices import PACKAGES
 from effops.memory.plot import check_picture, plot_anatomy
+from effops.memory.program_lines import frames_of, line_of_program
 from effops.memory.sweep import sweep
 from effops.memory.workload import Workload
 from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.text import did_you_mean, parse_bytes
 
 EXPECTED_ERRORS = ValueError, NotImplementedError, ImportError, OSError, NVMLUnavailableError
-CONFIGURATION_TYPES = {field.name: type(field.default) for field in dataclasses.fields(Configuration)}
-BERT_OPTIONS = ("layers", "seq_len", "attention")
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 # The functions of the subcommands whose names are others; their errors begin with these names.
 FUNCTIONS = {"max-batch": "max_batch_size", "estimate": "estimate_transformer", "devices": "device_usage"}
-# Folders of Python and of packages, where no program of the user's is.
-LIBRARIES = (*PACKAGES, *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")), "<frozen")
 
 
 class Outcome(NamedTuple):
@@ -73,6 +59,11 @@ def _run(run: Run, options: argparse.Namespace) -> int:
             found, content, draw = run(options, progress)
     except EXPECTED_ERRORS as error:
         return _failed(options.command, error)
+    except Exception as error:
+        is_told = str(error).startswith("Workload: ")
+        if not is_told and not line_of_program(frames_of(error)):
+            raise  # no program of the user's has raised it
+        return _failed(options.command, error, "" if is_told else f"{type(error).__name__}: ")
     code = 0
     try:
         shown_result(options.json, content, lambda console: console.print(str(found), soft_wrap=True))
@@ -89,18 +80,13 @@ def _run(run: Run, options: argparse.Namespace) -> int:
     return code
 
 
-def _failed(command: str, error: Exception) -> int:
+def _failed(command: str, error: Exception, kind: str = "") -> int:
     """Tell an error; returns the exit code. The function of the subcommand is not named beside it."""
     text = str(error).removeprefix(f"{FUNCTIONS.get(command, command)}: ")
-    print(f"effops memory {command}: {text}{_place(error)}", file=sys.stderr)
+    place = line_of_program(frames_of(error))
+    told = f"; raised {place}" if place and place not in text else ""
+    print(f"effops memory {command}: {kind}{text}{told}", file=sys.stderr)
     return 2
-
-
-def _place(error: BaseException) -> str:
-    """The innermost line of a program of the user's from which an error came; empty if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    return f"; raised in {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
 def _estimate(options: argparse.Namespace, progress: Progress) -> Outcome:
@@ -121,8 +107,9 @@ def _estimate(options: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _anatomy(options: argparse.Namespace, progress: Progress) -> Outcome:
+    progress(f"predicting a step of batch size {options.batch_size:,}" + " and running it" * options.measure)
     found = anatomy(
-        _workload(options),
+        workload_of(options),
         options.batch_size,
         device=options.device,
         probe=options.probe,
@@ -147,7 +134,7 @@ def _anatomy_content(found: Anatomy) -> dict[str, Any]:
 
 def _max_batch(options: argparse.Namespace, progress: Progress) -> Outcome:
     found = max_batch_size(
-        _workload(options),
+        workload_of(options),
         options.budget,
         budget_means=options.budget_means,
         device=options.device,
@@ -163,7 +150,7 @@ def _max_batch(options: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _advise(options: argparse.Namespace, progress: Progress) -> Outcome:
     found = advise(
-        _workload(options),
+        workload_of(options),
         options.batch_size,
         options.budget,
         devices=options.devices,
@@ -182,7 +169,9 @@ def _alternatives(options: argparse.Namespace) -> dict[str, Workload]:
     others = {"fused": "attention fused", "log_sparse": "attention log_sparse, which is another model"}
     if options.architecture == "bert-large":
         others = {"sdpa": "attention sdpa"}
-    return {name: _workload(options, {"attention": kind}) for kind, name in others.items() if kind != options.attention}
+    return {
+        name: workload_of(options, {"attention": kind}) for kind, name in others.items() if kind != options.attention
+    }
 
 
 def _sweep(options: argparse.Namespace, progress: Progress) -> Outcome:
@@ -196,7 +185,7 @@ def _sweep(options: argparse.Namespace, progress: Progress) -> Outcome:
             )
     base = {name: given for name in axes if (given := getattr(options, name, None)) is not None}
     found = sweep(
-        lambda **values: _workload(options, values),
+        lambda **values: workload_of(options, values),
         axes,
         options.budget,
         options.batch_size,
@@ -231,82 +220,6 @@ def _value(text: str) -> Any:
 def _devices(options: argparse.Namespace, progress: Progress) -> Outcome:
     found = device_usage()
     return Outcome(found, {**dataclasses.asdict(found), "occupied_bytes": found.occupied_bytes})
-
-
-def _workload(options: argparse.Namespace, values: Mapping[str, Any] | None = None) -> Workload:
-    """The workload that the options name; `values` replace some of them, or are its function's arguments."""
-    given = {name: getattr(options, name) for name in CONFIGURATION_TYPES if getattr(options, name) is not None}
-    if options.workload is not None:
-        if given:
-            raise ValueError(f"argument {_option(next(iter(given)))}: expected an --architecture beside it; got none")
-        workload = _imported(options.workload, values or {})
-    else:
-        workload = _published(**{"architecture": options.architecture, **given, **(values or {})})
-    changes = {
-        "autocast": DTYPES.get(options.autocast),
-        "checkpoint": options.checkpoint or None,
-        "accumulation_steps": options.accumulation_steps,
-    }
-    return dataclasses.replace(workload, **{name: value for name, value in changes.items() if value is not None})
-
-
-def _published(architecture: str, **sizes: Any) -> Workload:
-    if architecture != "bert-large":
-        return Workload(**workload_parts(architecture, Configuration(**sizes)))
-    if unknown := [_option(name) for name in sizes if name not in BERT_OPTIONS]:
-        raise ValueError(
-            f"argument {', '.join(unknown)}: expected none of it for bert-large, whose sizes are published"
-        )
-    return Workload(**bert_large(**sizes))
-
-
-def _imported(place: str, values: Mapping[str, Any]) -> Workload:
-    module_name, colon, name = place.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name) if module_name else None
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):  # the module imports another one
-            text = f"argument --workload: {place!r} must import what is installed; got: {error}; install it"
-            raise ModuleNotFoundError(text).with_traceback(error.__traceback__) from error
-        near = did_you_mean(place, (f"{path.stem}{colon}{name}" for path in Path.cwd().glob("*.py")))
-        raise ValueError(
-            f"argument --workload: expected MODULE:NAME of a workload; got {place!r}: {error}; write it as an "
-            f"import does, without .py, in the current directory or an installed package{near}"
-        ) from None
-    found = getattr(module, name, None) if name else None
-    if found is None:
-        places = [f"{module_name}:{one}" for one in _workload_names(module)] if module else []
-        there = f"; choose from {', '.join(places)}{did_you_mean(place, places)}" if places else ""
-        raise ValueError(
-            f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, where there is none{there}"
-        )
-    if callable(found):
-        found = found(**values)
-    elif values:
-        raise ValueError(
-            f"argument --axis: expected {place!r} to be a function of {', '.join(values)}; got {type(found).__name__}"
-        )
-    if not isinstance(found, Workload):
-        raise ValueError(
-            f"argument --workload: expected a Workload, or a function that returns one; got {type(found).__name__} "
-            f"from {place!r}"
-        )
-    return found
-
-
-def _workload_names(module: ModuleType) -> list[str]:
-    """The names of workloads in a module, and of functions that it defines, which may return one."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, Workload) or (inspect.isfunction(value) and value.__module__ == module.__name__)
-    ]
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _argument(flag: str, group: str = "", **settings: Any) -> tuple[str, str, dict[str, Any]]:
@@ -350,7 +263,7 @@ WORKLOAD = (
     ),
     *(
         _argument(
-            _option(name),
+            option(name),
             SIZES,
             help=f"{SIZES_HELP[name]} (default {getattr(PUBLISHED, name)})",
             **(

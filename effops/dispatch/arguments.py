@@ -40,14 +40,23 @@ def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -
 
 
 def conversion(given: Any, otherwise: str = "give a tensor") -> str:
-    """What to give in place of what is no tensor, and perhaps can become one."""
+    """What to give in place of what is no tensor, and perhaps can become one of real floating-point numbers."""
     if isinstance(given, (list, tuple)) and given and all(isinstance(one, Tensor) for one in given):
-        return "use torch.stack"
+        if len({one.shape for one in given}) == 1:
+            return "use torch.stack"
+        return "call the function for each of these tensors, whose shapes differ; or pad them to one, and torch.stack"
+    dtype = _dtype_as_tensor(given)
+    if dtype in FLOATS:
+        return "use torch.as_tensor"
+    return "use torch.as_tensor(..., dtype=torch.float32)" if dtype in INTEGERS or dtype == torch.bool else otherwise
+
+
+def _dtype_as_tensor(given: Any) -> torch.dtype | None:
+    """The dtype of the tensor that can be made of something; None if there is none."""
     try:
-        torch.as_tensor(given)
+        return torch.as_tensor(given).dtype
     except (RuntimeError, TypeError, ValueError):
-        return otherwise
-    return "use torch.as_tensor"
+        return None
 
 
 def squeezed(argument: str, shape: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> str:
@@ -65,6 +74,11 @@ def check_mask(function: str, argument: str, mask: Any, meaning: str) -> None:
         raise TypeError(
             f"{function}: `{argument}` must be a tensor or None; got {mask!r}; give other arguments by name, as "
             f"{name}={mask!r}"
+        )
+    if not isinstance(mask, Tensor) and (dtype := _dtype_as_tensor(mask)) is not None and dtype not in FLOATS:
+        raise TypeError(
+            f"{function}: `{argument}` must be a tensor, boolean or of floating-point numbers that are added to the "
+            f"scores; got {type(mask).__name__}; give torch.as_tensor(mask, dtype=torch.bool), True {meaning}"
         )
     if isinstance(mask, Tensor) and mask.dtype in INTEGERS:
         raise TypeError(

@@ -57,7 +57,7 @@ def variants(function: Callable[..., Any] | str) -> list[str]:
     >>> effops.variants(effops.power_spherical_log_prob)[0]
     'triton'
     """
-    return list(find_op(function).preference)
+    return list(find_op(function, "variants").preference)
 
 
 class _ThreadState(threading.local):

@@ -82,7 +82,7 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
     power_spherical_log_prob: chunked (bytes predicted, beyond the inputs)
     ...
     """
-    op = find_op(function)
+    op = find_op(function, "explain")
     assert op.function is not None
     try:
         given = inspect.signature(op.function).bind(*args, **kwargs)

@@ -180,17 +180,18 @@ def ops() -> Mapping[str, Op]:
     return MappingProxyType(_ops)
 
 
-def find_op(function: Callable[..., Any] | str) -> Op:
-    """The op that a public function calls, or the op of that name."""
+def find_op(function: Callable[..., Any] | str, asked_by: str = "") -> Op:
+    """The op that a public function calls, or the op of that name. An error begins with who has asked, if anybody."""
+    asker = f"{asked_by}: " if asked_by else ""
     op = next((op for op in _ops.values() if function in (op.name, op.function)), None)
     if op is None and isinstance(function, str):
         raise ValueError(
-            f"{function!r} is no op of effops; choose from {', '.join(_ops)}{did_you_mean(function, _ops)}"
+            f"{asker}{function!r} is no op of effops; choose from {', '.join(_ops)}{did_you_mean(function, _ops)}"
         )
     if op is None:
         got = repr(function) if callable(function) else f"an object of class {type(function).__name__}"
         raise ValueError(
-            f"{got} is no op of effops; choose from {', '.join(_ops)}, without calling it; "
+            f"{asker}{got} is no op of effops; choose from {', '.join(_ops)}, without calling it; "
             "effops.record() tells which ops run inside of other functions"
         )
     return op

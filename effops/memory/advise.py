@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, AdamW
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.building import build_model
 from effops.memory.named_devices import OneDeviceRecorder
 from effops.memory.optimizers import AdamW8bit
-from effops.memory.surroundings import apart
+from effops.memory.surroundings import isolated_from_caller
 from effops.memory.workload import Workload, check_step
 from effops.nn import MultiheadAttention
 from effops.prediction.inside import caution
@@ -33,6 +33,7 @@ OPTIMIZERS = {
     "SGD with momentum": lambda parameters: SGD(parameters, momentum=0.9),
     "SGD": SGD,
 }
+ADDS_STATES = "momentum", "amsgrad"  # options of optimizers with which they keep one more state
 STAGES = ("optimizer states", "gradients", "weights")
 COMMUNICATION = {1: "as much as", 2: "as much as", 3: "1.5 times as much as"}
 FAMILIES = ("operation", "mixed precision", "gradient accumulation", "ZeRO", "checkpointing", "optimizer", "batch size")
@@ -343,9 +344,21 @@ def _training_options(workload: Workload, batch_size: int, model: nn.Module, dev
         yield _Option("ZeRO", name, "memory", functools.partial(replace, stage=stage) if devices > 1 else None, note)
     yield _checkpointing(workload, model)
     for name, optimizer in OPTIMIZERS.items():
+        if _keeps_same_states(workload, optimizer, model):
+            yield _Option("optimizer", f"optimizer {name}", "both", None, "is there")
+            continue
         note = "its states as bitsandbytes documents them" if optimizer is AdamW8bit else ""
         change = functools.partial(_changed, optimizer=optimizer)
         yield _Option("optimizer", f"optimizer {name}", "both", change, note, alters=True)
+
+
+def _keeps_same_states(workload: Workload, other: Callable[..., Optimizer], model: nn.Module) -> bool:
+    """Whether the optimizer of the workload is of the class of another one, and keeps the states that it keeps."""
+    assert workload.optimizer is not None
+    present, proposed = workload.optimizer(model.parameters()), other(model.parameters())
+    return type(present) is type(proposed) and all(
+        bool(present.defaults.get(option)) == bool(proposed.defaults.get(option)) for option in ADDS_STATES
+    )
 
 
 def _checkpointing(workload: Workload, model: nn.Module) -> _Option:
@@ -434,7 +447,7 @@ def fake_model(workload: Workload) -> nn.Module:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = OneDeviceRecorder(mode)
     recorder.enter("setup")
-    with apart(), mode, recorder, KnownValues():
+    with isolated_from_caller(), mode, recorder, KnownValues():
         return build_model(workload.model)
 
 

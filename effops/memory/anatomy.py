@@ -16,7 +16,8 @@ from effops.measure import tensors
 from effops.memory.building import build_model
 from effops.memory.measured import measured_timeline
 from effops.memory.named_devices import NAMED_BY_AUTOCAST, NamedCudaForms, OneDeviceRecorder, missing_devices_named
-from effops.memory.surroundings import apart
+from effops.memory.program_lines import frames_of, line_of_program
+from effops.memory.surroundings import isolated_from_caller
 from effops.memory.workload import Step, Workload, called_as, check_step
 from effops.prediction.compiled import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, overheads
@@ -36,8 +37,16 @@ from effops.pytorch import (
 from effops.text import aligned, did_you_mean, format_bytes
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
-# PyTorch says so of fake tensors; those errors have no class of their own.
-READS_VALUES = "its data is not allocated yet", ".numpy() is not supported"
+# What PyTorch says of fake tensors whose values are read, and what reads them; those errors have no class of their own.
+READS_VALUES = {
+    "its data is not allocated yet": "an operator that reads their memory",
+    ".numpy() is not supported": "Tensor.numpy(), or an array of numpy made of a tensor,",
+}
+# What a program has written where these operators are called.
+WRITTEN_AS = {
+    "aten._local_scalar_dense.default": ", as of .item(), .tolist(), float(), or `if` of a tensor,",
+    "aten.nonzero.default": ", as of torch.nonzero, or of a boolean mask as index,",
+}
 SHOWN_DIFFERENCES = 8
 SHOWN_MAKERS = 3
 NEGLIGIBLE = 1e-3  # of the peak
@@ -133,7 +142,10 @@ class Anatomy:
         if "other" in rows:
             makers = list(self.timeline.makers("other").items())[:SHOWN_MAKERS]
             made = ", ".join(f"{format_bytes(nbytes)} of {operator}" for operator, nbytes in makers)
-            table += f"\nother: {made}; outlives the pass that made it, as a result that the model or the loop keeps"
+            why = "outlives the pass that made it, as a result that the model or the loop keeps"
+            if not any(instant["other"] for name, instant in instants.items() if name != "after setup"):
+                why = "left by setup or by the step before, until this step releases it"
+            table += f"\nother: {made}; {why}"
         return table
 
     def _peaks_table(self) -> str:
@@ -196,8 +208,9 @@ def anatomy(
     """
     check_step("anatomy", workload, batch_size)
     if device not in ("cpu", "cuda"):
-        near = did_you_mean(device, ("cpu", "cuda"))
-        raise ValueError(f'anatomy: `device` must be "cpu" or "cuda"; got {device!r}{near}')
+        remedy = did_you_mean(device, ("cpu", "cuda"))
+        remedy = remedy or "; give one of these, since what other devices allocate is not known"
+        raise ValueError(f'anatomy: `device` must be "cpu" or "cuda"; got {device!r}{remedy}')
     if measure and device != "cpu":
         raise ValueError('anatomy: `measure` runs the step on the CPU; leave `device="cpu"`, or `measure=False`')
     recorder, timeline = _followed(workload, batch_size, device == "cuda", probe)
@@ -219,7 +232,7 @@ def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> t
     modules = _CalledModules()
     workload = replace(workload, model=functools.partial(_build_new, workload.model))
     with (
-        apart(),
+        isolated_from_caller(),
         mode,
         NamedCudaForms(recorder.unknown) if cuda else nullcontext(),
         recorder,
@@ -252,15 +265,17 @@ def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> t
                 '`torch.compiler.set_stance("force_eager")`, or let `max_batch_size(..., mode="probe")` run it'
             ) from error
         except RuntimeError as error:
-            reads = any(message in str(error) for message in READS_VALUES)
-            if not (reads or isinstance(error, UNPREDICTABLE)):
+            found = next((what for message, what in READS_VALUES.items() if message in str(error)), "")
+            if isinstance(error, UNPREDICTABLE):
+                operator = getattr(error, "func", "an operator that reads them")
+                found = f"{type(error).__name__} from {operator}{WRITTEN_AS.get(str(operator), '')}"
+            if not found:
                 raise
-            operator = getattr(error, "func", "an operator that reads them")
-            found = operator if reads else f"{type(error).__name__} from {operator}"
+            place = line_of_program(frames_of(error)) or "in PyTorch"
             raise NotImplementedError(
                 f"anatomy: {modules.where()} must not depend on the values of tensors, which a prediction does not "
-                f"have; got {found}; make shapes and branches there independent "
-                'of them, or let `max_batch_size(..., mode="probe")` run the model'
+                f"have; got {found} {place}; make shapes and branches there independent of them, or let "
+                '`max_batch_size(..., mode="probe")` run the model'
             ) from error
         return recorder, recorder.timeline()
 

@@ -48,17 +48,15 @@ class MaxBatch:
 
     def __str__(self) -> str:
         limit = "" if self.budget_bytes is None else f" of {format_bytes(self.budget_bytes)} ({self.budget_means})"
-        known = sorted(size for size, nbytes in self.tried.items() if nbytes is not None)
-        shown = dict(zip(known, _distinct((self.tried[size] for size in known), self.budget_bytes)))
+        too_large = (size for size in self.tried if size > self.batch_size)
+        sizes = {"largest that fits": self.batch_size, "next that is allowed, too large": min(too_large, default=None)}
+        shown = {name: size for name, size in sizes.items() if size is not None}
+        texts = iter(_distinct((self.tried[size] for size in shown.values()), self.budget_bytes))
         rows = [
-            (
-                f"{size:,}",
-                shown.get(size, "out of memory"),
-                "fits" if size <= self.batch_size else "does not fit",
-            )
-            for size in sorted(self.tried)
+            (name, f"{size:,}", "out of memory" if self.tried[size] is None else next(texts))
+            for name, size in shown.items()
         ]
-        table = aligned([("batch size", "peak", ""), *rows])
+        table = aligned([("", "batch size", "peak"), *rows])
         head = f"largest batch within the budget{limit}: {self.batch_size:,}"
         return "\n\n".join(part for part in (head, table, caution(self.unknown)) if part)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from effops.memory.surroundings import apart
+from effops.memory.surroundings import isolated_from_caller
 from effops.memory.workload import Step, Workload
 from effops.prediction.shared import profiled
 from effops.prediction.timeline import Allocation, Timeline
@@ -19,7 +19,7 @@ def measured_timeline(workload: Workload, batch_size: int) -> Timeline:
     """The timeline of the second of two steps, as it ran; the random number generator is left as it was."""
     notes = _Notes()
     with (
-        apart(),
+        isolated_from_caller(),
         torch.random.fork_rng(),
         profiled() as profiler,
     ):

@@ -4,13 +4,11 @@ A program for CUDA moves its model there, and switches CUDA's autocast on. Witho
 leaves the second out. In a prediction for CUDA, "cuda" is the predicted device. Every other name is refused.
 """
 
-import os
 import re
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.amp import autocast_mode
 from torch.cuda.amp.common import amp_definitely_not_available
 
+from effops.memory.program_lines import frames_of, line_of_program
 from effops.prediction.allocations import Allocations
 from effops.prediction.cuda_forms import CudaForms
 from effops.prediction.recorder import Recorder
@@ -26,11 +25,10 @@ from effops.prediction.shared import Shared
 from effops.pytorch import _get_current_dispatch_mode_stack
 
 HERE = "cpu", "meta"  # fake tensors of the prediction, and tensors without memory
-FOLDERS = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
-PACKAGES = tuple(os.path.join(folder, "") for folder in FOLDERS)  # PyTorch and effops
 # PyTorch says so where a device is used that is not there; those errors have no class of their own.
 NO_INDEX = "Cannot access accelerator device"  # of a device that is named by its index alone
 LACKS_DEVICE = "not compiled with CUDA", "not linked with support for", "Found no NVIDIA driver", NO_INDEX
+IN_PYTORCH = "in PyTorch"
 MOVED = "a tensor is made there, or moved to it"
 Function = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a function and its arguments
 
@@ -54,7 +52,7 @@ def _is_cuda(device: Any) -> bool:
 def _check_device(kind: str, cuda: bool, use: str = MOVED) -> None:
     """Refuse a device that is not predicted, with the line of the program."""
     if kind not in HERE:
-        raise _refusal(kind, cuda, line_of_program(traceback.walk_stack(None)), use)
+        raise _refusal(kind, cuda, line_of_program(traceback.walk_stack(None)) or IN_PYTORCH, use)
 
 
 class NamedCudaForms(CudaForms):
@@ -80,17 +78,13 @@ class OneDeviceRecorder(Recorder):
 
 def _refusal(kind: str, cuda: bool, place: str, use: str) -> NotImplementedError:
     predicted = "cuda" if cuda else "cpu"
-    remedy = 'predict with device="cuda"' if kind == "cuda" else 'name "cuda", and predict with device="cuda"'
+    remedy = 'predict with device="cuda"'
+    if kind != "cuda":
+        remedy = f'since what "{kind}" allocates is not known, name "cuda", and predict with device="cuda"'
     return NotImplementedError(
         f'anatomy: a workload that is predicted with device="{predicted}" must name no other device; got "{kind}" '
         f"{place}, where {use}; {remedy}, or leave it out there"
     )
-
-
-def line_of_program(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The place of the innermost call that is neither PyTorch's nor one of effops."""
-    own = ((frame.f_code.co_filename, line) for frame, line in frames)
-    return next((f"in {file}, line {line}" for file, line in own if not file.startswith(PACKAGES)), "in PyTorch")
 
 
 @contextmanager
@@ -101,7 +95,7 @@ def missing_devices_named(cuda: bool) -> Iterator[None]:
     except (AssertionError, RuntimeError) as error:
         if not any(message in str(error) for message in LACKS_DEVICE):
             raise
-        place = line_of_program(reversed(list(traceback.walk_tb(error.__traceback__))))
+        place = line_of_program(frames_of(error)) or IN_PYTORCH
         moved = re.search(r"not linked with support for (\w+) devices", str(error))
         if moved or NO_INDEX in str(error):
             raise _refusal(moved[1] if moved else "cuda", cuda, place, MOVED) from error
@@ -139,9 +133,10 @@ def _read_by_autocast() -> Iterator[None]:
         is_unsure = self.device == "cuda" and amp_definitely_not_available()  # then it is off, whatever was asked for
         may_be_on = self.device not in HERE and (self._enabled or is_unsure)
         if may_be_on and self not in made_inside and _predicts_cuda() is not None:
+            place = line_of_program(traceback.walk_stack(None)) or IN_PYTORCH
             raise NotImplementedError(
                 "anatomy: contexts of autocast must be made while a workload is predicted; got one of "
-                f'"{self.device}" {line_of_program(traceback.walk_stack(None))}, which was made before, perhaps as a '
+                f'"{self.device}" {place}, which was made before, perhaps as a '
                 'decorator; write `with torch.autocast("cuda", ...):` inside of the function'
             )
         return enter(self)

@@ -1,5 +1,7 @@
-"""Keeps a step apart from what its caller has set in PyTorch, and the caller from what the step sets there."""
+"""Isolates a step from what its caller has set in PyTorch, and the caller from what the step sets there."""
 
+import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -14,8 +16,9 @@ from effops.pytorch import _disable_current_modes
 def _without_anomaly_detection() -> Iterator[None]:
     """Switch anomaly detection off, which reads values.
 
-    It is one switch for all threads. Its second flag, which says nothing while the switch is off, is turned as a mark.
-    If the mark is gone at the end, another thread has used the switch, which then stays as that thread has left it.
+    All threads share the switch and its second flag, `check_nan`, which has no effect while the switch is off. So this
+    inverts the flag, and sees at the end whether it is still inverted. If it is not, another thread has set the switch
+    meanwhile, and the switch stays as that thread has set it.
     """
     was_on, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.autograd.set_detect_anomaly(False, not checks_nan)
@@ -30,10 +33,26 @@ WITHOUT_ANOMALY_DETECTION = Shared(_without_anomaly_detection)
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def _without_logged_failures() -> Iterator[None]:
+    """Keep PyTorch from logging an operator that fails on fake tensors: the error that it raises says the same."""
+    thread = threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(is_of_another_thread)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_another_thread)
+
+
+@contextmanager
+def isolated_from_caller() -> Iterator[None]:
     """A context with gradients, the CPU as default device, no modes and no garbage collector.
 
-    A seed that is set inside is undone at the end.
+    A seed that is set inside does not last: the generator is as before at the end.
     """
     elsewhere = torch.get_default_device().type != "cpu"
     with (
@@ -42,17 +61,18 @@ def apart() -> Iterator[None]:
         WITHOUT_ANOMALY_DETECTION,
         torch.device("cpu") if elsewhere else nullcontext(),
         without_collector(),
-        _seeds_undone(),
+        _without_logged_failures(),
+        _without_lasting_seed(),
     ):
         yield
 
 
 @contextmanager
-def _seeds_undone() -> Iterator[None]:
-    """Undo `torch.manual_seed`, which a workload may call.
+def _without_lasting_seed() -> Iterator[None]:
+    """Put the random number generators back as they were, if somebody set a seed inside, as a workload may.
 
-    A prediction draws no number. So the state of the generator is left alone where nobody has set a seed: other threads
-    may have drawn numbers meanwhile, and a former state would repeat them.
+    A prediction draws no number. Without a new seed, only other threads can have changed the generators, by drawing.
+    The states before would make them draw the same numbers again. So the generators are then left as they are.
     """
     seed, state = torch.initial_seed(), torch.random.get_rng_state()
     on_cuda = torch.cuda.is_initialized()

@@ -14,9 +14,19 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors
+from effops.memory.program_lines import frames_of, line_of_program
 from effops.pytorch import tree_leaves
 from effops.text import integer_remedy
 
+# These can be raised again with another text. Subclasses of them may take other arguments than a text.
+TOLD_WITH_CALL = AttributeError, IndexError, RuntimeError, TypeError, ValueError
+SIGNATURES = {
+    "model()": "model=lambda: torch.nn.Linear(256, 1)",
+    "batch(batch_size)": "batch=lambda batch_size: torch.randn(batch_size, 256)",
+    "loss(model, batch)": "loss=lambda model, batch: model(batch).mean()",
+    "generate(model, batch)": "generate=lambda model, batch: model.generate(batch)",
+    "optimizer(model.parameters())": "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+}
 Checkpoint = bool | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
 
 
@@ -164,7 +174,8 @@ class Step:
     ) -> None:
         self.workload, self.batch_size, self.enter, self.mark = workload, batch_size, enter, mark
         enter("setup")
-        self.model = workload.model()
+        with called_as("model()"):
+            self.model = workload.model()
         if not isinstance(self.model, nn.Module):
             raise TypeError(f"Workload: `model` must return a torch.nn.Module; got {type(self.model).__name__}")
         self.model.train(workload.trains)
@@ -218,8 +229,14 @@ class Step:
                 if isinstance(loss, Tensor):
                     got, remedy = f"shape {tuple(loss.shape)}", "take its .mean() or .sum()"
                 raise TypeError(f"Workload: `loss` must return a scalar tensor; got {got}; {remedy}")
+            if not loss.requires_grad:
+                raise ValueError(
+                    "Workload: `loss` must have gradients by the model's parameters; got a tensor that requires none; "
+                    "compute it without .detach(), .item() and no_grad, of a model with parameters to train"
+                )
             self.enter("backward")
-            torch.autograd.backward(loss / batches if batches > 1 else loss)
+            with called_as("loss(model, batch).backward()"):
+                torch.autograd.backward(loss / batches if batches > 1 else loss)
         gradients = (parameter.grad for parameter in self.model.parameters())
         self.mark("gradients", (gradient for gradient in gradients if gradient is not None))
         self.enter("optimizer")
@@ -237,14 +254,22 @@ class Step:
             self.model.register_forward_pre_hook(lambda module, arguments: self.enter("forward")),
             self.model.register_forward_hook(lambda module, arguments, result: self.enter("between")),
         ):
-            if self.workload.generate is not None:
-                result = self.workload.generate(self.model, batch)
-            elif isinstance(batch, Mapping):
-                result = self.model(**batch)
-            else:
-                result = self.model(*batch) if isinstance(batch, (tuple, list)) else self.model(batch)
+            result = self._inferred(batch)
         self.enter("release")
         del result
+
+    def _inferred(self, batch: Any) -> Any:
+        if self.workload.generate is not None:
+            with called_as("generate(model, batch)"):
+                return self.workload.generate(self.model, batch)
+        if isinstance(batch, Mapping):
+            with called_as("model()(**batch)"):
+                return self.model(**batch)
+        if isinstance(batch, (tuple, list)):
+            with called_as("model()(*batch)"):
+                return self.model(*batch)
+        with called_as("model()(batch)"):
+            return self.model(batch)
 
     def _batch(self) -> Any:
         self.enter("inputs")
@@ -262,13 +287,18 @@ class Step:
 
 @contextmanager
 def called_as(call: str) -> Iterator[None]:
-    """Say in an error how a function of a workload is called: perhaps it takes other arguments."""
+    """Say in an error how a function of a workload is called, and in which line of the program it went wrong."""
     try:
         yield
-    except (AttributeError, TypeError) as error:
-        if type(error) not in (AttributeError, TypeError):
+    except TOLD_WITH_CALL as error:
+        if type(error) not in TOLD_WITH_CALL or str(error).startswith(("Workload: ", "anatomy: ")):
             raise
-        raise type(error)(f"Workload: {call} raised: {error}") from error
+        place = line_of_program(frames_of(error))
+        takes_others = isinstance(error, TypeError) and "positional argument" in str(error)
+        hint = f"; it is called as {call}: write {SIGNATURES[call]}" if takes_others and call in SIGNATURES else ""
+        name = "" if type(error) in (AttributeError, TypeError) else f" {type(error).__name__}"
+        told = f"Workload: {call} raised{name}{f' {place}' if place else ''}: {error}{hint}"
+        raise type(error)(told) from error
 
 
 def _is_loss_of_pytorch(loss: Any) -> bool:

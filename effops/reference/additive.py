@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from effops.blocks.cutting import fit, part, pieces, whole
+from effops.blocks.cutting import fit, part, visited_pieces, whole
 from effops.numerics.precision import arithmetic_dtype, unit_roundoff, wider
 from effops.numerics.shapes import broadcast_shapes
 from effops.ops.attention.additive import additive_attention, additive_attention_scores
@@ -79,7 +79,7 @@ def _roundoff(query: Tensor, key: Tensor, weight: Tensor) -> float:
 def _in_float64(pairs: Shape, *tensors: Tensor) -> Iterator[tuple[tuple[slice, ...], list[Tensor]]]:
     """The pairs in pieces, each with the parts of the operands that belong to it, in float64."""
     views = [_with_axes(tensor, len(pairs) + 1) for tensor in tensors]
-    for piece in pieces(whole(pairs), fit(pairs, EXACT_VALUES // max(1, tensors[0].shape[-1]))):
+    for piece in visited_pieces(whole(pairs), fit(pairs, EXACT_VALUES // max(1, tensors[0].shape[-1]))):
         yield piece, [part(view, piece).double() for view in views]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from effops.blocks import limits, pairs
 from effops.blocks.additive import AdditiveScores
-from effops.blocks.cutting import Block, pieces, whole
+from effops.blocks.cutting import Block, visited_pieces, whole
 from effops.blocks.plan import broadcast_plan
 from effops.measure import Pass, memory
 from effops.numerics.precision import arithmetic_dtype, wider
@@ -233,7 +233,7 @@ def test_any_block_by_itself(form, generator):
         for part in (calculated.extents.batch, calculated.extents.rows, calculated.extents.columns)
     ]
     parts = [
-        list(pieces(whole(plan.sizes(axes)), part))
+        list(visited_pieces(whole(plan.sizes(axes)), part))
         for axes, part in zip((plan.batch, plan.rows, plan.columns), extents, strict=True)
     ]
     blocks = [Block(*block) for block in itertools.product(*parts)]

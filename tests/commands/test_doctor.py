@@ -28,6 +28,7 @@ from effops.reference import reference_of
 
 OP = find_op(effops.broadcast_dot)
 NAIVE = OP.variants["naive"].run
+PROGRESS = f"asking for versions and devices\nchecking {OP.name} on cpu\n"
 Doctor = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -80,7 +81,11 @@ def test_module_is_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stdout + done.stderr
     assert "\x1b" not in done.stdout + done.stderr
-    assert "checking" not in done.stderr  # progress is for terminals
+    assert [line for line in done.stderr.splitlines() if line.startswith("checking")] == [
+        f"checking {name} on {device}"  # it was silent for a minute
+        for name in ops()
+        for device in ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    ]
     content = json.loads(path.read_text())
     assert content["passes"] is True
     devices = [device["name"] for device in content["devices"]]
@@ -111,7 +116,7 @@ def test_module_is_the_command(tmp_path: Path) -> None:
 def test_right_variants_pass(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
     code, content = doctor()
     printed = capsys.readouterr()
-    assert (code, content["passes"], printed.err) == (0, True, "")
+    assert (code, content["passes"], printed.err) == (0, True, PROGRESS)
     assert {"effops", "torch", "triton", "python", "system", "cuda", "rocm", "driver"} == content["versions"].keys()
     assert f"torch: {torch.__version__}" in printed.out
     (cpu,) = content["devices"]
@@ -233,7 +238,7 @@ def test_json_on_standard_output_is_alone(doctor: Doctor, capsys: pytest.Capture
     assert cli.main(["doctor", "--json", "-"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
-    assert printed.err == ""
+    assert printed.err == PROGRESS
     assert (found["ops"], found["versions"]) == (content["ops"], content["versions"])
 
 
@@ -264,7 +269,7 @@ def test_a_wrong_result_fails(
     assert wrong["reason"].startswith("the result's error is ")
     assert [name for name, status in statuses(content).items() if status == "failed"] == ["einsum"]
     printed = capsys.readouterr()
-    assert printed.err == f"failed: {OP.name} einsum on cpu: {wrong['reason']}\n"
+    assert printed.err == PROGRESS + f"failed: {OP.name} einsum on cpu: {wrong['reason']}\n"
     assert wrong["reason"] in printed.out
 
 
@@ -308,7 +313,7 @@ def test_a_raising_variant_fails(
     assert statuses(content)["naive"] == "ok"
     printed = capsys.readouterr()
     assert reason in printed.out
-    assert printed.err == f"failed: {OP.name} einsum on cpu: {reason}\n"
+    assert printed.err == PROGRESS + f"failed: {OP.name} einsum on cpu: {reason}\n"
 
 
 def test_an_automatic_choice_that_raises_fails(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,8 +377,12 @@ def test_cuda_device(monkeypatch: pytest.MonkeyPatch, hip: str | None, capabilit
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_why_there_is_no_cuda_device() -> None:
-    assert "Error: " in module._cuda_obstacle()
+def test_why_there_is_no_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said `AssertionError: Torch not compiled with CUDA enabled`."""
+    assert module._cuda_obstacle()
+    assert "Error: " not in module._cuda_obstacle()
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert module._cuda_obstacle().startswith("this PyTorch is built for the CPU alone; to use a GPU, install one ")
 
 
 def test_a_triton_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

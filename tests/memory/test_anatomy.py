@@ -209,6 +209,17 @@ def test_a_result_that_the_model_keeps():
     assert found.instants["end of step"]["other"] == 4 * 5 * 16
     assert "\nother: 320 B of aten::addmm, 4 B of aten::sum; outlives the pass that made it" in str(found)
 
+    class Filling(nn.Linear):
+        def forward(self, x):
+            self.filled = None if hasattr(self, "filled") else torch.zeros(100)
+            return super().forward(x)
+
+    left = anatomy(linear(model=lambda: Filling(256, 1)), 5)
+    assert left.instants["after setup"]["other"] == 400
+    assert "\nother: 400 B of aten::zeros; left by setup or by the step before, until this step releases it" in str(
+        left
+    )
+
     def last(model, x):
         model.last = model(x).sum().detach()  # four bytes beside a megabyte
         return model(x).sum()

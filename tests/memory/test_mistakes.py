@@ -103,6 +103,8 @@ def test_what_a_function_makes_is_no_function(given, message):
         (lambda: advise(LAYER, 2), TypeError, "advise: `workload` must be an .*; got Linear; give"),
         (lambda: anatomy(WORKLOAD, "2"), TypeError, "anatomy: `batch_size` must be an integer; got str '2'; convert"),
         (lambda: advise(WORKLOAD, None, "6G"), TypeError, "must be an integer; got NoneType None; give one"),
+        (lambda: anatomy(WORKLOAD, 2.5), TypeError, "must be an integer; got float 2.5; give a whole number, as 2"),
+        (lambda: anatomy(WORKLOAD, 1, device="mps"), ValueError, "got 'mps'; give one of these, since what other dev"),
         (lambda: anatomy(WORKLOAD, 1, device="cud"), ValueError, 'got .cud.; did you mean "cuda"'),
         (lambda: max_batch_size(WORKLOAD, "6G", mode="prob"), ValueError, 'got .prob.; did you mean "probe"'),
         (lambda: max_batch_size(WORKLOAD, "6G", budget_means="devices"), ValueError, 'did you mean "device"'),
@@ -151,6 +153,45 @@ def test_a_loss_that_is_no_scalar(reduce, got):
         anatomy(workload, 4)
 
 
+def training(loss):
+    return Workload(lambda: nn.Linear(3, 1), lambda size: torch.zeros(size, 3), loss, torch.optim.SGD)
+
+
+READERS = {
+    "numpy": (lambda found: found.detach().numpy().sum(), r"Tensor\.numpy\(\)"),
+    "item": (lambda found: found.sum().item(), r"aten\._local_scalar_dense\.default, as of \.item\(\)"),
+    "mask": (
+        lambda found: found[found > 0].sum(),
+        r"aten\.nonzero\.default, as of torch\.nonzero, or of a boolean mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_line_that_reads_values(name):
+    """It named neither the operator of numpy nor a line."""
+    read, operator = READERS[name]
+    line = read.__code__.co_firstlineno
+    with pytest.raises(
+        NotImplementedError, match=rf"got .*{operator}.* in .*test_mistakes\.py, line {line}; make shapes"
+    ):
+        anatomy(training(lambda model, batch: read(model(batch))), 2)
+
+
+def test_shapes_that_do_not_fit(caplog):
+    """PyTorch logged its own traceback of the operator too."""
+    with pytest.raises(
+        RuntimeError, match=r"Workload: loss\(model, batch\) raised RuntimeError in .*py, line \d+: a and b"
+    ):
+        anatomy(training(lambda model, batch: model(batch) @ torch.ones(5, 7)), 2)
+    assert not caplog.records
+
+
+def test_a_loss_without_gradients():
+    with pytest.raises(ValueError, match=r"`loss` must have gradients by the model's parameters; got .* \.detach\(\)"):
+        anatomy(training(lambda model, batch: model(batch).detach().sum()), 2)
+
+
 def test_a_workload_named_by_its_file(capsys):
     assert cli.main(["memory", "anatomy", "--workload", "train.py:workload", "--batch-size", "2"]) == 2
     assert "got 'train.py:workload': No module named 'train'; write it as an import" in capsys.readouterr().err
@@ -163,12 +204,12 @@ def test_a_workload_named_by_its_file(capsys):
         (
             {"loss": lambda batch, model: model(batch).sum()},
             TypeError,
-            r"Workload: loss\(model, batch\) raised: .*Tensor",
+            r"Workload: loss\(model, batch\) raised in .*test_mistakes.py, line \d+: .*Tensor",
         ),
         (
             {"optimizer": lambda model: torch.optim.SGD(model.parameters())},
             AttributeError,
-            r"Workload: optimizer\(model\.parameters\(\)\) raised: .*generator",
+            r"Workload: optimizer\(model\.parameters\(\)\) raised in .*test_mistakes.py, line \d+: .*generator",
         ),
     ],
     ids=["batch", "loss", "optimizer"],

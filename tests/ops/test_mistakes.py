@@ -112,6 +112,37 @@ MISTAKES = {
     ),
     "a scale in a text": (lambda: spherical(LOC, "5", X), TypeError, "got str; give a number"),
     "scales in a list of tensors": (lambda: spherical(LOC, [SCALE], X), TypeError, "got list; use torch.stack"),
+    "tensors of different shapes in a list": (  # torch.stack was advised
+        lambda: spherical([LOC, LOC[1:]], 1.0, X),
+        TypeError,
+        "got list; call the function for each of these tensors, whose shapes differ; or pad them to one",
+    ),
+    "integers in a list": (  # what torch.as_tensor makes of them was refused next
+        lambda: spherical(LOC, 1.0, [1, 0, 0]),
+        TypeError,
+        "got list; use torch.as_tensor(..., dtype=torch.float32)",
+    ),
+    "a mask in a list": (
+        lambda: attention([[1] * 10] * 10),
+        TypeError,
+        "`attn_mask` must be a tensor, boolean or .*; got list; give torch.as_tensor(mask, dtype=torch.bool), True for",
+    ),
+    "a bias in a list": (lambda: attention([[0.5] * 10]), TypeError, "got list; use torch.as_tensor"),
+    "no whole number": (  # int() was advised, which gives 2
+        lambda: effops.log_sparse_attention(QUERY, QUERY, QUERY, 2.5),
+        TypeError,
+        "`local` must be an integer; got float; give a whole number, as 2",
+    ),
+    "a direction in a column": (  # to expand it was advised
+        lambda: spherical(LOC, 1.0, torch.ones(3, 1)),
+        ValueError,
+        "got x (3, 1), loc (4, 3); give x.squeeze(-1), if its coordinates are along the dimension before the last",
+    ),
+    "directions of no dimension": (
+        lambda: spherical(LOC, 1.0, torch.ones(7, 1)),
+        ValueError,
+        "got x (7, 1), loc (4, 3); give points and parameters of one dimension",
+    ),
     "no points": (lambda: spherical(LOC, 1.0, None), TypeError, "`x` must be a tensor; got NoneType; give a tensor"),
     "a factor in a text": (lambda: attention(scale="5"), TypeError, "a number or None; got str; give a float"),
     "a factor in a tensor": (lambda: attention(scale=SCALE), TypeError, "got Tensor; multiply query by it"),
@@ -303,7 +334,7 @@ MISTAKES = {
     "explain of a result": (
         lambda: effops.explain(LOC),
         ValueError,
-        "an object of class Tensor is no op of effops; choose from .*, without calling it",
+        "explain: an object of class Tensor is no op of effops; choose from .*, without calling it",
     ),
 }
 

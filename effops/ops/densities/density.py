@@ -196,7 +196,7 @@ def _check_vectors(density: Density, function: str, loc: Tensor, x: Tensor) -> N
     if loc.shape[-1] != dimension:
         raise ValueError(
             f"{function}: last dimension of `x` must equal that of `loc`; got x {tuple(x.shape)}, loc "
-            f"{tuple(loc.shape)}; {_alike(loc, x)}"
+            f"{tuple(loc.shape)}; {_alike(density, loc, x)}"
         )
     if dimension < density.smallest:
         raise ValueError(
@@ -205,10 +205,13 @@ def _check_vectors(density: Density, function: str, loc: Tensor, x: Tensor) -> N
         )
 
 
-def _alike(loc: Tensor, x: Tensor) -> str:
+def _alike(density: Density, loc: Tensor, x: Tensor) -> str:
     """How to make the last dimensions of loc and x equal."""
     for name, given, other in (("x", x, loc), ("loc", loc, x)):
-        if given.shape[-1] == 1:
+        if given.shape[-1] == 1 < density.smallest:  # an expanded number would be no point of such a density
+            if given.shape[-2:-1] == other.shape[-1:]:
+                return f"give {name}.squeeze(-1), if its coordinates are along the dimension before the last"
+        elif given.shape[-1] == 1:
             return f"expand `{name}`, whose last dimension is 1"
         if given.ndim > 1 and given.shape[-2] == other.shape[-1]:
             return f"give {name}.mT, if its last dimension should be the one before it"

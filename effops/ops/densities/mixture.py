@@ -19,7 +19,7 @@ from torch import Tensor
 
 from effops.blocks import limits
 from effops.blocks import logsumexp as logsumexp_blocks
-from effops.blocks.cutting import fit, part, pieces, whole
+from effops.blocks.cutting import fit, part, visited_pieces, whole
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Shape, Slices
 from effops.blocks.weighted import Weighted
@@ -256,7 +256,7 @@ class Mixture:
     def _slabs(self, call: MixtureCall) -> Iterator[tuple[Slices, MixtureCall]]:
         """Blocks of results with the call of each. No block is larger than the first."""
         core_dims = self.op.core_dims.values()
-        for block in pieces(whole(call.shape), fit(call.shape, limits.STATISTICS_SLAB)):
+        for block in visited_pieces(whole(call.shape), fit(call.shape, limits.STATISTICS_SLAB)):
             pairs = (*block[: call.axis], slice(None), *block[call.axis :])
             own_axes = (tensor.ndim - dims for tensor, dims in zip(call.tensors, core_dims))
             parts = (part(tensor, pairs[len(pairs) - own :]) for tensor, own in zip(call.tensors, own_axes))

@@ -1,0 +1,111 @@
+"""The workload that the options of `effops memory` name: a published architecture, or one's own of a module."""
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from effops.memory.models import Configuration, bert_large, workload_parts
+from effops.memory.program_lines import frames_of, line_of_program
+from effops.memory.workload import Workload, called_as
+from effops.text import did_you_mean
+
+CONFIGURATION_TYPES = {field.name: type(field.default) for field in dataclasses.fields(Configuration)}
+BERT_OPTIONS = ("layers", "seq_len", "attention")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def workload_of(options: argparse.Namespace, values: Mapping[str, Any] | None = None) -> Workload:
+    """The workload that the options name; `values` replace some of them, or are its function's arguments."""
+    given = {name: getattr(options, name) for name in CONFIGURATION_TYPES if getattr(options, name) is not None}
+    if options.workload is not None:
+        if given:
+            raise ValueError(f"argument {option(next(iter(given)))}: expected an --architecture beside it; got none")
+        workload = _imported(options.workload, values or {})
+    else:
+        workload = _published(**{"architecture": options.architecture, **given, **(values or {})})
+    changes = {
+        "autocast": DTYPES.get(options.autocast),
+        "checkpoint": options.checkpoint or None,
+        "accumulation_steps": options.accumulation_steps,
+    }
+    return dataclasses.replace(workload, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _published(architecture: str, **sizes: Any) -> Workload:
+    if architecture != "bert-large":
+        return Workload(**workload_parts(architecture, Configuration(**sizes)))
+    if unknown := [option(name) for name in sizes if name not in BERT_OPTIONS]:
+        raise ValueError(
+            f"argument {', '.join(unknown)}: expected none of it for bert-large, whose sizes are published"
+        )
+    return Workload(**bert_large(**sizes))
+
+
+def _imported(place: str, values: Mapping[str, Any]) -> Workload:
+    module_name, colon, name = place.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name) if module_name else None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):  # the module imports another one
+            text = f"argument --workload: {place!r} must import what is installed; got: {error}; install it"
+            raise ModuleNotFoundError(text).with_traceback(error.__traceback__) from error
+        near = did_you_mean(place, (f"{path.stem}{colon}{name}" for path in Path.cwd().glob("*.py")))
+        raise ValueError(
+            f"argument --workload: expected MODULE:NAME of a workload; got {place!r}: {error}; write it as an "
+            f"import does, without .py, in the current directory or an installed package{near}"
+        ) from None
+    except SyntaxError as error:
+        place_of_error = f"in {error.filename}, line {error.lineno}"
+        raise ImportError(
+            f"argument --workload: {place!r} must be importable; got SyntaxError {place_of_error}: {error.msg}; mend it"
+        ) from error
+    except Exception as error:
+        place_of_error = line_of_program(frames_of(error)) or "in PyTorch"
+        raise ImportError(
+            f"argument --workload: {place!r} must be importable; got {type(error).__name__} {place_of_error}: {error}; "
+            "mend it"
+        ) from error
+    found = getattr(module, name, None) if name else None
+    if found is None:
+        places = [f"{module_name}:{one}" for one in _workload_names(module)] if module else []
+        there = f"; choose from {', '.join(places)}{did_you_mean(place, places)}" if places else ""
+        raise ValueError(
+            f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, where there is none{there}"
+        )
+    if callable(found):
+        with called_as(f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"):
+            found = found(**values)
+    elif values:
+        raise ValueError(
+            f"argument --axis: expected {place!r} to be a function of {', '.join(values)}; got {type(found).__name__}"
+        )
+    if not isinstance(found, Workload):
+        raise ValueError(
+            f"argument --workload: expected a Workload, or a function that returns one; got {type(found).__name__} "
+            f"from {place!r}"
+        )
+    return found
+
+
+def _workload_names(module: ModuleType) -> list[str]:
+    """The names of workloads in a module, and of functions that it defines, which may return one."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, Workload) or (inspect.isfunction(value) and value.__module__ == module.__name__)
+    ]
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
