@@ -143,7 +143,7 @@ class Anatomy:
             makers = list(self.timeline.makers("other").items())[:SHOWN_MAKERS]
             made = ", ".join(f"{format_bytes(nbytes)} of {operator}" for operator, nbytes in makers)
             why = "outlives the pass that made it, as a result that the model or the loop keeps"
-            if not any(instant["other"] for name, instant in instants.items() if name != "after setup"):
+            if not instants["end of step"]["other"]:
                 why = "left by setup or by the step before, until this step releases it"
             table += f"\nother: {made}; {why}"
         return table
