@@ -24,9 +24,11 @@ from torch._C._autograd import (
     DeviceType,
     _disable_profiler_legacy,
     _enable_profiler_legacy,
+    _get_sequence_nr,
     _saved_tensors_hooks_disable,
     _saved_tensors_hooks_enable,
     _saved_tensors_hooks_get_disabled_error_message,
+    _unsafe_set_version_counter,
 )
 from torch._C._dynamo.eval_frame import reset_code
 from torch._C._functorch import (
@@ -104,6 +106,7 @@ __all__ = [
     "_get_current_dispatch_mode_stack",
     "_get_dispatch_mode",
     "_get_float32_matmul_precision",
+    "_get_sequence_nr",
     "_get_tracing_state",
     "_is_alias_of",
     "_len_torch_dispatch_stack",
@@ -116,6 +119,7 @@ __all__ = [
     "_size",
     "_standard_gamma",
     "_storage_Use_Count",
+    "_unsafe_set_version_counter",
     "compute_elementwise_output_strides",
     "elementwise_dtypes",
     "forward_ad",

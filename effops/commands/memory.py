@@ -19,10 +19,10 @@ from effops.memory.formula import FORMULAS, OPTIMIZERS, Details, estimate_transf
 from effops.memory.models import ARCHITECTURES, BERT_KINDS, KINDS
 from effops.memory.models.layers import PUBLISHED
 from effops.memory.plot import check_picture, plot_anatomy
-from effops.memory.program_lines import frames_of, line_of_program
 from effops.memory.sweep import sweep
 from effops.memory.workload import Workload
 from effops.prediction.cuda_forms import CONTEXT_BYTES
+from effops.program_lines import frames_of, line_of_program
 from effops.text import did_you_mean, parse_bytes
 
 EXPECTED_ERRORS = ValueError, NotImplementedError, ImportError, OSError, NVMLUnavailableError

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from effops.memory.models import Configuration, bert_large, workload_parts
-from effops.memory.program_lines import frames_of, line_of_program
 from effops.memory.workload import Workload, called_as
+from effops.program_lines import frames_of, line_of_program
 from effops.text import did_you_mean
 
 CONFIGURATION_TYPES = {field.name: type(field.default) for field in dataclasses.fields(Configuration)}

@@ -54,8 +54,9 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
         if any(map(_is_of_a_subclass, args)):
             # PyTorch compiles a subclass for its class, and raises TypeError where it has gradients.
             returned = (type(arg) for arg in args if _is_of_a_subclass(arg) and _keeps_class(type(arg)))
-            result = call(*(arg.as_subclass(Tensor) if _is_of_a_subclass(arg) else arg for arg in args))
-            return result.as_subclass(next(returned, Tensor))
+            plain = call(*(arg.as_subclass(Tensor) if _is_of_a_subclass(arg) else arg for arg in args))
+            result: Tensor = plain.as_subclass(next(returned, Tensor))
+            return result
         grad = torch.is_grad_enabled()
         signature = tuple(
             (_layout(arg.shape, arg.stride()), arg.dtype, arg.device, grad and arg.requires_grad)

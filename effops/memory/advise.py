@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from effops.memory.anatomy import Anatomy, anatomy
-from effops.memory.building import build_model
-from effops.memory.named_devices import OneDeviceRecorder
+from effops.memory.building import StepRecorder, build_model
 from effops.memory.optimizers import AdamW8bit
 from effops.memory.surroundings import isolated_from_caller
 from effops.memory.workload import Workload, check_step
@@ -26,7 +25,7 @@ from effops.pytorch import FakeTensorMode, _BatchNorm
 from effops.text import aligned, counted, format_bytes, format_distinct_bytes, parse_bytes
 
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": AdamW,
     "AdamW with 8-bit states": AdamW8bit,
     "Adafactor": Adafactor,
@@ -445,7 +444,7 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
 def fake_model(workload: Workload) -> nn.Module:
     """The workload's model without any memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = OneDeviceRecorder(mode)
+    recorder = StepRecorder(mode)
     recorder.enter("setup")
     with isolated_from_caller(), mode, recorder, KnownValues():
         return build_model(workload.model)

@@ -13,20 +13,20 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from effops.measure import tensors
-from effops.memory.building import build_model
+from effops.memory.building import StepRecorder, build_model
 from effops.memory.measured import measured_timeline
-from effops.memory.named_devices import NAMED_BY_AUTOCAST, NamedCudaForms, OneDeviceRecorder, missing_devices_named
-from effops.memory.program_lines import frames_of, line_of_program
 from effops.memory.surroundings import isolated_from_caller
 from effops.memory.workload import Step, Workload, called_as, check_step
-from effops.prediction.compiled import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.cuda_forms import ASSUMPTIONS, CONTEXT_BYTES, overheads
 from effops.prediction.inside import caution
 from effops.prediction.known_values import KNOWN_TO_TRANSFORMERS, KnownValues
+from effops.prediction.named_devices import NAMED_BY_AUTOCAST, NamedCudaForms, missing_devices_named
 from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.operations import CLASSES
 from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES
+from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.timeline import Timeline
+from effops.program_lines import frames_of, line_of_program
 from effops.pytorch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -224,10 +224,10 @@ def anatomy(
     )
 
 
-def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> tuple[OneDeviceRecorder, Timeline]:
+def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> tuple[StepRecorder, Timeline]:
     """What has followed two steps, with what it tells of the second, and the timeline."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = OneDeviceRecorder(mode, cuda, probe)
+    recorder = StepRecorder(mode, cuda, probe)
     recorder.enter("setup")
     modules = _CalledModules()
     workload = replace(workload, model=functools.partial(_build_new, workload.model))
@@ -245,7 +245,7 @@ def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> t
         # torch.compile leaves hooks alone, so that the first function that it finds is one of the model.
         register_module_forward_pre_hook(torch.compiler.disable(modules.enter)),
         register_module_forward_hook(torch.compiler.disable(modules.leave)),
-        missing_devices_named(cuda),
+        missing_devices_named(recorder),
     ):
         try:
             _check_batch(workload, batch_size)

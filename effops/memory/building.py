@@ -1,13 +1,23 @@
 """Builds models of fake tensors."""
 
 from collections.abc import Callable
-from typing import Any
-from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
-from effops.prediction.shared import Shared
-from effops.pytorch import FakeTensor, _no_grad_trunc_normal_
+from effops.prediction.named_devices import OneDeviceRecorder
+from effops.prediction.recorder import SKIPPED_INITIALISATION
+
+
+class StepRecorder(OneDeviceRecorder):
+    """Follows a training step, and refuses what requires gradients and was not made by its model."""
+
+    def check_real(self, tensor: Tensor) -> None:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "Workload: what requires gradients must be made by `model`; got a tensor of shape "
+                f"{tuple(tensor.shape)} that exists already; construct it inside of the function"
+            )
 
 
 def build_model(build: Callable[[], nn.Module]) -> nn.Module:
@@ -23,11 +33,3 @@ def build_model(build: Callable[[], nn.Module]) -> nn.Module:
             "first batch; construct the layer with the size of its input"
         ) from error
     return model
-
-
-def _initialise(tensor: Tensor, *bounds: Any, **options: Any) -> Any:
-    """Skip an initialisation that draws until all values are right, which those of fake tensors never are."""
-    return tensor if isinstance(tensor, FakeTensor) else _no_grad_trunc_normal_(tensor, *bounds, **options)
-
-
-SKIPPED_INITIALISATION = Shared(lambda: mock.patch.object(nn.init, "_no_grad_trunc_normal_", _initialise))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors
-from effops.memory.program_lines import frames_of, line_of_program
+from effops.program_lines import frames_of, line_of_program
 from effops.pytorch import tree_leaves
 from effops.text import integer_remedy
 

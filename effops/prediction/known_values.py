@@ -94,7 +94,7 @@ class KnownValues(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._note_sources(result, real)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
-        if not all(map(_is_small, made)):
+        if not all(map(is_small, made)):
             if changes:
                 self._forget(given)
             return result
@@ -110,7 +110,7 @@ class KnownValues(TorchDispatchMode):
     def _follows(self, func: Any, given: list[Tensor], changes: bool) -> bool:
         """Whether the values of a result follow from known values. `changes` tells whether the operator changes any."""
         if func in FACTORIES_BY_SHAPE:
-            return _is_small(given[0])
+            return is_small(given[0])
         if func.namespace != "aten" or not (all(map(self.knows, given)) if given else func in FACTORIES):
             return False
         if torch.Tag.inplace_view in func.tags or func._schema.name in EXCHANGES_OF_MEMORY:
@@ -129,7 +129,7 @@ class KnownValues(TorchDispatchMode):
     def _value(self, tensor: Tensor) -> Tensor | None:
         if isinstance(tensor, FakeTensor):
             return self.known.get(tensor.untyped_storage(), {}).get(_layout(tensor))
-        return None if not _is_small(tensor) or _shares_storage(tensor, self.changed) else tensor
+        return None if not is_small(tensor) or _shares_storage(tensor, self.changed) else tensor
 
     def _note_sources(self, result: Any, real: list[Tensor]) -> None:
         for leaf in tree_leaves(result) if real else ():
@@ -164,7 +164,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from (one for one in value if isinstance(one, Tensor))
 
 
-def _is_small(tensor: Tensor) -> bool:
+def is_small(tensor: Tensor) -> bool:
     has_fraction = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return tensor.numel() <= (MOST_FLOATS if has_fraction else MOST_INTEGERS)
 

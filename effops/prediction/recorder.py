@@ -28,6 +28,7 @@ from effops.pytorch import (
     FakeTensorMode,
     _create_grouped_mm_output_tensor,
     _get_dispatch_mode,
+    _no_grad_trunc_normal_,
     _TorchDispatchModeKey,
     tree_leaves,
     tree_map_only,
@@ -98,6 +99,9 @@ RESULTS: dict[Any, Callable[..., Any]] = {
 }
 
 
+Observer = Callable[[OperatorCall, Any, Workspace, tuple[str, int]], None]
+
+
 class Recorder(Allocations):
     """Observes a step on the fake tensors of `mode`. It is a mode itself, so that it sees all operators.
 
@@ -106,11 +110,16 @@ class Recorder(Allocations):
     Some attributes tell of the last step: `operations` counts those of each phase and class, `unknown` names the
     operators that may allocate more than is recorded, and `convolution_bytes` are those of the operands and results of
     the largest convolution.
+
+    `observe`, if given, is called after each operator with the call, its result, what it allocated inside, and the
+    class and number of its operations.
     """
 
-    def __init__(self, mode: FakeTensorMode, cuda: bool = False, probe: bool = False) -> None:
+    def __init__(
+        self, mode: FakeTensorMode, cuda: bool = False, probe: bool = False, observe: Observer | None = None
+    ) -> None:
         super().__init__()
-        self.mode, self.cuda, self.probe = mode, cuda, probe and not cuda
+        self.mode, self.cuda, self.probe, self.observe = mode, cuda, probe and not cuda, observe
         self.tick = 0
         self.records: list[Allocation] = []
         self.living: dict[weakref.ref[Any], Allocation] = {}
@@ -172,6 +181,8 @@ class Recorder(Allocations):
         if not allocated.known:
             self.unknown.add(self.operator)
         self.operations[phase, kind] += count
+        if self.observe is not None:
+            self.observe(call, result, allocated, (kind, count))
         if func in CONVOLUTIONS:
             used = (leaf for leaf in tree_leaves((call.args, result)) if isinstance(leaf, Tensor))
             self.convolution_bytes = max(self.convolution_bytes, sum(one.nbytes for one in used))
@@ -208,16 +219,15 @@ class Recorder(Allocations):
         """A fake tensor in place of a real one, which a step may not change; its bytes are not the step's."""
         if not _is_real(tensor):
             return tensor
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "Workload: what requires gradients must be made by `model`; got a tensor of shape "
-                f"{tuple(tensor.shape)} that exists already; construct it inside of the function"
-            )
+        self.check_real(tensor)
         if id(tensor) not in self.fakes:
             fake = self.mode.from_tensor(tensor)
             self.count(fake, nbytes=0)
             self.fakes[id(tensor)] = tensor, fake
         return self.fakes[id(tensor)][1]
+
+    def check_real(self, tensor: Tensor) -> None:
+        """Called with each real tensor that an operator is given."""
 
     def allocate(self, reference: weakref.ref[Any], nbytes: int) -> None:
         super().allocate(reference, nbytes)
@@ -294,6 +304,14 @@ def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
 
 
 DEEP_COPIES = Shared(lambda: mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy))
+
+
+def _initialise(tensor: Tensor, *bounds: Any, **options: Any) -> Any:
+    """Skip an initialisation that draws until all values are right, which those of fake tensors never are."""
+    return tensor if isinstance(tensor, FakeTensor) else _no_grad_trunc_normal_(tensor, *bounds, **options)
+
+
+SKIPPED_INITIALISATION = Shared(lambda: mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _initialise))
 
 
 def _is_real(value: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 Frames = Iterable[tuple[FrameType, int]]  # with the line of each, the innermost frame first
 
-FOLDERS = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+FOLDERS = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 PACKAGES = tuple(os.path.join(folder, "") for folder in FOLDERS)  # PyTorch and effops
 INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 PYTHON = os.path.join(sysconfig.get_path("stdlib"), ""), "<frozen"

@@ -1,7 +1,7 @@
 """Reads the devices that a program names as the one that is predicted, whose tensors are fake tensors of a CPU.
 
 A program for CUDA moves its model there, and switches CUDA's autocast on. Without CUDA PyTorch raises at the first, and
-leaves the second out. In a prediction for CUDA, "cuda" is the predicted device. Every other name is refused.
+leaves the second out. Here "cuda" is the predicted device where the recorder says so. Every other name is refused.
 """
 
 import re
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.amp import autocast_mode
 from torch.cuda.amp.common import amp_definitely_not_available
+from torch.overrides import TorchFunctionMode
 
-from effops.memory.program_lines import frames_of, line_of_program
-from effops.prediction.allocations import Allocations
 from effops.prediction.cuda_forms import CudaForms
 from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
+from effops.program_lines import frames_of, line_of_program
 from effops.pytorch import _get_current_dispatch_mode_stack
 
 HERE = "cpu", "meta"  # fake tensors of the prediction, and tensors without memory
@@ -49,10 +49,12 @@ def _is_cuda(device: Any) -> bool:
     return type(device) is int or (isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda")
 
 
-def _check_device(kind: str, cuda: bool, use: str = MOVED) -> None:
-    """Refuse a device that is not predicted, with the line of the program."""
-    if kind not in HERE:
-        raise _refusal(kind, cuda, line_of_program(traceback.walk_stack(None)) or IN_PYTORCH, use)
+class NamedCuda(TorchFunctionMode):
+    """Reads CUDA, where functions name it, as the fake tensors' device, and leaves them the forms of a CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, args, options = _on_predicted_device(func, args, kwargs or {})
+        return func(*args, **options)
 
 
 class NamedCudaForms(CudaForms):
@@ -67,28 +69,42 @@ class NamedCudaForms(CudaForms):
 
 
 class OneDeviceRecorder(Recorder):
-    """Follows a step, and refuses tensors on a device that is not predicted."""
+    """Follows a program, and refuses tensors on a device that is not predicted.
+
+    `reads_cuda` tells whether the program's "cuda" is the predicted device. `reader` and `program` name the function
+    that predicts, and what it predicts, in errors.
+    """
+
+    reader, program = "anatomy", "workload"
+
+    @property
+    def reads_cuda(self) -> bool:
+        return self.cuda
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = kwargs.get("device") if kwargs else None
         if device is not None:
-            _check_device(device.type, self.cuda)
+            self.check_device(device.type)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def check_device(self, kind: str, use: str = MOVED) -> None:
+        """Refuse a device that is not predicted, with the line of the program."""
+        if kind not in HERE:
+            raise self.refusal(kind, line_of_program(traceback.walk_stack(None)) or IN_PYTORCH, use)
 
-def _refusal(kind: str, cuda: bool, place: str, use: str) -> NotImplementedError:
-    predicted = "cuda" if cuda else "cpu"
-    remedy = 'predict with device="cuda"'
-    if kind != "cuda":
-        remedy = f'since what "{kind}" allocates is not known, name "cuda", and predict with device="cuda"'
-    return NotImplementedError(
-        f'anatomy: a workload that is predicted with device="{predicted}" must name no other device; got "{kind}" '
-        f"{place}, where {use}; {remedy}, or leave it out there"
-    )
+    def refusal(self, kind: str, place: str, use: str) -> NotImplementedError:
+        predicted = "cuda" if self.cuda else "cpu"
+        remedy = 'predict with device="cuda"'
+        if kind != "cuda":
+            remedy = f'since what "{kind}" allocates is not known, name "cuda", and predict with device="cuda"'
+        return NotImplementedError(
+            f'{self.reader}: a {self.program} that is predicted with device="{predicted}" must name no other device; '
+            f'got "{kind}" {place}, where {use}; {remedy}, or leave it out there'
+        )
 
 
 @contextmanager
-def missing_devices_named(cuda: bool) -> Iterator[None]:
+def missing_devices_named(recorder: OneDeviceRecorder) -> Iterator[None]:
     """Say where a program uses a device that is not there, instead of PyTorch's own error."""
     try:
         yield
@@ -98,17 +114,23 @@ def missing_devices_named(cuda: bool) -> Iterator[None]:
         place = line_of_program(frames_of(error)) or IN_PYTORCH
         moved = re.search(r"not linked with support for (\w+) devices", str(error))
         if moved or NO_INDEX in str(error):
-            raise _refusal(moved[1] if moved else "cuda", cuda, place, MOVED) from error
+            raise recorder.refusal(moved[1] if moved else "cuda", place, MOVED) from error
         raise NotImplementedError(
-            f'anatomy: a workload must use a device by tensors, modules and autocast alone; got "{error}" {place}; '
-            "leave that call out of the workload, or make it where torch.cuda.is_available()"
+            f"{recorder.reader}: a {recorder.program} must use a device by tensors, modules and autocast alone; got "
+            f'"{error}" {place}; leave that call out of the {recorder.program}, or make it where '
+            "torch.cuda.is_available()"
         ) from error
 
 
-def _predicts_cuda() -> bool | None:
-    """Whether this thread predicts for CUDA; None if it predicts nothing."""
-    recorders = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Allocations))
-    return next((getattr(recorder, "cuda", None) for recorder in recorders), None)
+def _recorder() -> OneDeviceRecorder | None:
+    """What predicts in this thread; None if it predicts nothing, or has no devices."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if isinstance(mode, OneDeviceRecorder)), None)
+
+
+def _reads_cuda() -> bool:
+    recorder = _recorder()
+    return recorder is not None and recorder.reads_cuda
 
 
 @contextmanager
@@ -120,37 +142,38 @@ def _read_by_autocast() -> Iterator[None]:
     made_inside: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
-        cuda = _predicts_cuda()
-        if cuda is not None:
+        recorder = _recorder()
+        if recorder is not None:
             made_inside.add(self)
-            if cuda and device_type == "cuda":
+            if recorder.reads_cuda and device_type == "cuda":
                 device_type, dtype = "cpu", dtype_of("cuda") if dtype is None else dtype
             elif enabled:
-                _check_device(device_type, cuda, "autocast would change nothing")
+                recorder.check_device(device_type, "autocast would change nothing")
         init(self, device_type, dtype, enabled, cache_enabled)
 
     def enter_predicted(self: Any) -> Any:
         is_unsure = self.device == "cuda" and amp_definitely_not_available()  # then it is off, whatever was asked for
         may_be_on = self.device not in HERE and (self._enabled or is_unsure)
-        if may_be_on and self not in made_inside and _predicts_cuda() is not None:
+        recorder = _recorder()
+        if may_be_on and self not in made_inside and recorder is not None:
             place = line_of_program(traceback.walk_stack(None)) or IN_PYTORCH
             raise NotImplementedError(
-                "anatomy: contexts of autocast must be made while a workload is predicted; got one of "
-                f'"{self.device}" {place}, which was made before, perhaps as a '
-                'decorator; write `with torch.autocast("cuda", ...):` inside of the function'
+                f"{recorder.reader}: contexts of autocast must be made while a {recorder.program} is predicted; got "
+                f'one of "{self.device}" {place}, which was made before, perhaps as a decorator; '
+                'write `with torch.autocast("cuda", ...):` inside of the function'
             )
         return enter(self)
 
     def is_enabled_predicted(device_type: str | None = None) -> bool:
-        found = "cpu" if device_type in (None, "cuda") and _predicts_cuda() else device_type
+        found = "cpu" if device_type in (None, "cuda") and _reads_cuda() else device_type
         return is_enabled() if found is None else is_enabled(found)
 
     def dtype_predicted(device_type: str) -> torch.dtype:
-        on = device_type == "cuda" and _predicts_cuda() and is_enabled("cpu")
+        on = device_type == "cuda" and _reads_cuda() and is_enabled("cpu")
         return dtype_of("cpu" if on else device_type)
 
     def cast_predicted(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-        return cast(value, "cpu" if device_type == "cuda" and _predicts_cuda() else device_type, dtype)
+        return cast(value, "cpu" if device_type == "cuda" and _reads_cuda() else device_type, dtype)
 
     with (
         mock.patch.multiple(autocast, __init__=begin, __enter__=enter_predicted),
