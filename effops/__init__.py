@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from effops import distributions, nn
 from effops.dispatch.choice import use_variant, variants
@@ -18,6 +18,10 @@ from effops.ops.densities.power_spherical import power_spherical_log_prob, power
 from effops.ops.densities.von_mises_fisher import von_mises_fisher_log_prob, von_mises_fisher_mixture_log_prob
 from effops.patch import patch_power_spherical
 from effops.transformers import register_transformers
+
+if TYPE_CHECKING:
+    from effops.programs.limits_of_memory import MemoryBudgetExceeded as MemoryBudgetExceeded
+    from effops.programs.limits_of_memory import budget as budget
 
 __version__ = "0.1.0"
 
@@ -50,13 +54,20 @@ __all__ = [
 ]
 
 _WHEN_ASKED_FOR = ("measure", "memory")  # public modules that `import effops` does not import
+_NAMES_WHEN_ASKED_FOR = {  # of `programs`
+    "MemoryBudgetExceeded": "limits_of_memory",
+    "budget": "limits_of_memory",
+    "lint": "large_lines",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _WHEN_ASKED_FOR:
         return importlib.import_module(f"effops.{name}")
+    if name in _NAMES_WHEN_ASKED_FOR:
+        return getattr(importlib.import_module(f"effops.programs.{_NAMES_WHEN_ASKED_FOR[name]}"), name)
     raise AttributeError(f"module 'effops' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_WHEN_ASKED_FOR])
+    return sorted([*__all__, *_WHEN_ASKED_FOR, *_NAMES_WHEN_ASKED_FOR])

@@ -15,7 +15,7 @@ MODULES = (effops, effops.distributions, effops.measure, effops.memory, effops.m
 
 
 def test_names():
-    assert dir(effops) == sorted([*effops.__all__, "measure", "memory"])
+    assert dir(effops) == sorted([*effops.__all__, "MemoryBudgetExceeded", "budget", "lint", "measure", "memory"])
     assert all(hasattr(effops, name) for name in dir(effops))
 
 
@@ -37,6 +37,7 @@ def test_modules_are_imported_when_they_are_asked_for():
     code = """
 import sys, effops
 assert "effops.memory" not in sys.modules
+assert "effops.programs" not in sys.modules
 assert "transformers" not in sys.modules
 exec("from effops import *")
 assert "effops.memory" not in sys.modules

@@ -31,7 +31,33 @@ def argument_parser() -> argparse.ArgumentParser:
     doctor_parser.set_defaults(run=doctor)
     what = "the memory of a training step: where it goes, the largest batch that fits, and what would help"
     commands.add_parser("memory", help=what, description=f"Tell {what}, without running it.", fill=memory_commands)
+    what = "the lines of a script whose intermediates are large: bytes now and after, and what to write instead"
+    lint_parser = commands.add_parser("lint", help=what, description=f"Tell {what}. {LINT}", epilog=LINT_CODES)
+    lint_arguments(lint_parser)
+    lint_parser.set_defaults(run=lint)
     return parser
+
+
+LINT = """The script runs on fake tensors until its first optimizer step: nothing is computed and no GPU is needed. Its
+data is read as ever, and what it prints goes to standard error. Checkpoints are skipped; other writes outside of
+throw-away folders are refused. Numbers that it reads, as by loss.item(), are NaN. "cuda" means the device of --device,
+while torch.cuda.is_available() tells of this machine."""
+LINT_CODES = "Exit codes: 0; 1 if a finding is over --fail-over; 2 for errors, also those of the script."
+
+
+def lint_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--least", default="16MiB", metavar="SIZE", help="of an intermediate that is named (16MiB)")
+    parser.add_argument(
+        "--times", type=float, default=8.0, metavar="N", help="as large as what goes in and comes out, at least (8)"
+    )
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="optimizer steps after which it stops (1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help='that is predicted, and "cuda" means')
+    parser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
+    parser.add_argument("--format", choices=("text", "github"), default="text", help="github: annotations of lines")
+    parser.add_argument("--fail-over", metavar="SIZE", help="exit code 1 if a finding takes more")
+    parser.add_argument("--allow-writes", action="store_true", help="let the script write files and start programs")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file; options of effops stand before it")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
 
 
 class Version(argparse.Action):
@@ -121,3 +147,9 @@ def doctor(options: argparse.Namespace) -> int:
     for failure in report.failures():
         print(f"failed: {failure}", file=sys.stderr)
     return code
+
+
+def lint(options: argparse.Namespace) -> int:
+    from effops.commands.lint import lint
+
+    return lint(options)

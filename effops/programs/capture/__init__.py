@@ -1,0 +1,1 @@
+"""What a program does: its operators, storages and source lines, on fake tensors. Start with `faked.py`."""

@@ -1,0 +1,128 @@
+"""What a run on fake tensors takes for granted where a program reads values: that its checks hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from effops.prediction.known_values import CHECK, READS, KnownValues, is_small
+from effops.prediction.recorder import ITEM
+from effops.prediction.shared import Shared
+from effops.programs.capture.places import Place, Sites, place_of
+from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_dispatch_mode_stack
+
+aten = torch.ops.aten
+HOLDS = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default}
+FAILS = {aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default}
+PERMUTATIONS = {aten.randperm.default, aten.randperm.generator}
+FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class CannotFollow(NotImplementedError):  # noqa: N818, it says what a run cannot do
+    """A line depends on values, which a run on fake tensors does not have."""
+
+
+class AssumedValues(KnownValues):
+    """Takes checks of values to hold, and counts where. A number that is read is not known: it is NaN."""
+
+    def __init__(self, sites: Sites) -> None:
+        super().__init__()
+        self.sites = sites
+        self.assumed: Counter[tuple[str, Place | None]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS and not all(self.knows(one) for one in args if isinstance(one, Tensor)):
+            return self._read(func, args)
+        if func is aten.bincount.default and not self.knows(args[0]) and (least := _least_length(args, kwargs)):
+            self.assume("values that are counted are taken to be below `minlength`")
+            weights = args[1] if len(args) > 1 else (kwargs or {}).get("weights")
+            dtype = torch.int64 if weights is None else torch.promote_types(weights.dtype, torch.float32)
+            func, args, kwargs = aten.new_empty.default, (args[0], [least]), {"dtype": dtype}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is FINITE:
+            self._take_to_be(args[1], torch.zeros_like)
+            self.assume("gradients are taken to be finite")
+        elif func in PERMUTATIONS and is_small(result):  # any will do
+            self._take_to_be(result, lambda one: torch.randperm(len(one), generator=torch.Generator().manual_seed(0)))
+        if isinstance(result, FakeTensor) and not self.knows(result) and (func in HOLDS or func in FAILS):
+            with _disable_current_modes():
+                self._note(result, torch.full(result.shape, func in HOLDS))
+            self.assume("checks are taken to hold")
+        elif func is CHECK:
+            self.assume("checks are taken to hold")
+        return result
+
+    def _read(self, func: Any, args: Any) -> Any:
+        if func is not ITEM:
+            self.assume("tensors that are compared are taken to be equal")
+            return True
+        if args[0].dtype is torch.bool:
+            raise self.cannot("a branch on a value", "decide it by shapes, or leave it out here")
+        # NaN is no size and no index, so that an integer that matters is not taken for another one.
+        self.assume("numbers that are read are taken to be NaN")
+        return complex("nan") if args[0].is_complex() else float("nan")
+
+    def cannot(self, what: str, remedy: str) -> CannotFollow:
+        return CannotFollow(f"{what} cannot be followed without values{at(self._place())}; {remedy}")
+
+    def in_python(self, convert: Callable[..., Any], tensor: Tensor, *args: Any, **options: Any) -> Any:
+        """A list or an array of a tensor, if its values are known."""
+        with _disable_current_modes():
+            value = self._value(tensor)
+            if value is not None:
+                return convert(value, *args, **options)
+        remedy = "compute it with tensors, or leave it out here; .item() is read as NaN"
+        raise self.cannot(f".{convert.__name__}() of a tensor", remedy)
+
+    def _take_to_be(self, fake: Tensor, make: Callable[[Tensor], Tensor]) -> None:
+        with _disable_current_modes():
+            self._note(fake, make(torch.empty(fake.shape, dtype=fake.dtype)))
+
+    def assume(self, what: str) -> None:
+        self.assumed[what, self._place()] += 1
+
+    def _place(self) -> Place | None:
+        site, _ = self.sites.current()
+        spot = site.user or site.library
+        return None if spot is None else place_of(spot)
+
+
+def at(place: Place | None) -> str:
+    return "" if place is None else f", at {place}: {place.source}"
+
+
+class ValuesInPython(TorchFunctionMode):
+    """Gives a program arrays of the values that are known, and names the line where they are not."""
+
+    def __init__(self, values: AssumedValues) -> None:
+        super().__init__()
+        self.values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in TO_ARRAY and isinstance(args[0], FakeTensor):
+            return self.values.in_python(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+TO_ARRAY: set[Any] = {Tensor.numpy, Tensor.__array__}
+
+
+def _list(tensor: FakeTensor) -> Any:
+    """What `tolist` gives in a thread that follows a program; PyTorch's own reads each number by itself."""
+    values = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, AssumedValues)), None)
+    return _list_of_fakes(tensor) if values is None else values.in_python(Tensor.tolist, tensor)
+
+
+_list_of_fakes = FakeTensor.tolist
+LISTS = Shared(lambda: mock.patch.object(FakeTensor, "tolist", _list))
+
+
+def _least_length(args: Any, kwargs: Any) -> int:
+    """The `minlength` of a call of bincount."""
+    return int(args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0))

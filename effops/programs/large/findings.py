@@ -1,0 +1,217 @@
+"""What `lint` says: findings, as text, as JSON, and as annotations of a pull request."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from effops.prediction.timeline import Allocation
+from effops.programs.capture.observed import Call, Observed, Storage, is_alive
+from effops.programs.capture.places import Place, place_of, statement
+from effops.programs.large import humps
+from effops.programs.large.proposals import Fix, propose
+from effops.text import counted, format_bytes
+
+SIGNS = {"mul": "*", "add": "+", "sub": "-", "div": "/"}
+BYTES_PER_SECOND, OPERATIONS_PER_SECOND = 1e10, 1e11  # of a core or two; only ratios matter
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line whose intermediates are large, and what to write instead.
+
+    Attributes:
+        place: the user's line that makes the largest of them
+        library: the line of a library that the user's line called, where it makes them; None if there is none
+        lines: the bytes of the largest tensor that each line makes, on the way from what is small to what is small
+        expression: the operation that makes the largest, in shapes
+        reducer: the operation that reads it and makes something small
+        now_bytes: the largest tensor; where at least four turns of a loop, or layers, each keep one, all of these
+        after_bytes: the largest tensor that the fix makes, its result included; without a fix, the result that is left
+        kept_bytes: what of it is kept for backward
+        turns: how many are kept, one in each turn of a loop or in each layer
+        peak_share: the part of the program's peak that is made here and alive then, from 0 to 1
+        seconds: a rough time for what makes and reads the large tensors, by their bytes and operations
+        fix: what to write instead, as code that was run; None if nothing was found that is equal and takes half
+    """
+
+    place: Place | None
+    library: Place | None
+    lines: Mapping[Place, int]
+    expression: str
+    reducer: str
+    now_bytes: int
+    after_bytes: int
+    kept_bytes: int
+    turns: int
+    peak_share: float
+    seconds: float
+    fix: Fix | None
+
+    def __str__(self) -> str:
+        place = self.place or self.library
+        kept = f", {format_bytes(self.kept_bytes)} of it kept for backward" if self.kept_bytes else ""
+        turns = f" in {self.turns} turns" if self.turns >= humps.TURNS else ""
+        parts = [
+            f"{place}: {format_bytes(self.now_bytes)} now{turns}, {format_bytes(self.after_bytes)} after"
+            f" ({self.peak_share:.0%} of the peak{kept})",
+            f"    {statement(place) if place else ''}",
+        ]
+        if self.library is not None and self.place is not None:
+            parts.append(f"  which calls {self.library}\n    {statement(self.library)}")
+        parts.append(f"  {self.expression}, which {self.reducer} reads")
+        if self.fix is not None:
+            parts.append(f"  {self.fix.how}: {self.fix.why}")
+            parts += [f"    {line}" for line in self.fix.code.splitlines()]
+        return "\n".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """What JSON can hold of it."""
+        fix = self.fix and {name: getattr(self.fix, name) for name in ("how", "code", "after_bytes", "why")}
+        lines = [{**_placed(place), "bytes": nbytes} for place, nbytes in self.lines.items()]
+        names = ("expression", "reducer", "now_bytes", "after_bytes", "kept_bytes", "turns", "peak_share", "seconds")
+        return {
+            "place": _placed(self.place),
+            "library": _placed(self.library),
+            "lines": lines,
+            **{name: getattr(self, name) for name in names},
+            "fix": fix,
+        }
+
+
+@dataclass
+class LintReport:
+    """What `lint` found. `str()` is for people.
+
+    Attributes:
+        findings: the largest first
+        peak_bytes: the highest sum of live storages that the program allocated
+        assumed: what was taken for granted without values, and how often
+        unknown: operators that may allocate more inside than is known
+    """
+
+    findings: Sequence[Finding] = ()
+    peak_bytes: int = 0
+    assumed: Mapping[str, int] = field(default_factory=dict)
+    unknown: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        parts = [str(one) for one in self.findings]
+        parts.append(
+            f"{counted(len(self.findings), 'findings')}; "
+            f"the program's tensors take {format_bytes(self.peak_bytes)} at most"
+        )
+        parts += [f"assumed: {what} ({counted(count, 'times')})" for what, count in self.assumed.items()]
+        return "\n\n".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """What JSON can hold of it."""
+        return {
+            "findings": [one.to_json() for one in self.findings],
+            "peak_bytes": self.peak_bytes,
+            "assumed": dict(self.assumed),
+            "unknown": list(self.unknown),
+        }
+
+    def github(self) -> str:
+        """Lines that GitHub shows beside the code of a pull request."""
+        found = [(one.place or one.library, one) for one in self.findings]
+        return "\n".join(
+            f"::warning file={os.path.relpath(place.file)},line={place.line},endLine={place.last_line},"
+            f"title={format_bytes(one.now_bytes)} now, {format_bytes(one.after_bytes)} after::{_escaped(str(one))}"
+            for place, one in found
+            if place is not None
+        )
+
+
+def _placed(place: Place | None) -> dict[str, Any]:
+    return {} if place is None else {"file": place.file, "line": place.line, "source": place.source}
+
+
+def _escaped(text: str) -> str:
+    """A message of GitHub's workflow commands, which end with the line."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def report_of(
+    observed: Observed,
+    assumed: Mapping[tuple[str, Place | None], int],
+    found: Sequence[humps.Found],
+    *,
+    with_fixes: bool = True,
+) -> LintReport:
+    """The report of what was found in a program."""
+    assert observed.recorder is not None
+    tick, peak = peak_of(observed.recorder.records)
+    findings = [_finding(one, tick, peak, propose(one) if with_fixes else None) for one in found]
+    texts = {
+        (what if place is None else f"{what} at {place}: {place.source}"): count
+        for (what, place), count in assumed.items()
+    }
+    return LintReport(findings, peak, texts, tuple(sorted(observed.unknown)))
+
+
+def peak_of(records: Sequence[Allocation]) -> tuple[int, int]:
+    """The first tick at which the most bytes of these allocations are there, and those bytes."""
+    changes: Counter[int] = Counter()
+    for one in records:
+        changes[one.born] += one.nbytes
+        if one.died is not None:
+            changes[one.died] -= one.nbytes
+    now, peak, at = 0, 0, 0
+    for tick in sorted(changes):
+        now += changes[tick]
+        if now > peak:
+            peak, at = now, tick
+    return at, peak
+
+
+def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None) -> Finding:
+    top = found.top
+    maker = found.main
+    user, library = (spot and place_of(spot) for spot in maker.site)
+    members = found.members
+    return Finding(
+        place=user,
+        library=library,
+        lines=humps.lines(found),
+        expression=_in_shapes(maker),
+        reducer=f"{top.reducer.name} -> {_shapes(top.reducer)}",
+        now_bytes=found.now_bytes,
+        after_bytes=top.result_bytes if fix is None else fix.after_bytes,
+        kept_bytes=found.kept_bytes,
+        turns=len(found.turns),
+        peak_share=sum(one.nbytes for one in members if is_alive(one, tick)) / max(peak, 1),
+        seconds=seconds_of({id(call): call for one in members for call in _calls_of(one)}.values()),
+        fix=fix,
+    )
+
+
+def _calls_of(storage: Storage) -> list[Call]:
+    return [call for call in (storage.maker, *storage.writers, *storage.readers) if call is not None]
+
+
+def seconds_of(calls: Iterable[Call]) -> float:
+    """A rough time of operators: the longer of moving their bytes and making their operations."""
+    return sum(
+        max(
+            (sum(read.nbytes for read in call.reads) + call.result_bytes) / BYTES_PER_SECOND,
+            call.operations / OPERATIONS_PER_SECOND,
+        )
+        for call in calls
+    )
+
+
+def _in_shapes(call: Call) -> str:
+    operands = [str(read.shape) for read in call.reads if math.prod(read.shape) > 1] or [""]
+    sign = SIGNS.get(call.name)
+    text = f" {sign} ".join(operands) if sign and len(operands) > 1 else f"{call.name}({', '.join(operands)})"
+    return f"{text} -> {_shapes(call)}"
+
+
+def _shapes(call: Call) -> str:
+    return ", ".join(map(str, call.shapes[:1]))

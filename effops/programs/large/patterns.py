@@ -1,0 +1,231 @@
+"""Recognises operations in Python's syntax: `torch.sum(x, -1)` and `x.sum(dim=-1)` are the same."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from effops.programs.large.slices import Slice, copied
+
+
+class Operation(NamedTuple):
+    """A call of a method, or of a function of a module, on its operands."""
+
+    name: str
+    operands: list[ast.expr]
+    keywords: dict[str, ast.expr]
+
+    def argument(self, place: int, *names: str) -> ast.expr | None:
+        if len(self.operands) > place:
+            return self.operands[place]
+        return next((self.keywords[name] for name in names if name in self.keywords), None)
+
+    def only(self, count: int, *keywords: str) -> bool:
+        """Whether there are at most so many operands, and no keyword but these."""
+        return len(self.operands) <= count and set(self.keywords) <= set(keywords)
+
+
+BINARY = {
+    ast.Mult: "mul",
+    ast.Sub: "sub",
+    ast.Add: "add",
+    ast.Div: "div",
+    ast.Pow: "pow",
+    ast.MatMult: "matmul",
+}
+SYNONYMS = {
+    "multiply": "mul",
+    "subtract": "sub",
+    "bmm": "matmul",
+    "absolute": "abs",
+    "divide": "div",
+    "mm": "matmul",
+    "cosine_similarity": "cosine_similarity",
+    "abs_": "abs",
+    "square_": "square",
+    "pow_": "pow",
+    "mul_": "mul",
+    "vector_norm": "norm",
+}
+
+
+class Reader:
+    """Reads the operations of a slice. A name that is assigned once stands for what it was assigned."""
+
+    def __init__(self, found: Slice) -> None:
+        self.found = found
+        self.values: dict[str, ast.expr] = {}
+        counts: dict[str, int] = {}
+        for node in (node for one in found.statements for node in ast.walk(one)):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                counts[node.id] = counts.get(node.id, 0) + 1
+        for one in found.statements:
+            target = one.targets[0] if isinstance(one, ast.Assign) and len(one.targets) == 1 else None
+            if isinstance(one, ast.Assign) and isinstance(target, ast.Name) and counts[target.id] == 1:
+                self.values[target.id] = one.value
+
+    def nodes(self) -> Iterator[ast.expr]:
+        """The expressions of the slice, the outermost first."""
+        for one in self.found.statements:
+            yield from (node for node in ast.walk(one) if isinstance(node, ast.expr))
+
+    def resolved(self, node: ast.expr) -> ast.expr:
+        while isinstance(node, ast.Name) and node.id in self.values:
+            node = self.values[node.id]
+        return node
+
+    def read(self, node: ast.expr | None) -> Operation | None:
+        """The operation of an expression, if it is one."""
+        if node is None:
+            return None
+        node = self.resolved(node)
+        if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
+            return Operation(BINARY[type(node.op)], [node.left, node.right], {})
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return Operation("neg", [node.operand], {})
+        if not isinstance(node, ast.Call) or not isinstance(node.func, (ast.Attribute, ast.Name)):
+            return None
+        if any(isinstance(one, ast.Starred) for one in node.args) or any(one.arg is None for one in node.keywords):
+            return None
+        keywords = {str(one.arg): one.value for one in node.keywords}
+        if isinstance(node.func, ast.Name):
+            return Operation(SYNONYMS.get(node.func.id, node.func.id), list(node.args), keywords)
+        name = SYNONYMS.get(node.func.attr, node.func.attr)
+        operands = list(node.args) if self.is_module(node.func.value) else [node.func.value, *node.args]
+        if "input" in keywords:
+            operands.insert(0, keywords.pop("input"))
+        return Operation(name, operands, keywords) if operands else None
+
+    def is_module(self, node: ast.expr) -> bool:
+        value: Any = None
+        if isinstance(node, ast.Name):
+            value = self.found.scope.names.get(node.id, self.found.scope.surroundings.get(node.id))
+        elif isinstance(node, ast.Attribute) and self.is_module(node.value):
+            value = getattr(self.module(node.value), node.attr, None)
+        return isinstance(value, ModuleType)
+
+    def module(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            return self.found.scope.names.get(node.id, self.found.scope.surroundings.get(node.id))
+        assert isinstance(node, ast.Attribute)
+        return getattr(self.module(node.value), node.attr, None)
+
+    # What is made of operations.
+
+    def summed(self, node: ast.expr) -> tuple[ast.expr, tuple[int, ...]] | None:
+        """What a sum without `keepdim` is taken of, and its axes."""
+        found = self.read(node)
+        if found is None or found.name != "sum" or not found.only(2, "dim", "axis"):
+            return None
+        axes = found.argument(1, "dim", "axis")
+        return None if axes is None else _with_axes(found.operands[0], axes)
+
+    def norm(self, node: ast.expr) -> tuple[ast.expr, tuple[int, ...], int] | None:
+        """What a norm without `keepdim` is taken of, its axes and its exponent."""
+        found = self.read(node)
+        if found is None or found.name != "norm" or not found.only(3, "dim", "axis", "p", "ord"):
+            return None
+        power = found.argument(1, "p", "ord")
+        axes = found.argument(2, "dim", "axis")
+        exponent = 2 if power is None else literal(power)
+        if axes is None or exponent not in (1, 2):
+            return None
+        taken = _with_axes(found.operands[0], axes)
+        return None if taken is None else (*taken, exponent)
+
+    def product(self, node: ast.expr) -> tuple[ast.expr, ast.expr] | None:
+        return self.pair(node, "mul")
+
+    def pair(self, node: ast.expr | None, name: str) -> tuple[ast.expr, ast.expr] | None:
+        """The operands of an operation on two."""
+        found = self.read(node)
+        if found is None or found.name != name or len(found.operands) != 2 or found.keywords:
+            return None
+        return found.operands[0], found.operands[1]
+
+    def squared(self, node: ast.expr) -> ast.expr | None:
+        found = self.read(node)
+        if found is None:
+            return None
+        if found.name == "square" and found.only(1):
+            return found.operands[0]
+        if found.name == "pow" and literal(found.argument(1, "exponent")) == 2:
+            return found.operands[0]
+        if found.name == "mul" and len(found.operands) == 2:
+            left, right = found.operands
+            if ast.dump(left) == ast.dump(right):
+                return left
+        return None
+
+    def softmax(self, node: ast.expr) -> ast.expr | None:
+        """What a softmax over the last axis is taken of."""
+        found = self.read(node)
+        if found is None or found.name != "softmax" or not found.only(2, "dim", "axis"):
+            return None
+        return found.operands[0] if literal(found.argument(1, "dim", "axis")) == -1 else None
+
+    def transposed(self, node: ast.expr) -> ast.expr | None:
+        """The matrices whose transposes an expression is."""
+        node = self.resolved(node)
+        if isinstance(node, ast.Attribute) and node.attr in ("mT", "T"):
+            return node.value
+        found = self.read(node)
+        if found is None or found.name not in ("transpose", "swapaxes") or len(found.operands) != 3:
+            return None
+        return found.operands[0] if {literal(one) for one in found.operands[1:]} == {-1, -2} else None
+
+
+def literal(node: ast.expr | None) -> Any:
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def _with_axes(operand: ast.expr, axes: ast.expr) -> tuple[ast.expr, tuple[int, ...]] | None:
+    value = literal(axes)
+    if type(value) is int:
+        return operand, (value,)
+    if isinstance(value, (tuple, list)) and value and all(type(one) is int for one in value):
+        return operand, tuple(value)
+    return None
+
+
+def text(node: ast.expr) -> str:
+    """An expression as source that can stand before a dot."""
+    source = ast.unparse(node)
+    is_closed = isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
+    return source if is_closed else f"({source})"
+
+
+def with_replaced(found: Slice, node: ast.expr, source: str) -> list[ast.stmt]:
+    """The statements of a slice, with another expression in the place of one. What nobody reads then is left out."""
+    new = ast.parse(source, mode="eval").body
+    statements = [_Replace(node, new).visit(one) for one in map(copied, found.statements)]
+    return without_dead(statements, found.results)
+
+
+def without_dead(statements: Sequence[ast.stmt], results: Sequence[str]) -> list[ast.stmt]:
+    kept: list[ast.stmt] = []
+    needed = set(results)
+    for one in reversed(statements):
+        names = {node.id for node in ast.walk(one) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        if isinstance(one, ast.Assign) and names and not names & needed:
+            continue
+        kept.append(one)
+        needed |= {node.id for node in ast.walk(one) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        if isinstance(one, ast.AugAssign):
+            needed |= names
+    return kept[::-1]
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, old: ast.expr, new: ast.expr) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> Any:
+        if getattr(node, "copy_of", node) is self.old:
+            return self.new
+        return self.generic_visit(node)

@@ -1,0 +1,172 @@
+"""The fix of a finding, as code that was run.
+
+A named op comes first, then a contraction or a function of a library, then a checkpointed loop. Code is proposed only
+if it gave the results and gradients of the user's own on small tensors, and makes at most half the bytes at full size.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from effops.programs.capture.scopes import Described, Fields, Scope
+from effops.programs.large.humps import TURNS, Found
+from effops.programs.large.loops import checkpointed, loops
+from effops.programs.large.rewrites import NAMED, Rewrite, rewrites
+from effops.programs.large.slices import Slice, slices, taken_apart
+from effops.programs.large.trials import Trial, compiled, largest_bytes
+
+MEASURED = 2  # loops at most, of which the best is taken
+ENOUGH = 8  # times less than now: no other loop is measured then
+LESS = 2  # times less than now
+
+
+@dataclass(frozen=True)
+class Fix:
+    """What to write instead.
+
+    Attributes:
+        how: "named op", "contraction", "library function" or "loop"
+        code: the statements that change, as they can be pasted
+        after_bytes: the largest tensor that the code makes, its result included
+        why: why it takes less, and what it costs
+        names: those that the code reads and the user's function has made
+    """
+
+    how: str
+    code: str
+    after_bytes: int
+    why: str
+    names: tuple[str, ...] = ()
+    _sources: tuple[str, str] = field(default=("", ""), repr=False)
+    _surroundings: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def function(self) -> Callable[..., Any]:
+        """The fixed statements, as a function of `names`."""
+        return compiled(self._sources[0], self._surroundings)
+
+    def original(self) -> Callable[..., Any]:
+        """The statements as they are, as a function of `names`."""
+        return compiled(self._sources[1], self._surroundings)
+
+
+def propose(found: Found) -> Fix | None:
+    """The fix of a finding; None if no code was found that is equal and takes half the bytes."""
+    fix = _patched(found)
+    if fix is not None:
+        return fix
+    tried: list[tuple[Slice, Trial]] = []
+    for one in _candidates(found):
+        trial = Trial.of(one, _operand_bytes(one) + found.largest_bytes)
+        if trial is not None:
+            tried.append((one, trial))
+    for how in (True, False):  # named ops of all slices first
+        for one, trial in tried:
+            for rewrite in rewrites(one, trial):
+                if (rewrite.how == NAMED) is how and trial.agrees(_with_imports(one, rewrite)):
+                    fix = _measured(found, one, rewrite)
+                    if fix is not None:
+                        return fix
+    fixes = [fix for one, trial in tried for fix in _loops(found, one, trial)]
+    return min(fixes, key=lambda one: (one.after_bytes, len(one.code)), default=None)
+
+
+def _loops(found: Found, one: Slice, trial: Trial) -> Iterator[Fix]:
+    if len(found.turns) >= TURNS:
+        again = checkpointed(one)
+        if again is not None and trial.agrees(again.statements):
+            fix = _measured(found, one, again)
+            if fix is not None:
+                yield fix
+                return
+    reducers = [hump.reducer for hump in found.humps]
+    sources = [scope.place.source for call in reducers for scope in call.scopes if scope.code is one.scope.code]
+    parts = [one, taken_apart(one, sources)]
+    measured = 0
+    for part in parts:
+        for rewrite in () if part is None else loops(part, trial, found.largest_bytes):
+            if not trial.agrees(rewrite.statements):
+                continue
+            measured += 1
+            fix = _measured(found, one, rewrite)
+            if fix is not None:
+                yield fix
+            if measured == MEASURED or (fix is not None and ENOUGH * fix.after_bytes <= found.now_bytes):
+                return
+
+
+def _candidates(found: Found) -> Iterator[Slice]:
+    """Slices of the innermost function in which what is large is both made and reduced, the shortest first."""
+    top = found.top
+    members = sorted(top.members, key=lambda one: one.allocation.born)
+    makers = [one.maker for one in members if one.maker is not None and one.maker.scopes]
+    for last in top.reducer.scopes:
+        if last.is_library:
+            continue
+        first = next((scope for call in makers for scope in call.scopes if scope.code is last.code), None)
+        if first is None:
+            continue
+        yield from slices(first, last)
+        return
+
+
+def _operand_bytes(found: Slice) -> int:
+    total = 0
+    for name in found.free:
+        value = found.value(name)
+        for one in [value, *(value.values.values() if isinstance(value, Fields) else ())]:
+            if isinstance(one, Described):
+                elements = 1
+                for size, stride in zip(one.shape, one.stride):
+                    elements *= size if stride else 1
+                total += 8 * elements
+    return total
+
+
+def _with_imports(found: Slice, rewrite: Rewrite) -> list[ast.stmt]:
+    names = {node.id for one in rewrite.statements for node in ast.walk(one) if isinstance(node, ast.Name)}
+    known = {*found.scope.surroundings, *found.scope.names}
+    imports = [ast.parse(f"import {name}").body[0] for name in ("effops", "torch") if name in names - known]
+    return [*imports, *rewrite.statements]
+
+
+def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
+    statements = _with_imports(one, rewrite)
+    sources = one.definition(statements, free=one.free), one.definition(one.statements)
+    try:
+        after = largest_bytes(compiled(sources[0], one.scope.surroundings), one)
+    except Exception:  # code that does not run on fake tensors is not proposed
+        return None
+    if LESS * after > found.now_bytes:
+        return None
+    code = _changed(statements, one.statements)
+    return Fix(rewrite.how, code, after, rewrite.why, one.free, sources, dict(one.scope.surroundings))
+
+
+def _changed(statements: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> str:
+    old = {ast.unparse(one) for one in before}
+    lines = [ast.unparse(ast.fix_missing_locations(one)) for one in statements]
+    return "\n".join(one for one in lines if one not in old)
+
+
+def _patched(found: Found) -> Fix | None:
+    calls = [one.maker for one in found.top.members if one.maker is not None]
+    scope = next((scope for call in calls for scope in call.scopes if _is_power_spherical(scope)), None)
+    if scope is None:
+        return None
+    statement = ast.parse("return effops.power_spherical_log_prob(self.loc, self.scale, value)").body
+    own = ast.parse("return self.log_normalizer() + self.scale * torch.log1p((self.loc * value).sum(-1))").body
+    whole = Slice(own, scope, ())
+    rewrite = Rewrite(NAMED, statement, "the op takes the place of the package's `log_prob`, with the same results")
+    fix = _measured(found, Slice(statement, scope, ()), rewrite)
+    if fix is None:
+        return None
+    code = "import effops\neffops.patch_power_spherical()  # once, before the first call"
+    sources = fix._sources[0], whole.definition(own)
+    return Fix(NAMED, code, fix.after_bytes, rewrite.why, ("self", "value"), sources, fix._surroundings)
+
+
+def _is_power_spherical(scope: Scope) -> bool:
+    return scope.is_library and scope.place.file.endswith("power_spherical/distributions.py") and "value" in scope.names

@@ -1,0 +1,278 @@
+"""The statements of a user's function from the line that makes what is large to the line that reduces it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import linecache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from effops.programs.capture.scopes import Described, Fields, Scope, described
+
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
+# What a slice may hold. Other statements, and stores into objects, do more than to make new tensors.
+STATEMENTS = ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.If, ast.For, ast.With, ast.FunctionDef
+REFUSED_CALLS = {
+    "print",
+    "open",
+    "exec",
+    "eval",
+    "input",
+    "setattr",
+    "save",
+    "save_pretrained",
+    "backward",
+    "step",
+    "lint",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Statements that stand side by side in a function, as a function of the names that they read.
+
+    `results` are the names that are used afterwards; none if the statements end with a return.
+    """
+
+    statements: Sequence[ast.stmt]
+    scope: Scope
+    results: tuple[str, ...]
+    rest: Sequence[ast.stmt] = ()  # what the last statement does with the results, where it was taken apart
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """The names that are read before they are assigned, without those of the module and of Python."""
+        return tuple(name for name in read_first(self.statements) if name in self.scope.names or self._is_global(name))
+
+    def _is_global(self, name: str) -> bool:
+        return isinstance(self.value(name), (Described, Fields))
+
+    def value(self, name: str) -> Any:
+        """What a name stood for; NotImplemented if that is unknown."""
+        if name in self.scope.names:
+            return self.scope.names[name]
+        return described(self.scope.surroundings.get(name, NotImplemented))
+
+    def definition(self, statements: Sequence[ast.stmt], name: str = "part_of", free: Sequence[str] = ()) -> str:
+        """Statements with the same results, as the source of a function."""
+        body = list(statements)
+        if self.results:
+            body.append(ast.parse(f"return {', '.join(self.results)}").body[0])
+        text = "\n".join(ast.unparse(ast.fix_missing_locations(one)) for one in body)
+        return f"def {name}({', '.join(free or self.free)}):\n" + "\n".join(f"    {row}" for row in text.splitlines())
+
+
+def slices(first: Scope, last: Scope) -> Iterator[Slice]:
+    """The slices from the statement of one place to that of another in the same function, the shortest first."""
+    function = _function(first.code)
+    if function is None:
+        return
+    block = _block(function, first.place.line, last.place.last_line)
+    if block is None:
+        return
+    statements, inside_loop = block
+    begin, end = _index(statements, first.place.line), _index(statements, last.place.line)
+    if begin is None or end is None:
+        return
+    begin, end = min(begin, end), max(begin, end)
+    for stop in range(end, min(end + 3, len(statements))):  # a later statement may make less
+        start = _start(statements, begin, stop, first)
+        found = statements[start : stop + 1]
+        if not all(map(_is_plain, found)):
+            return
+        results = _results(found, function, inside_loop)
+        if results is not None:
+            yield Slice(found, first, results)
+
+
+def taken_apart(found: Slice, sources: Sequence[str]) -> Slice | None:
+    """A slice up to the reducing expressions in its last statement, each with a name; `rest` is what uses them."""
+    wanted = set()
+    for source in sources:
+        try:
+            wanted.add(ast.unparse(ast.parse(source, mode="eval")))
+        except SyntaxError:  # a part of a line, where Python knows no columns
+            continue
+    last = copied(found.statements[-1])
+    whole = None if isinstance(last, ast.AugAssign) else getattr(last, "value", None)
+    names = [f"part_{number}" for number in range(1, 9)]
+    apart = _Apart(wanted, names, whole)
+    rest = apart.visit(last)
+    if not apart.made or len(apart.made) > len(names):
+        return None
+    statements = [*found.statements[:-1], *apart.made]
+    read = {node.id for node in ast.walk(rest) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    results = [name for name in assigned(statements) if name in read or name in found.results]
+    return Slice(statements, found.scope, tuple(results), [rest])
+
+
+class _Apart(ast.NodeTransformer):
+    def __init__(self, wanted: set[str], names: Sequence[str], whole: ast.expr | None) -> None:
+        self.wanted, self.names, self.whole = wanted, names, whole
+        self.made: list[ast.stmt] = []
+
+    def visit(self, node: ast.AST) -> Any:
+        is_last = not isinstance(node, ast.expr) or node is self.whole or len(self.made) == len(self.names)
+        if is_last or ast.unparse(node) not in self.wanted:
+            return self.generic_visit(node)
+        name = self.names[len(self.made)]
+        self.made.append(ast.parse(f"{name} = {ast.unparse(node)}").body[0])
+        return ast.Name(name, ast.Load())
+
+
+def _results(found: Sequence[ast.stmt], function: ast.AST, inside_loop: bool) -> tuple[str, ...] | None:
+    """The names that are assigned and used afterwards; None if the statements end in an unknown way."""
+    returns = [node for one in found for node in _own_nodes(one) if isinstance(node, ast.Return)]
+    if returns:
+        return () if len(returns) == 1 and returns[0] is found[-1] and returns[0].value is not None else None
+    inner = {id(node) for one in found for node in ast.walk(one)}
+    later = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in inner}
+    before = read_first(found) if inside_loop else ()
+    stored = assigned(found)
+    used = tuple(name for name in stored if name in later or name in before)
+    return used or stored[-1:] or None
+
+
+def _start(statements: Sequence[ast.stmt], begin: int, stop: int, scope: Scope) -> int:
+    """An earlier statement, where a name stands for an object that it makes: a distribution, or a function."""
+    for name in read_first(statements[begin : stop + 1]):
+        value = scope.names.get(name, NotImplemented)
+        is_known = value is not NotImplemented and not isinstance(value, Fields) and not callable(value)
+        if not is_known and (name in scope.names or name not in scope.surroundings) and not hasattr(builtins, name):
+            for index in reversed(range(begin)):
+                if name in assigned(statements[index : index + 1]):
+                    return _start(statements, index, stop, scope)
+    return begin
+
+
+def _is_plain(statement: ast.stmt) -> bool:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.stmt) and not isinstance(node, STATEMENTS):
+            return False
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            return False
+        if isinstance(node, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)):
+            return False
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+            if name in REFUSED_CALLS:
+                return False
+    return True
+
+
+@functools.lru_cache(256)
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return None
+
+
+@functools.lru_cache(256)
+def _function(code: CodeType) -> ast.AST | None:
+    tree = _tree(code.co_filename)
+    if tree is None or code.co_name == "<module>":
+        return tree
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS) and getattr(node, "name", "<lambda>") == code.co_name:
+            decorators = [one.lineno for one in getattr(node, "decorator_list", ())]
+            if min([node.lineno, *decorators]) == code.co_firstlineno:
+                return node
+    return None
+
+
+def _block(function: ast.AST, first: int, last: int, inside_loop: bool = False) -> tuple[list[ast.stmt], bool] | None:
+    """The innermost list of statements that holds two lines, and whether it is run again and again."""
+    if isinstance(function, ast.Lambda):
+        found = ast.copy_location(ast.Return(function.body), function.body)
+        return [found], False
+    for _, value in ast.iter_fields(function):
+        if not isinstance(value, list) or not value or not isinstance(value[0], ast.stmt):
+            continue
+        begin, end = _index(value, first), _index(value, last)
+        if begin is None or end is None:
+            continue
+        here = inside_loop or isinstance(function, (ast.For, ast.While))
+        is_scope = isinstance(value[begin], (*FUNCTIONS, ast.ClassDef))
+        deeper = None if is_scope else _block(value[begin], first, last, here)
+        return deeper or (value, here)
+    return None
+
+
+def _index(statements: Sequence[ast.stmt], line: int) -> int | None:
+    for index, one in enumerate(statements):
+        if one.lineno <= line <= (one.end_lineno or one.lineno):
+            return index
+    return None
+
+
+def _own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a statement without those of functions that it defines."""
+    yield statement
+    if isinstance(statement, FUNCTIONS):
+        return
+    for one in ast.iter_child_nodes(statement):
+        yield from _own_nodes(one)
+
+
+def assigned(statements: Sequence[ast.stmt]) -> tuple[str, ...]:
+    """The names that statements assign, in their order."""
+    found: dict[str, None] = {}
+    for one in statements:
+        for node in _own_nodes(one):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not _is_of_comprehension(one, node):
+                found[node.id] = None
+            elif isinstance(node, ast.FunctionDef):
+                found[node.name] = None
+    return tuple(found)
+
+
+def _is_of_comprehension(statement: ast.stmt, name: ast.Name) -> bool:
+    return any(
+        name is node
+        for one in ast.walk(statement)
+        if isinstance(one, ast.comprehension)
+        for node in ast.walk(one.target)
+    )
+
+
+def read_first(statements: Sequence[ast.stmt]) -> tuple[str, ...]:
+    """The names that statements read before they assign them."""
+    known: set[str] = set()
+    found: dict[str, None] = {}
+    for one in statements:
+        bound = {
+            node.id
+            for inner in ast.walk(one)
+            if isinstance(inner, ast.comprehension)
+            for node in ast.walk(inner.target)
+            if isinstance(node, ast.Name)
+        }
+        for inner in ast.walk(one):
+            if isinstance(inner, FUNCTIONS):
+                arguments = inner.args
+                bound |= {name.arg for name in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+                bound |= set(assigned(inner.body)) if isinstance(inner.body, list) else set()
+        is_loop = isinstance(one, (ast.For, ast.If, ast.With))
+        stored = set(assigned([one])) if is_loop else set()
+        for node in ast.walk(one):
+            is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+            if isinstance(one, ast.AugAssign) and node is one.target:
+                is_read = True
+            if is_read and node.id not in known | bound | stored:  # type: ignore[attr-defined]
+                found[node.id] = None  # type: ignore[attr-defined]
+        known |= set(assigned([one]))
+    return tuple(found)
+
+
+def copied(node: Any) -> Any:
+    """A copy of the tree whose expressions know the node that they are copies of."""
+    if isinstance(node, ast.AST):
+        new = type(node)(**{name: copied(value) for name, value in ast.iter_fields(node)})
+        new.copy_of = getattr(node, "copy_of", node)  # type: ignore[attr-defined]
+        return ast.copy_location(new, node)
+    return [copied(one) for one in node] if isinstance(node, list) else node

@@ -1,0 +1,268 @@
+"""Runs code with what its names stood for: on small real tensors for the results, on fake ones for the bytes."""
+
+from __future__ import annotations
+
+import ast
+import math
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.measure import tensors as tensors_of
+from effops.programs.capture.faked import faked
+from effops.programs.capture.observed import Call, Observed
+from effops.programs.capture.scopes import Described, Fields
+from effops.programs.large.slices import Slice, copied
+from effops.pytorch import FakeTensor, tree_map_only
+
+REAL_BYTES = 2**25  # of a trial
+SMALL = 8  # sizes up to it are kept: coordinates, heads
+STAND_INS = 5, 6, 7, 9, 10, 11, 13, 14, 15
+Function = Callable[..., Any]
+
+
+@dataclass
+class Made:
+    """Arguments for a slice, and the tensors in them."""
+
+    arguments: dict[str, Any]
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def copies(self) -> dict[str, Any]:
+        """The arguments, with copies of the tensors, so that code may change them."""
+        return tree_map_only(Tensor, torch.clone, self.arguments)  # type: ignore[no-any-return]
+
+
+def compiled(source: str, surroundings: Mapping[str, Any], name: str = "part_of") -> Function:
+    """The function that a source defines. It sees the names of a module."""
+    namespace = dict(surroundings)
+    exec(compile(source, "<fix>", "exec"), namespace)
+    return namespace[name]  # type: ignore[no-any-return]
+
+
+def sizes_of(values: Any) -> Iterator[int]:
+    """All sizes of tensors among values."""
+    if isinstance(values, Described):
+        yield from values.shape
+    elif isinstance(values, Fields):
+        yield from sizes_of(list(values.values.values()))
+    elif isinstance(values, (list, tuple)):
+        for one in values:
+            yield from sizes_of(one)
+
+
+def shrunk(values: Mapping[str, Any], operand_bytes: int) -> Iterator[dict[int, int]]:
+    """Smaller sizes in place of those of tensors, each size by one other; all as they are where they fit."""
+    sizes = sorted({size for size in sizes_of(list(values.values())) if size > SMALL})
+    if len(sizes) <= len(STAND_INS):
+        yield dict(zip(sizes, STAND_INS))
+    for factor in (64, 16, 4):  # ratios are kept
+        smaller = {size: max(size // factor, 2) for size in sizes}
+        if sizes and all(size % factor == 0 for size in sizes) and len(set(smaller.values())) == len(sizes):
+            yield smaller
+    common = math.gcd(*sizes) if sizes else 1
+    if common > 1 and max(sizes, default=0) // common <= max(STAND_INS):
+        yield {size: 2 * size // common for size in sizes}
+    if operand_bytes <= REAL_BYTES:
+        yield {}
+
+
+def real(found: Slice, sizes: Mapping[int, int], positive: bool) -> Made:
+    """Random arguments of a slice: normal numbers, or positive ones."""
+    generator = torch.Generator().manual_seed(0)
+    made = Made({})
+
+    def tensor(one: Described) -> Tensor:
+        shape = [sizes.get(size, size) if size > SMALL else size for size in one.shape]
+        # a repeated axis stays one row
+        held = [1 if stride == 0 else size for size, stride in zip(shape, one.stride)]
+        if one.dtype.is_floating_point or one.dtype.is_complex:
+            dtype = torch.complex128 if one.dtype.is_complex else torch.float64
+            value = torch.rand(held, generator=generator, dtype=dtype) + 0.5
+            if not positive:
+                value = torch.randn(held, generator=generator, dtype=dtype)
+            value.requires_grad_(one.requires_grad)
+            made.tensors.append(value)
+        elif one.dtype is torch.bool:
+            value = torch.rand(held, generator=generator) > 0.5
+        else:
+            value = torch.randint(0, 2, held, generator=generator).to(one.dtype)
+        return value.expand(shape)
+
+    made.arguments = {name: _instance(found.value(name), tensor, sizes) for name in found.free}
+    return made
+
+
+def fake(found: Slice) -> Made:
+    """Arguments of a slice as the program had them, inside of a fake mode."""
+    made = Made({})
+
+    def tensor(one: Described) -> Tensor:
+        value = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=one.device)
+        if one.requires_grad:
+            value.requires_grad_()
+        made.tensors.append(value)
+        return value if 0 in one.stride else value.clone()  # code may change it
+
+    made.arguments = {name: _instance(found.value(name), tensor, {}) for name in found.free}
+    return made
+
+
+def _instance(value: Any, tensor: Callable[[Described], Tensor], sizes: Mapping[int, int]) -> Any:
+    if isinstance(value, Described):
+        return tensor(value)
+    if isinstance(value, Fields):
+        values = {name: _instance(one, tensor, sizes) for name, one in value.values.items()}
+        return types.SimpleNamespace(**values)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_instance(one, tensor, sizes) for one in value])
+    if isinstance(value, weakref.ref):
+        return value()
+    if type(value) is int and value > SMALL:
+        return sizes.get(value, value)
+    return value
+
+
+@dataclass
+class Outcome:
+    """What a function gave: its tensors, and the gradients of their weighted sum."""
+
+    results: list[Any]
+    gradients: list[Tensor | None]
+
+
+def outcome(function: Function, made: Made) -> Outcome:
+    """Run a function, and backward. What it changes of its arguments counts as a result."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        copies = made.copies()
+        versions = [one._version for one in tensors_of(copies)]
+        leaves = tensors_of(function(**copies))
+        leaves += [one for one, version in zip(tensors_of(copies), versions) if one._version != version]
+        wanted = [one for one in made.tensors if one.requires_grad]
+        differentiable = [one for one in leaves if one.requires_grad]
+        gradients: Sequence[Tensor | None] = []
+        if wanted and differentiable:
+            weights = [torch.linspace(0.5, 1.5, one.numel(), dtype=torch.float64) for one in differentiable]
+            weighted = [w.view(one.shape).to(one.dtype) for w, one in zip(weights, differentiable)]
+            gradients = torch.autograd.grad(differentiable, wanted, weighted, allow_unused=True)
+    return Outcome([one.detach() for one in leaves], list(gradients))
+
+
+def agree(one: Outcome, other: Outcome) -> bool:
+    if len(one.results) != len(other.results) or len(one.gradients) != len(other.gradients):
+        return False
+    return all(map(_close, one.results, other.results)) and all(map(_close, one.gradients, other.gradients))
+
+
+def _close(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        present = one if other is None else other
+        return present is None or not present.any()
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.dtype.is_floating_point and not one.dtype.is_complex:
+        return bool(torch.equal(one, other))
+    scale = float(one.abs().amax()) if one.numel() else 0.0
+    return bool(torch.allclose(one, other, rtol=1e-6, atol=1e-7 * max(scale, 1e-30)))
+
+
+def is_finite(one: Outcome) -> bool:
+    found = [*one.results, *(gradient for gradient in one.gradients if gradient is not None)]
+    return bool(one.results) and all(bool(value.isfinite().all()) for value in found)
+
+
+def largest_bytes(function: Function, found: Slice) -> int:
+    """The largest tensor that a function makes of the program's own shapes, its result included; with backward."""
+    observed = Observed(scope_bytes=math.inf)
+    with faked("lint", observed, probe=False):
+        made = fake(found)
+        begin = len(observed.calls)
+        results = tensors_of(function(**made.arguments))
+        differentiable = [one for one in results if one.requires_grad and isinstance(one, FakeTensor)]
+        end = len(observed.calls)
+        wanted = [one for one in made.tensors if one.requires_grad]
+        if differentiable and wanted:
+            sums = [one.sum() if not one.is_complex() else one.abs().sum() for one in differentiable]
+            torch.autograd.grad(sums, wanted, allow_unused=True)
+    inputs = max((one.untyped_storage().nbytes() for one in made.tensors), default=0)
+    forward = max((_bytes(call) for call in observed.calls[begin:end]), default=0)
+    backward = max((_bytes(call) for call in observed.calls[end:]), default=0)
+    return max(forward, backward if backward > inputs else 0)
+
+
+def _bytes(call: Call) -> int:
+    return max([call.temporary_bytes, *(storage.nbytes for storage in call.makes)])
+
+
+class Trial:
+    """A slice that was run on small tensors. Other statements are compared with it."""
+
+    def __init__(self, found: Slice, made: Made, expected: Outcome, sizes: Mapping[int, int]) -> None:
+        self.found, self.made, self.expected = found, made, expected
+        self._full = {small: size for size, small in sizes.items()}
+
+    def full(self, size: int) -> int:
+        """The size in the program that a size in the trial stands for."""
+        return self._full.get(size, size)
+
+    @classmethod
+    def of(cls, found: Slice, operand_bytes: int) -> Trial | None:
+        """At the first sizes and numbers that the slice takes; None if it takes none."""
+        function = compiled(found.definition(found.statements), found.scope.surroundings)
+        for sizes in shrunk({name: found.value(name) for name in found.free}, operand_bytes):
+            for positive in (False, True):
+                try:
+                    made = real(found, sizes, positive)
+                    expected = outcome(function, made)
+                except Exception:  # whatever the user's code raises at other sizes
+                    continue
+                if is_finite(expected):
+                    return cls(found, made, expected, sizes)
+        return None
+
+    def agrees(self, statements: Sequence[Any]) -> bool:
+        """Whether statements give the same results and gradients."""
+        try:
+            function = compiled(self.found.definition(statements, free=self.found.free), self.found.scope.surroundings)
+            return agree(self.expected, outcome(function, self.made))
+        except Exception:  # a proposal that fails is none
+            return False
+
+    def values(self, nodes: Sequence[ast.expr]) -> Sequence[Any] | None:
+        """What expressions of the slice are, where they stand; None if one is not reached."""
+        seen: dict[int, Any] = {}
+        statements = list(self.found.statements)
+        for place, node in enumerate(nodes):
+            statements = [_Noted(node, place).visit(copied(one)) for one in statements]
+
+        def noted(place: int, value: Any) -> Any:
+            seen.setdefault(place, value)
+            return value
+
+        try:
+            source = self.found.definition(statements, free=self.found.free)
+            function = compiled(source, {**self.found.scope.surroundings, "__noted__": noted})
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                function(**self.made.arguments)
+        except Exception:  # an expression that is not evaluated by itself
+            return None
+        return [seen[place] for place in range(len(nodes))] if len(seen) == len(nodes) else None
+
+
+class _Noted(ast.NodeTransformer):
+    def __init__(self, node: ast.expr, place: int) -> None:
+        self.node, self.place = node, place
+
+    def visit(self, node: ast.AST) -> Any:
+        if getattr(node, "copy_of", node) is self.node:
+            call = ast.parse(f"__noted__({self.place}, 0)", mode="eval").body
+            assert isinstance(call, ast.Call)
+            inner: Any = self.generic_visit(node)
+            call.args[1] = inner
+            return call
+        return self.generic_visit(node)

@@ -1,0 +1,22 @@
+"""A plugin of pytest, outside the package, which imports PyTorch: tests that ask for nothing here start as fast."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def memory_budget() -> Callable[..., Any]:
+    """`memory_budget("64 MiB", fn, *args)` fails where `fn(*args)` would take more memory, as `effops.budget` says.
+
+    Nothing is computed, and no GPU is needed. It returns the report, which has `peak_bytes` and `lines`.
+    """
+
+    def check(limit: str | float, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        from effops.programs.limits_of_memory import budget
+
+        return budget(limit).check(fn, *args, **kwargs)
+
+    return check

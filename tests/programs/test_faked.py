@@ -1,0 +1,163 @@
+"""What is real comes back from a run on fake tensors as it was."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+import effops
+from effops.programs.capture.untouched import EscapedTensor
+
+
+class Training:
+    """A model with buffers, and all that trains it; one step has been done for real."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
+        self.scaler = GradScaler("cpu", init_scale=2.0)
+        self.x = torch.randn(8, 4)
+        self.step()
+
+    def loss(self) -> Tensor:
+        loss: Tensor = self.model(self.x).square().mean()
+        return loss
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.loss()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+
+    def tensors(self) -> list[Tensor]:
+        parameters = list(self.model.parameters())
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        return [*parameters, *self.model.buffers(), *gradients, *states, self.x]
+
+    def plain(self) -> list[Any]:
+        """All else."""
+        states = [self.scheduler.state_dict(), self.scaler.state_dict(), self.optimizer.state_dict()["param_groups"]]
+        return copy.deepcopy([*states, *(module.training for module in self.model.modules())])
+
+
+def exchange_data(training: Training) -> None:
+    for one in training.model.parameters():
+        one.data = one.data * 2
+    training.model[1].running_mean.data = torch.zeros(4)
+
+
+def exchange_gradients(training: Training) -> None:
+    for one in training.model.parameters():
+        one.grad = torch.zeros_like(one)
+
+
+def change_in_place(training: Training) -> None:
+    with torch.no_grad():
+        for one in training.tensors():
+            one.mul_(0)
+
+
+def keep_more(training: Training) -> None:
+    training.model[0].register_buffer("more", torch.zeros(2))
+    training.model[0].last = training.model[0](training.x)
+    training.model[1].running_mean = torch.zeros(4)
+
+
+STEPS: dict[str, Callable[[Training], Any]] = {
+    "a step": Training.step,
+    "backward": lambda training: training.loss().backward(),
+    "zero_grad alone": lambda training: training.optimizer.zero_grad(),
+    "gradients to zero": lambda training: training.optimizer.zero_grad(set_to_none=False),
+    "other data": exchange_data,
+    "other gradients": exchange_gradients,
+    "half": lambda training: training.model.half(),
+    "in place": change_in_place,
+    "the buffers": lambda training: training.model(training.x),
+    "kept by modules": keep_more,
+    "optimizer": lambda training: training.optimizer.step(),
+    "scheduler": lambda training: training.scheduler.step(),
+    "scaler": lambda training: training.scaler.update(5.0),
+    "state of the optimizer": lambda training: training.optimizer.state.clear(),
+    "parameters of the optimizer": lambda training: training.optimizer.add_param_group(
+        {"params": [nn.Parameter(torch.zeros(2))]}
+    ),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_training_is_untouched(step: str) -> None:
+    training = Training()
+    older = training.loss()  # its graph asks for the versions of what it has saved
+    tensors, plain = training.tensors(), training.plain()
+    values, versions = [one.clone() for one in tensors], [one._version for one in tensors]
+    with effops.budget("1 GiB"):
+        STEPS[step](training)
+    found = training.tensors()
+    assert list(map(id, found)) == list(map(id, tensors))
+    assert [one._version for one in found] == versions
+    for one, value in zip(found, values, strict=True):
+        assert type(one) in (Tensor, nn.Parameter)
+        assert torch.equal(one, value)
+    assert training.plain() == plain
+    assert not hasattr(training.model[0], "last")
+    assert not hasattr(training.model[0], "more")
+    older.backward()
+    training.step()
+    assert all(bool(one.isfinite().all()) for one in training.tensors())
+
+
+def test_the_first_step_of_an_optimizer_leaves_no_state() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = GradScaler("cpu")
+    with effops.budget("1 GiB") as report:
+        scaler.scale(model(torch.zeros(3, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(optimizer.state) == 2
+    assert report.assumed
+    assert not optimizer.state
+    assert [one.grad for one in model.parameters()] == [None, None]
+    assert scaler._scale is None
+
+
+def test_random_states_are_untouched() -> None:
+    expected = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with effops.budget("1 GiB"):
+        torch.manual_seed(1)
+        torch.rand(3), nn.Linear(2, 2)
+        random.random()
+        numpy.random.random()
+    assert expected == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_an_iterator_stays_advanced() -> None:
+    batches = iter([torch.zeros(1), torch.zeros(2)])
+    with effops.budget("1 GiB"):
+        next(batches)
+    assert len(next(batches)) == 2
+
+
+def test_a_tensor_that_escapes_raises() -> None:
+    with effops.budget("1 GiB"):
+        made = torch.ones(3, 2) * 2
+    for use in (
+        lambda: made + 1,
+        lambda: torch.ones(3, 2) + made,
+        lambda: made.sum().item(),
+        lambda: nn.Linear(2, 1)(made),
+    ):
+        with pytest.raises(EscapedTensor, match=r"^budget: a tensor that was made on fake tensors .* \(3, 2\)"):
+            use()

@@ -1,0 +1,195 @@
+"""The fix of a finding is code: it runs, its results and gradients are those of the user's own, and it makes less."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import distributions
+from torch.nn import functional
+
+from effops.measure import tensors
+from effops.programs.capture.faked import faked
+from effops.programs.capture.observed import Observed
+from effops.programs.large import humps
+from effops.programs.large.proposals import propose
+from effops.pytorch import FakeTensor
+
+LEAST = 2**15
+
+
+def fixes(program, *arguments):
+    observed = Observed(scope_bytes=2**10)
+    with faked("lint", observed, probe=False):
+        results = tensors(program(*arguments))
+        returned = [observed.storage_of(one) for one in results if isinstance(one, FakeTensor)]
+        end = observed.recorder.tick
+    return [(found, propose(found)) for found in humps.find(observed, returned, end, LEAST)]
+
+
+def normal(*shape, grad=True):
+    return torch.randn(shape, dtype=torch.float64).requires_grad_(grad)
+
+
+def dot(loc, x):
+    products = loc * x.unsqueeze(1)
+    return products.sum(-1)
+
+
+def weighted(gains, phases):
+    return (gains[..., None] * phases.unsqueeze(-2)).sum(-3)
+
+
+def copied(one, other):
+    return torch.matmul(one, other)
+
+
+def distances(points, centres):
+    return ((points[:, None] - centres) ** 2).sum(-1).sqrt()
+
+
+def coordinates(points, others):
+    return (points[:, None] - others[None]).norm(dim=-1).amin(1)
+
+
+def absolute(points, others):
+    return (points[:, None] - others).abs().sum(-1)
+
+
+def cosine(one, other):
+    return functional.cosine_similarity(one[:, None], other, dim=-1) / 0.1
+
+
+def attended(q, k, v, mask):
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1) @ v
+
+
+def additive(query, key, weight):
+    return (torch.tanh(query.unsqueeze(2) + key.unsqueeze(1)) * weight).sum(-1)
+
+
+def density(loc, scale, x):
+    return distributions.Independent(distributions.Normal(loc, scale), 1).log_prob(x[:, None])
+
+
+def mixture(logits, loc, scale, x):
+    components = distributions.Independent(distributions.Normal(loc, scale), 1)
+    mixed = distributions.MixtureSameFamily(distributions.Categorical(logits=logits), components)
+    return mixed.log_prob(x)
+
+
+def path(a, b, c):
+    return torch.einsum("ij,jk,kl,jk->il", a, b, c, b)
+
+
+def embedded(numbers, table):
+    return functional.one_hot(numbers, len(table)).double() @ table
+
+
+def head(hidden, weight, targets):
+    logits = hidden @ weight.mT
+    return functional.cross_entropy(logits, targets)
+
+
+def leaky(left, right, attention):
+    scores = (functional.leaky_relu(left[:, None] + right, 0.2) * attention).sum(-1)
+    return scores.softmax(1) @ right
+
+
+def triplets(d, margin):
+    losses = functional.relu(d[:, :, None] - d[:, None] + margin)
+    return losses.sum() / (losses > 0).sum()
+
+
+def pairs_of_one(points):
+    return torch.sigmoid(points[:, None] * points + points[:, None]).sum(-1).amax(1)
+
+
+def templates(image, template):
+    windows = image.unfold(0, 9, 1)
+    found = -2 * torch.einsum("ij,j->i", windows.cos(), template)
+    found += torch.einsum("ij,ij->i", windows, windows.sin())
+    return found
+
+
+def in_chunks(images, texts):
+    loss = -(images * texts).sum()
+    for part in images.split(8):
+        loss = loss + functional.softplus(part @ texts.mT).sum()
+    return loss / len(images)
+
+
+NAMED, CONTRACTION, LIBRARY, LOOP = "named op", "contraction", "library function", "loop"
+CASES = [
+    (dot, lambda: (normal(20, 33, 24), normal(18, 33, 24)[:, :]), NAMED, "effops.broadcast_dot(loc, x.unsqueeze(1))"),
+    (weighted, lambda: (normal(4, 24, 14), normal(4, 24, 40)), CONTRACTION, "torch.einsum('abcd,abcd->acd', "),
+    (copied, lambda: (normal(64, 3, 1, 20), normal(1, 3, 20, 17)), CONTRACTION, "'abcd,abde->abce', one, other)"),
+    (distances, lambda: (normal(90, 24), normal(70, 24)), CONTRACTION, "'abc,bc->ab', points[:, None], centres)"),
+    (
+        additive,
+        lambda: (normal(2, 133, 24), normal(2, 131, 24), normal(24)),
+        NAMED,
+        "additive_attention_scores(query, key",
+    ),
+    (
+        density,
+        lambda: (normal(140, 24), normal(140, 24).exp().detach(), normal(260, 24)),
+        NAMED,
+        "normal_log_prob(loc, ",
+    ),
+    (
+        mixture,
+        lambda: (normal(140), normal(140, 24), normal(140, 24).exp().detach(), normal(260, 24)),
+        NAMED,
+        "effops.distributions.Mixture(",
+    ),
+    (cosine, lambda: (normal(60, 24), normal(70, 24)), NAMED, "functional.normalize(one[:, None], dim=-1)"),
+    (
+        attended,
+        lambda: (*(normal(2, 99, 8) for _ in range(3)), torch.ones(99, 99, dtype=torch.bool).tril()),
+        NAMED,
+        "effops.attention(q, k, v, attn_mask=mask",
+    ),
+    (path, lambda: (normal(24, 24), normal(24, 24), normal(24, 24)), CONTRACTION, "torch.einsum('"),
+    (coordinates, lambda: (normal(90, 3), normal(80, 3)), LIBRARY, "torch.cdist(points, others, compute_mode="),
+    (absolute, lambda: (normal(90, 24), normal(80, 24)), LIBRARY, "torch.cdist(points, others, p=1.0)"),
+    (embedded, lambda: (torch.arange(128) % 64, normal(64, 4)), LIBRARY, "table[numbers]"),
+    (head, lambda: (normal(64, 8), normal(500, 8), torch.arange(64)), LIBRARY, "linear_cross_entropy(hidden, weight"),
+    (leaky, lambda: (normal(64, 24), normal(60, 24), normal(24)), LOOP, "checkpoint(part_of, part, "),
+    (triplets, lambda: (normal(40, 40), 0.5), LOOP, "part_1 / part_2"),
+    (pairs_of_one, lambda: (normal(160, 3),), LOOP, "points_part"),
+    (templates, lambda: (normal(6000, grad=False), normal(9)), LOOP, ""),
+    (in_chunks, lambda: (normal(128, 4), normal(128, 4)), LOOP, "loss = checkpoint(part_of, "),
+]
+
+
+@pytest.mark.parametrize(("program", "arguments", "how", "code"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_fix(program, arguments, how, code):
+    torch.manual_seed(0)
+    given = arguments()
+    proposed = fixes(program, *given)
+    assert proposed
+    found, fix = proposed[0]
+    assert fix is not None
+    assert fix.how == how, fix.code
+    assert code in fix.code
+    assert 2 * fix.after_bytes <= found.now_bytes
+    known = {**dict(zip(inspect.signature(program).parameters, given)), "part": normal(8, 4), "loss": normal()}
+    known |= {"found": normal(5992), "windows": normal(5992, 9, grad=False)}
+    mended, original = (
+        outcome(run, {name: known[name] for name in fix.names}) for run in (fix.function(), fix.original())
+    )
+    assert mended.keys() == original.keys()
+    for name, value in original.items():
+        torch.testing.assert_close(mended[name], value, rtol=1e-6, atol=1e-9, msg=f"{name}: {fix.code}")
+
+
+def outcome(function, arguments):
+    """The result of a function, and its gradients by the names of the arguments."""
+    copies = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in arguments.items()}
+    result = function(**copies)
+    weights = torch.linspace(1, 2, result.numel(), dtype=result.dtype).view(result.shape)
+    wanted = {name: one for name, one in arguments.items() if getattr(one, "requires_grad", False)}
+    gradients = torch.autograd.grad(result, list(wanted.values()), weights, allow_unused=True)
+    return {"result": result, **dict(zip(wanted, gradients))}

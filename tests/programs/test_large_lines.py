@@ -1,0 +1,188 @@
+"""`effops.lint` on the corpus at the sizes of the sources, on blocks, in threads, and on what it cannot follow."""
+
+from __future__ import annotations
+
+import gc
+import json
+import linecache
+import resource
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+import effops
+from effops.programs.capture.assumed_values import CannotFollow
+from effops.programs.capture.places import Place
+from effops.programs.large.findings import Finding, LintReport
+
+from ..test_corpus import NAMED
+
+SLOW = {"kernel_sums", "attention_of_chunks", "sigmoid_loss"}  # thousands of chunks at the sizes of the source
+
+
+def of_program(program: Any) -> LintReport:
+    sizes = program.small if program.name in SLOW else program.sizes
+    return effops.lint(lambda: program.run(*program.arguments(**sizes)), fixes=False)
+
+
+def covers(place: Place | None, expected: Any) -> bool:
+    if place is None or not place.file.endswith(expected.file):
+        return False
+    lines = (linecache.getline(place.file, number) for number in range(place.line, place.last_line + 1))
+    return any(expected.line in line for line in lines)
+
+
+def told_bytes(finding: Finding, expected: Any) -> int:
+    """The bytes that a finding tells of the expected line; 0 if it does not name the line."""
+    of_lines = [nbytes for place, nbytes in finding.lines.items() if covers(place, expected)]
+    if covers(finding.place, expected) or covers(finding.library, expected):
+        of_lines.append(finding.now_bytes)
+    return max(of_lines, default=0)
+
+
+# Its intermediates are twice its result, and lint names those of 8 times.
+BELOW = {"detection_cost"}
+
+
+@pytest.mark.parametrize("program", NAMED)
+def test_corpus(program: Any) -> None:
+    report = of_program(program)
+    sizes = program.small if program.name in SLOW else program.sizes
+    expected = () if program.name in BELOW else program.expected
+    for one in expected:
+        told = max((told_bytes(finding, one) for finding in report.findings), default=0)
+        assert told == pytest.approx(one.now(sizes), rel=0.005), one.line
+    for finding in report.findings:
+        assert any(told_bytes(finding, one) for one in expected), f"not expected: {finding}"
+
+
+def distances(a: Tensor, b: Tensor) -> Tensor:
+    differences = a[:, None] - b
+    return differences.square().sum(-1)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("positions", [512, 65536])
+def test_the_package_power_spherical(positions: int, validates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 65,536 positions the product has 512 GiB; the run takes neither memory nor time for it."""
+    package = pytest.importorskip("power_spherical")
+    monkeypatch.setattr(Distribution, "_validate_args", validates)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def score() -> Tensor:
+        loc, x = torch.randn(128, positions, 128), torch.randn(128, 1, positions, 128)
+        return package.PowerSpherical(loc, torch.rand(128, positions)).log_prob(x)
+
+    report = effops.lint(score, fixes=False)
+    (found,) = report.findings
+    assert found.library is not None
+    assert found.library.source == "self.loc * value"
+    assert "log_prob(x)" in found.place.source
+    assert found.now_bytes == 4 * 128 * 128 * 128 * positions
+    assert found.after_bytes == 4 * 128 * 128 * positions
+    assert 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident) < 200 * 2**20
+    assert any("checks are taken to hold" in what for what in report.assumed) is validates
+
+
+def test_a_block() -> None:
+    a, b = torch.randn(2000, 64, requires_grad=True), torch.randn(2000, 64)
+    with effops.lint(fixes=False) as report:
+        assert not report.findings
+        loss = distances(a, b).min(-1).values.sum()
+        loss.backward()
+    (found,) = report.findings
+    assert found.place.source == "a[:, None] - b"
+    assert found.kept_bytes == found.now_bytes == 4 * 2000 * 2000 * 64
+    assert a.grad is None
+    assert torch.isfinite(a.sum())
+
+
+def test_small_is_not_named() -> None:
+    a = torch.randn(100, 64)
+    assert not effops.lint(distances, a, a).findings
+    assert effops.lint(distances, a, a, least="1 MiB", fixes=False).findings
+    assert not effops.lint(distances, a, a, least="1 MiB", times=200).findings
+
+
+def test_a_fix_is_code_that_ran() -> None:
+    a, b = torch.randn(2000, 64), torch.randn(2000, 64)
+    (found,) = effops.lint(distances, a, b).findings
+    assert found.fix is not None
+    assert found.fix.after_bytes == found.after_bytes <= found.now_bytes / 8
+    some, others = torch.randn(5, 64), torch.randn(7, 64)
+    scope = {"a": some, "b": others, "torch": torch}
+    assert found.fix.function()(*(scope[name] for name in found.fix.names)).shape == (5, 7)
+
+
+def test_formats() -> None:
+    a = torch.randn(2000, 64)
+    report = effops.lint(distances, a, a, fixes=False)
+    content = json.loads(json.dumps(report.to_json()))
+    assert content["findings"][0]["now_bytes"] == 4 * 2000 * 2000 * 64
+    assert content["findings"][0]["place"]["line"] == distances.__code__.co_firstlineno + 1
+    (line,) = report.github().splitlines()
+    assert line.startswith("::warning file=")
+    assert "%0A" in line
+    text = str(report)
+    assert "976.6 MiB now, 15.3 MiB after" in text
+    assert "(2000, 1, 64) - (2000, 64) -> (2000, 2000, 64)" in text
+
+
+def test_a_branch_on_a_value_is_named() -> None:
+    def branches(x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(CannotFollow, match=r"lint: a branch on a value .*x\.sum\(\) > 0"):
+        effops.lint(branches, torch.randn(10_000))
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="lint: `least`: expected a number"):
+        effops.lint(distances, torch.ones(2, 2), torch.ones(2, 2), least="much")
+    with pytest.raises(ValueError, match="lint: `times` must be above 1; got 1"):
+        effops.lint(distances, torch.ones(2, 2), torch.ones(2, 2), times=1)
+
+
+def test_two_threads() -> None:
+    """Each finds its own; a third one trains beside them, for real."""
+    a = torch.randn(2000, 64)
+    found: dict[int, LintReport] = {}
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x = torch.randn(16, 8)
+
+    def look(number: int) -> None:
+        found[number] = effops.lint(distances, a[: 1000 + 500 * number], a, fixes=False)
+
+    threads = [threading.Thread(target=look, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    for thread in threads:
+        thread.join()
+    assert losses[-1] < losses[0]
+    assert [found[number].findings[0].now_bytes for number in range(2)] == [4 * n * 2000 * 64 for n in (1000, 1500)]
+
+
+def fakes() -> set[int]:
+    return {id(one) for one in gc.get_objects() if issubclass(type(one), torch._subclasses.FakeTensor)}
+
+
+def test_nothing_stays() -> None:
+    a = torch.randn(2000, 64, requires_grad=True)
+    before = fakes()
+    effops.lint(distances, a, a)
+    gc.collect()
+    assert fakes() <= before
+    assert a.grad is None
+    assert a._version == 0

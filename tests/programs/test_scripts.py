@@ -1,0 +1,316 @@
+"""Scripts on fake tensors: what they may do, what is skipped, and which lines are named that cannot be followed."""
+
+import io
+import json
+import random
+import sys
+import tempfile
+import textwrap
+
+import numpy
+import pytest
+import torch
+
+from effops.commands.main import main
+from effops.programs.capture.assumed_values import CannotFollow
+from effops.programs.large.findings import LintReport
+from effops.programs.large_lines import report_of_block
+from effops.programs.scripts import ScriptEndedError, run_script
+from effops.programs.writes import RefusedWriteError
+
+IMPORTS = "import math, os, sys\nimport torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
+STEP = """
+model = nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+loss = model(torch.randn(3, 4)).square().mean()
+loss.backward()
+"""
+LARGE = "product = torch.randn(64, 1, 64) * torch.randn(4096, 64)\nscores = product.sum(-1)\n"  # 64 MiB for 1 MiB
+
+
+@pytest.fixture(autouse=True)
+def throw_away(tmp_path, monkeypatch):
+    """The throw-away folder is one below the test's, so that the rest of it is none."""
+    folder = tmp_path / "throw_away"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text, name="script.py"):
+        path = tmp_path / name
+        path.write_text(IMPORTS + textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def line_of(path, text):
+    """The place of the line of a script that has a text."""
+    with open(path) as file:
+        return f"{path}:{next(number for number, line in enumerate(file, 1) if text in line)}"
+
+
+TRAINING = """
+from torch.utils.data import DataLoader, TensorDataset, random_split
+import numpy as np
+from tqdm import tqdm
+from helper import width
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4096, width).cuda())
+        nn.init.trunc_normal_(self.weight)
+        self.out = nn.Linear(4096, 10)
+
+    def forward(self, given):
+        return self.out((given.unsqueeze(1) * self.weight).sum(-1))
+
+def main():
+    device = "cuda"
+    images = torch.from_numpy(np.random.randn(100, width).astype("float32"))
+    data, _ = random_split(TensorDataset(images, torch.randint(0, 10, (100,))), [80, 20])
+    loader = DataLoader(data, batch_size=64, shuffle=True, num_workers=2, pin_memory=True, persistent_workers=True)
+    model = torch.compile(Model().to(device))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=10)
+    scaler = torch.amp.GradScaler("cpu")
+    correct = 0
+    for epoch in range(10):
+        for images, labels in tqdm(loader, file=sys.stdout):
+            images, labels = images.cuda(), labels.to(device, non_blocking=True)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                result = model(images)
+                loss = F.cross_entropy(result, labels)
+            print(loss, f"{loss.item():.3f}", loss.item() > 1, *sys.argv[1:])
+            if not math.isfinite(loss.item()):
+                sys.exit(1)
+            correct += (result.argmax(1) == labels).sum().item()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.save(model.state_dict(), "checkpoint.pt")
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            print("after the first step")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_training_loop(script, tmp_path, capsys):
+    """It ends after a step: data is loaded, values are not asked, no checkpoint is written, and nothing is left."""
+    (tmp_path / "helper.py").write_text("width = 64\n")
+    path = script(TRAINING)
+    argv, folders, states = sys.argv, list(sys.path), (random.getstate(), numpy.random.get_state()[1].tolist())
+    run = run_script(path, ["--rate", "1"])
+    printed = capsys.readouterr().out
+    assert "nan False --rate 1" in printed
+    assert "after the first step" not in printed
+    assert run.steps == 1
+    assert not (tmp_path / "checkpoint.pt").exists()
+    assert [(what, str(place)) for what, place in run.skipped] == [
+        ("torch.save 'checkpoint.pt'", line_of(path, "torch.save"))
+    ]
+    assert not run.written
+    places = {(what.split()[0], str(place)) for what, place in run.assumed}
+    assert ("numbers", line_of(path, "print(loss, ")) in places
+    assert ("what", line_of(path, "torch.compile")) in places
+    (finding,) = report_of_block(run.observed, run.values, 2**20, 8.0).findings
+    assert str(finding.place) == line_of(path, "given.unsqueeze(1)")
+    assert finding.now_bytes == 64 * 4096 * 64 * 4
+    loaded = [one for one in run.observed.recorder.records if one.operator == "DataLoader"]
+    assert [one.nbytes for one in loaded] == [64 * 64 * 4, 64 * 8]
+    assert (argv, folders) == (sys.argv, sys.path)
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states
+    assert "helper" not in sys.modules
+    assert torch.save.__module__ == "torch.serialization"
+
+
+def test_steps(script, capsys):
+    path = script(STEP + "for turn in range(5):\n    print('turn', turn)\n    optimizer.step()\n")
+    assert run_script(path, steps=3).steps == 3
+    assert capsys.readouterr().out.count("turn") == 3
+    with pytest.raises(ValueError, match="lint: `steps` must be at least 1; got 0; leave it out"):
+        run_script(path, name="lint", steps=0)
+
+
+def test_a_script_that_catches_everything_and_one_without_steps(script):
+    assert (
+        run_script(script(STEP + "try:\n    optimizer.step()\nexcept Exception:\n    raise SystemExit(3)\n")).steps == 1
+    )
+    assert run_script(script("torch.ones(3).sum()\nsys.exit()\n")).steps == 0
+
+
+WRITES = {
+    "open": "open('log.txt', 'w')",
+    "append": "open('log.txt', 'a')",
+    "folder": "os.makedirs('runs/1', exist_ok=True)",
+    "logging": "import logging; logging.FileHandler('log.txt')",
+    "numpy": "import numpy; numpy.save('array.npy', numpy.zeros(3))",
+    "remove": "os.remove(__file__)",
+    "rename": "os.replace(__file__, 'other.py')",
+    "rmtree": "import shutil; shutil.rmtree('kept')",
+    "program": "import subprocess; subprocess.run(['true'])",
+    "system": "os.system('true')",
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_refused(script, tmp_path, name):
+    (tmp_path / "kept").mkdir()
+    path = script(WRITES[name] + "  # here\n")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(
+        RefusedWriteError, match=r"lint: a script must not write .*; allow its? .*--allow-writes"
+    ) as error:
+        run_script(path, name="lint")
+    assert line_of(path, "# here") in str(error.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_writes_that_are_allowed(script, tmp_path):
+    """Those in throw-away folders, those of other threads, and all if the user says so."""
+    harmless = """
+    import tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        open(folder + "/file", "w").write("x")
+    with open("/dev/null", "w"):
+        pass
+    os.makedirs("kept", exist_ok=True)
+    """
+    (tmp_path / "kept").mkdir()
+    run = run_script(script(harmless))
+    assert not run.written
+    path = script("open('log.txt', 'w').write('x')\n")
+    run = run_script(path, allow_writes=True)
+    assert [(name, str(place)) for name, place in run.written] == [(str(tmp_path / "log.txt"), line_of(path, "open("))]
+    assert (tmp_path / "log.txt").read_text() == "x"
+    (tmp_path / "log.txt").write_text("after a script, anything may be written")
+
+
+def test_writes_of_threads_of_the_script(script):
+    thread = """
+    import threading
+    failed = []
+    def write():
+        try:
+            open("log.txt", "w")
+        except PermissionError as error:
+            failed.append(error)
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    raise failed[0]
+    """
+    with pytest.raises(RefusedWriteError, match=r"script.py:\d+: open\("):
+        run_script(script(thread))
+
+
+def test_saves_that_are_imported_later(script, tmp_path):
+    pytest.importorskip("safetensors")
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("safetensors.torch")}
+    try:
+        run = run_script(script("from safetensors.torch import save_file\nsave_file({'a': torch.ones(3)}, 'a.st')\n"))
+    finally:
+        sys.modules.update(before)
+    assert [what for what, _ in run.skipped] == ["safetensors.torch.save_file 'a.st'"]
+    assert not (tmp_path / "a.st").exists()
+
+
+REFUSED = {
+    "branch": ("if loss > 1:", "    pass", "a branch on a value cannot be followed .*; decide it by shapes"),
+    "mask": ("loss = model.weight[model.weight > 1].sum()", "", "boolean mask as an index.*write torch.where"),
+    "tolist": ("losses = model.weight.tolist()", "", r".tolist\(\) of a tensor cannot be followed .*leave it out"),
+    "numpy": ("array = loss.detach().numpy()", "", r".numpy\(\) of a tensor cannot be followed"),
+    "array": ("import numpy; numpy.asarray(loss.detach())", "", r".__array__\(\) of a tensor cannot be followed"),
+    "size": ("torch.zeros(loss.argmax().item())", "", "an integer that is read from a tensor .*take it from shapes"),
+    "int": ("int(loss.argmax())", "", "depends on values"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_lines_that_cannot_be_followed(script, name):
+    line, rest, message = REFUSED[name]
+    path = script(f"{STEP}{line}\n{rest}\n")
+    with pytest.raises(CannotFollow, match=f"(?s)lint: .*{message}") as error:
+        run_script(path, name="lint")
+    assert f"{line_of(path, line)}" in str(error.value)
+
+
+def test_what_follows_from_numbers(script):
+    known = "order = torch.randperm(50).tolist()\nassert sorted(order) == list(range(50))\n"
+    known += "assert torch.arange(3).numpy().tolist() == [0, 1, 2]\nassert not torch.isnan(torch.randn(3)).any()\n"
+    run_script(script(known))
+
+
+def test_devices(script):
+    """What it calls "cuda" is the predicted device; other devices are refused, and so is what needs a GPU itself."""
+    path = script("a = torch.zeros(1000, device='cuda').cuda().to('cuda:0')\nassert a.mean().device.type == 'cpu'\n")
+    for device in ("cpu", "cuda"):
+        run = run_script(path, device=device)
+        assert run.observed.calls[0].makes[0].nbytes == 4000
+    path = script("torch.zeros(3).to('mps')\n")
+    with pytest.raises(
+        NotImplementedError, match=r'lint: a script that is predicted .*; got "mps" in .*, line 5, where'
+    ):
+        run_script(path, name="lint")
+
+
+def test_exits(script):
+    path = script(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('data')\nparser.parse_args()"
+    )
+    with pytest.raises(ScriptEndedError, match=r"lint: .*first optimizer step; got exit code 2.*give it the arguments"):
+        run_script(path, name="lint")
+    with pytest.raises(FileNotFoundError, match=r"lint: a script must be a file .*; got 'none.py'"):
+        run_script("none.py", name="lint")
+
+
+def test_input(script, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n"))
+    run_script(script("assert input('go on? ') == 'yes'\n"))
+
+
+def test_the_command(script, capsys):
+    path = script(f"print('said', sys.argv[1:])\n{LARGE}{STEP}optimizer.step()\n")
+    assert main(["lint", "--fail-over", "1GiB", path, "--json", "x"]) == 0
+    shown = capsys.readouterr()
+    assert line_of(path, "product =") in shown.out
+    assert "said ['--json', 'x']" in shown.err
+    assert shown.err.splitlines()[0] == f"effops lint: {path} runs on fake tensors until optimizer step 1"
+    assert main(["lint", "--fail-over", "1MiB", path]) == 1
+    assert main(["lint", "--fail-over", "much", path]) == 2
+
+
+def test_errors_in_the_command(script, capsys):
+    path = script("def fails():\n    return torch.zeros(3) @ torch.zeros(4)\n\nfails()\n")
+    assert main(["lint", path]) == 2
+    shown = capsys.readouterr().err
+    assert "in fails\n    return torch.zeros(3) @ torch.zeros(4)" in shown
+    assert "RuntimeError: " in shown
+    assert "/effops/" not in shown
+    assert "runpy" not in shown
+    assert main(["lint", script(STEP + "if loss > 1:\n    pass\n")]) == 2
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert shown.startswith("effops lint: a branch on a value cannot be followed")
+
+
+def test_formats_of_the_command(script, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(LintReport, "to_json", lambda report: {"findings": len(report.findings)}, raising=False)
+    monkeypatch.setattr(LintReport, "github", lambda report: "::warning::", raising=False)
+    path = script(LARGE)
+    assert main(["lint", "--json", "-", path]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"report": {"findings": 1}, "notes": ["the script ended after 0 of 1 optimizer steps"]}
+    assert main(["lint", "--format", "github", "--json", str(tmp_path / "report.json"), path]) == 0
+    assert capsys.readouterr().out.splitlines() == ["::warning::"]
+    assert json.loads((tmp_path / "report.json").read_text()) == found
+    assert main(["lint", "--format", "github", "--json", "-", path]) == 2
