@@ -25,8 +25,8 @@ def lint(options: argparse.Namespace) -> int:
         check_json_file(options.json)
         if options.json == "-" and options.format == "github":
             raise ValueError('argument --json: "-" cannot stand beside --format github; name a file')
-        if options.times <= 0:
-            raise ValueError(f"argument --times: expected a number above 0; got {options.times}; name another")
+        if not options.times > 1:
+            raise ValueError(f"argument --times: expected a number above 1; got {options.times}; give 8, as by default")
         run = _followed(options)
     except Exception as error:
         if str(error).startswith("lint: ") or own_traceback(error) is None:

@@ -65,10 +65,9 @@ class ScriptRun:
         return self.values.assumed
 
     def notes(self) -> list[str]:
-        """What was skipped, written and assumed, a line each."""
+        """What was skipped and written, a line each."""
         lines = [f"skipped: {what}{_at(place)}" for what, place in self.skipped]
         lines += [f"written: {path}{_at(place)}" for path, place in self.written]
-        lines += [f"assumed: {what}{_at(place)}" for what, place in self.assumed]
         return list(dict.fromkeys(lines))
 
 
