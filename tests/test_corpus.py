@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ MIB = 2**20
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(BENCH))
     ALL = importlib.import_module("corpus.programs").programs()
+    line_of = importlib.import_module("corpus.recall").line_of
 
 NAMED = [pytest.param(program, id=f"{half}-{program.name}") for half, program in ALL]
 WASTEFUL = [pytest.param(program, id=f"{half}-{program.name}") for half, program in ALL if program.expected]
@@ -55,24 +55,8 @@ def arguments_of(program: Any) -> tuple[Any, ...]:
     return program.arguments(**program.small)
 
 
-def line_of(program: Any, expected: Any) -> Line:
-    """Where the text of a finding stands. A string that only quotes it, such as the finding's own, does not count."""
-    file = inspect.getsourcefile(program.run)
-    if expected.file:
-        parts = expected.file.removesuffix(".py").split("/")
-        file = importlib.import_module(".".join(parts)).__file__
-        assert file is not None
-        assert file.endswith(expected.file)
-    assert file is not None
-    quoted = (repr(expected.line), f'"{expected.line}"')
-    texts = enumerate(Path(file).read_text().splitlines(), 1)
-    numbers = [i for i, text in texts if expected.line in text and not any(one in text for one in quoted)]
-    assert len(numbers) == 1, f"{program.name}: {expected.line!r} stands in lines {numbers} of {file}"
-    return file, numbers[0]
-
-
 def test_names_are_unique() -> None:
-    names = [program.name for _, program in ALL]
+    names = [(half, program.name) for half, program in ALL]
     assert len(names) == len(set(names))
 
 

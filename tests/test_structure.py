@@ -5,17 +5,17 @@ import graphlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TABLE = """text pytorch program_lines kernels: nothing
+TABLE = """text pytorch kernels: nothing
 numerics: text pytorch
 blocks: numerics text pytorch
-prediction: numerics text pytorch program_lines
+prediction: numerics text pytorch
 measure: prediction text pytorch
 dispatch: prediction numerics text pytorch
 ops: dispatch prediction blocks numerics text pytorch
 reference: ops dispatch blocks numerics text pytorch
 distributions nn patch transformers: ops dispatch numerics text pytorch
-memory: ops prediction nn measure text pytorch program_lines
-programs: ops prediction dispatch blocks numerics measure text pytorch program_lines"""
+memory: ops prediction nn measure text pytorch
+programs: ops prediction dispatch blocks numerics measure text pytorch"""
 # All import their own folder, commands all.
 ROWS = {name: line for line in TABLE.splitlines() for name in line.partition(":")[0].split()}
 PATHS = [path.relative_to(ROOT) for top in ("effops", "kernels") for path in (ROOT / top).rglob("*.py")]

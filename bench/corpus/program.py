@@ -32,7 +32,7 @@ class Program:
     """A function of tensors, and sizes for it.
 
     Attributes:
-        name: unique in the corpus
+        name: unique in its half of the corpus
         source: the issue or the line of a library that it is taken from, as an address
         run: the function; it may take modules and numbers too
         arguments: makes the arguments from the sizes, by their names, on the default device. Tensors that are trained

@@ -22,8 +22,7 @@ from effops.memory.plot import check_picture, plot_anatomy
 from effops.memory.sweep import sweep
 from effops.memory.workload import Workload
 from effops.prediction.cuda_forms import CONTEXT_BYTES
-from effops.program_lines import frames_of, line_of_program
-from effops.text import did_you_mean, parse_bytes
+from effops.text import did_you_mean, frames_of, line_of_program, parse_bytes
 
 EXPECTED_ERRORS = ValueError, NotImplementedError, ImportError, OSError, NVMLUnavailableError
 # The functions of the subcommands whose names are others; their errors begin with these names.

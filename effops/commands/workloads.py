@@ -15,8 +15,7 @@ import torch
 
 from effops.memory.models import Configuration, bert_large, workload_parts
 from effops.memory.workload import Workload, called_as
-from effops.program_lines import frames_of, line_of_program
-from effops.text import did_you_mean
+from effops.text import did_you_mean, frames_of, line_of_program
 
 CONFIGURATION_TYPES = {field.name: type(field.default) for field in dataclasses.fields(Configuration)}
 BERT_OPTIONS = ("layers", "seq_len", "attention")

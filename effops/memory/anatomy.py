@@ -26,7 +26,6 @@ from effops.prediction.operations import CLASSES
 from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES
 from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.timeline import Timeline
-from effops.program_lines import frames_of, line_of_program
 from effops.pytorch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -34,7 +33,7 @@ from effops.pytorch import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from effops.text import aligned, did_you_mean, format_bytes
+from effops.text import aligned, did_you_mean, format_bytes, frames_of, line_of_program
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 # What PyTorch says of fake tensors whose values are read, and what reads them; those errors have no class of their own.

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors
-from effops.program_lines import frames_of, line_of_program
 from effops.pytorch import tree_leaves
-from effops.text import integer_remedy
+from effops.text import frames_of, integer_remedy, line_of_program
 
 # These can be raised again with another text. Subclasses of them may take other arguments than a text.
 TOLD_WITH_CALL = AttributeError, IndexError, RuntimeError, TypeError, ValueError

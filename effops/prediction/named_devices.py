@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from effops.prediction.cuda_forms import CudaForms
 from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
-from effops.program_lines import frames_of, line_of_program
 from effops.pytorch import _get_current_dispatch_mode_stack
+from effops.text import frames_of, line_of_program
 
 HERE = "cpu", "meta"  # fake tensors of the prediction, and tensors without memory
 # PyTorch says so where a device is used that is not there; those errors have no class of their own.

@@ -1,6 +1,6 @@
 """What any function of tensors takes: the lines whose intermediates are large, and budgets that a test can hold.
 
-It may import `ops`, `prediction`, `dispatch`, `blocks`, `numerics`, `measure`, `text`, `pytorch` and `program_lines`.
+It may import `ops`, `prediction`, `dispatch`, `blocks`, `numerics`, `measure`, `text` and `pytorch`.
 Start with `large_lines.py`, which has `lint`, and `limits_of_memory.py`, which has `budget`. `signatures.py` tells when
 a budget must be predicted anew. `scripts.py` runs somebody's script, and `writes.py` watches what it writes.
 
