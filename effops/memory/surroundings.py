@@ -1,14 +1,12 @@
 """Isolates a step from what its caller has set in PyTorch, and the caller from what the step sets there."""
 
-import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 
 from effops.measure import without_collector
-from effops.prediction.shared import Shared
+from effops.prediction.shared import Shared, without_logged_failures
 from effops.pytorch import _disable_current_modes
 
 
@@ -33,22 +31,6 @@ WITHOUT_ANOMALY_DETECTION = Shared(_without_anomaly_detection)
 
 
 @contextmanager
-def _without_logged_failures() -> Iterator[None]:
-    """Keep PyTorch from logging an operator that fails on fake tensors: the error that it raises says the same."""
-    thread = threading.get_ident()
-
-    def is_of_another_thread(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(is_of_another_thread)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_of_another_thread)
-
-
-@contextmanager
 def isolated_from_caller() -> Iterator[None]:
     """A context with gradients, the CPU as default device, no modes and no garbage collector.
 
@@ -61,7 +43,7 @@ def isolated_from_caller() -> Iterator[None]:
         WITHOUT_ANOMALY_DETECTION,
         torch.device("cpu") if elsewhere else nullcontext(),
         without_collector(),
-        _without_logged_failures(),
+        without_logged_failures(),
         _without_lasting_seed(),
     ):
         yield

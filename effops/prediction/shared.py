@@ -7,6 +7,7 @@ also remembers never to compile it, until `torch._dynamo.reset()`.
 """
 
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -120,3 +121,19 @@ def _refusing() -> Iterator[None]:
 
 # All compiled functions pass this place, however they came to be compiled. Those of other threads are compiled as ever.
 COMPILED_REFUSED = Shared(_refusing)
+
+
+@contextmanager
+def without_logged_failures() -> Iterator[None]:
+    """Keep PyTorch from logging an operator that fails on fake tensors: the error that it raises says the same."""
+    thread = threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(is_of_another_thread)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_another_thread)

@@ -62,6 +62,7 @@ def lint(
     Raises:
         CannotFollow: a branch or a shape depends on values; names the line
         ValueError: `least` is no amount of bytes, or `times` is not above 1
+        TypeError: `fn` is no function
 
     Example:
         >>> a, b = torch.randn(4000, 64), torch.randn(4000, 64)
@@ -70,6 +71,11 @@ def lint(
     least_bytes = parse_bytes(least, "lint: `least`")
     if not times > 1:
         raise ValueError(f"lint: `times` must be above 1; got {times}; give 8, as by default")
+    if fn is not None and not callable(fn):
+        remedy = "give the function and its arguments apart, as lint(f, x)"
+        if isinstance(fn, str):
+            remedy = f"for a script, run `effops lint {fn}` in a shell"
+        raise TypeError(f"lint: `fn` must be a function; got {type(fn).__name__}; {remedy}")
     if fn is None:
         return _block(least_bytes, times, fixes)
     observed = Observed()

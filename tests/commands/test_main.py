@@ -5,16 +5,18 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import effops
 from effops.commands import main as cli
 
 
 def test_the_exit_code_is_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "main", lambda: 1)
     with pytest.raises(SystemExit) as stop:
-        runpy.run_module("effops", run_name="__main__")
+        runpy.run_path(str(Path(effops.__file__).with_name("__main__.py")), run_name="__main__")
     assert stop.value.code == 1
 
 

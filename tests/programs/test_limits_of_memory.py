@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import subprocess
 import sys
 import textwrap
@@ -291,7 +292,8 @@ def test_the_fixture_of_a_toy_project(tmp_path: Path, expression: str, passes: b
     file = tmp_path / "test_toy.py"
     file.write_text(TOY.format(expression=expression))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "effops_pytest", str(file)]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # an installed effops would register it once more
+    found = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True)
     assert found.returncode == (0 if passes else 1), found.stdout
     if not passes:
         assert f"976.6 MiB  {file}:5  points[:, None] * centres" in found.stdout

@@ -22,7 +22,7 @@ from effops.prediction.named_devices import (
 )
 from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES, SKIPPED_INITIALISATION
-from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError
+from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError, without_logged_failures
 from effops.programs.capture.assumed_values import LISTS, AssumedValues, CannotFollow, ValuesInPython, at
 from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import raised_at
@@ -100,7 +100,7 @@ def faked(
     observed.recorder = recorder
     recorder.enter("forward")
     values = AssumedValues(observed.sites)
-    with without_collector(), untouched(mode, recorder, alone):
+    with without_collector(), without_logged_failures(), untouched(mode, recorder, alone):
         try:
             with (
                 mode,

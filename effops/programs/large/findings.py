@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,7 @@ class Finding:
         peak_share: the part of the program's peak that is made here and alive then, from 0 to 1
         seconds: a rough time for what makes and reads the large tensors, by their bytes and operations
         fix: what to write instead, as code that was run; None if nothing was found that is equal and takes half
+        replaced: the user's places on the way, from what is small to what is small
     """
 
     place: Place | None
@@ -51,10 +52,11 @@ class Finding:
     peak_share: float
     seconds: float
     fix: Fix | None
+    replaced: Sequence[Place]
 
     def __str__(self) -> str:
         place = self.place or self.library
-        kept = f", {format_bytes(self.kept_bytes)} of it kept for backward" if self.kept_bytes else ""
+        kept = f"; these lines keep {format_bytes(self.kept_bytes)} for backward" if self.kept_bytes else ""
         turns = f" in {self.turns} turns" if self.turns >= humps.TURNS else ""
         parts = [
             f"{place}: {format_bytes(self.now_bytes)} now{turns}, {format_bytes(self.after_bytes)} after"
@@ -65,7 +67,9 @@ class Finding:
             parts.append(f"  which calls {self.library}\n    {statement(self.library)}")
         parts.append(f"  {self.expression}, which {self.reducer} reads")
         if self.fix is not None:
-            parts.append(f"  {self.fix.how}: {self.fix.why}")
+            numbers = sorted({line for one in self.replaced for line in range(one.line, one.last_line + 1)})
+            where = "".join(f", in place of lines {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "")
+            parts.append(f"  {self.fix.how}{where}: {self.fix.why}")
             parts += [f"    {line}" for line in self.fix.code.splitlines()]
         return "\n".join(parts)
 
@@ -90,14 +94,16 @@ class LintReport:
     Attributes:
         findings: the largest first
         peak_bytes: the highest sum of live storages that the program allocated
-        assumed: what was taken for granted without values, and how often
+        assumed: what was taken for granted without values, with the lines, and how often
         unknown: operators that may allocate more inside than is known
+        with_fixes: whether fixes were looked for
     """
 
     findings: Sequence[Finding] = ()
     peak_bytes: int = 0
     assumed: Mapping[str, int] = field(default_factory=dict)
     unknown: Sequence[str] = ()
+    with_fixes: bool = False
 
     def __str__(self) -> str:
         parts = [str(one) for one in self.findings]
@@ -105,8 +111,14 @@ class LintReport:
             f"{counted(len(self.findings), 'findings')}; "
             f"the program's tensors take {format_bytes(self.peak_bytes)} at most"
         )
-        parts += [f"assumed: {what} ({counted(count, 'times')})" for what, count in self.assumed.items()]
-        return "\n\n".join(parts)
+        without = sum(one.fix is None for one in self.findings)
+        if without and self.with_fixes:
+            parts.append(
+                f"no fix was found for {without} of them: one must give the same results and gradients in half the "
+                "bytes; it is looked for in the statement that makes the tensor and those up to the one that reduces it"
+            )
+        parts.append("\n".join(f"assumed: {what} ({counted(count, 'times')})" for what, count in self.assumed.items()))
+        return "\n\n".join(part for part in parts if part)
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold of it."""
@@ -148,11 +160,18 @@ def report_of(
     assert observed.recorder is not None
     tick, peak = peak_of(observed.recorder.records)
     findings = [_finding(one, tick, peak, propose(one) if with_fixes else None) for one in found]
-    texts = {
-        (what if place is None else f"{what} at {place}: {place.source}"): count
-        for (what, place), count in assumed.items()
-    }
-    return LintReport(findings, peak, texts, tuple(sorted(observed.unknown)))
+    return LintReport(findings, peak, _by_lines(assumed), tuple(sorted(observed.unknown)), with_fixes)
+
+
+def _by_lines(assumed: Mapping[tuple[str, Place | None], int]) -> dict[str, int]:
+    """What was assumed, with all its lines, and how often."""
+    places: dict[str, list[str]] = defaultdict(list)
+    counts: Counter[str] = Counter()
+    for (what, place), count in assumed.items():
+        counts[what] += count
+        if place is not None and str(place) not in places[what]:
+            places[what].append(str(place))
+    return {f"{what} at {', '.join(places[what])}" if places[what] else what: counts[what] for what in counts}
 
 
 def peak_of(records: Sequence[Allocation]) -> tuple[int, int]:
@@ -188,6 +207,7 @@ def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None) -> Findi
         peak_share=sum(one.nbytes for one in members if is_alive(one, tick)) / max(peak, 1),
         seconds=seconds_of({id(call): call for one in members for call in _calls_of(one)}.values()),
         fix=fix,
+        replaced=humps.user_places(found),
     )
 
 

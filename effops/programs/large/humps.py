@@ -266,8 +266,8 @@ def _distinct_rows(read: Read) -> int:
 
 
 def _is_kept(storage: Storage, end: int, has_backward: bool) -> bool:
-    """Whether a storage outlives forward, and backward reads it if it runs."""
-    return is_alive(storage, end) and (not has_backward or any(one.in_backward for one in storage.readers))
+    """Whether a storage outlives forward, and backward reads it."""
+    return has_backward and is_alive(storage, end) and any(one.in_backward for one in storage.readers)
 
 
 def _is_wanted(hump: Hump, wanted: set[int]) -> bool:
@@ -312,6 +312,15 @@ def _merged(groups: Sequence[Found]) -> list[Found]:
             into.humps += group.humps
             into.kept = list({id(one): one for one in (*into.kept, *group.kept)}.values())
     return merged
+
+
+def user_places(group: Found) -> list[Place]:
+    """The places in the file of the user's main line at which members are made or reduced, in the order of lines."""
+    calls = [one.maker for one in group.members] + [group.top.reducer]
+    places = {place_of(call.site.user) for call in calls if call is not None and call.site.user is not None}
+    main = group.main.site.user
+    own = [one for one in places if main is not None and one.file == main.code.co_filename]
+    return sorted(own, key=lambda one: one.line)
 
 
 def lines(group: Found) -> dict[Place, int]:
