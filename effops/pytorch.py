@@ -34,6 +34,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
+    is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
     is_legacy_batchedtensor,
     unwrap_if_dead,
@@ -125,6 +126,7 @@ __all__ = [
     "forward_ad",
     "get_interpreter_stack",
     "in_kernel_invocation_manager",
+    "is_functorch_wrapped_tensor",
     "is_gradtrackingtensor",
     "is_legacy_batchedtensor",
     "is_non_overlapping_and_dense",

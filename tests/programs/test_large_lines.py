@@ -186,3 +186,13 @@ def test_nothing_stays() -> None:
     assert fakes() <= before
     assert a.grad is None
     assert a._version == 0
+
+
+def test_tensors_that_a_transform_has_left_behind() -> None:
+    """One that vmap had left in a list raised at `detach`, in every run after it."""
+    left: list[Tensor] = []
+    torch.func.vmap(lambda x: left.append(x) or x)(torch.ones(2, 3))
+    torch.func.grad(lambda x: left.append(x) or x.sum())(torch.ones(3))
+    a = torch.randn(2000, 64)
+    assert effops.lint(distances, a, a, fixes=False).findings
+    assert len(left) == 2

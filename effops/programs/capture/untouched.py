@@ -29,6 +29,7 @@ from effops.pytorch import (
     _get_dispatch_mode,
     _TorchDispatchModeKey,
     _unsafe_set_version_counter,
+    is_functorch_wrapped_tensor,
 )
 
 
@@ -113,7 +114,7 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
     says that none did.
     """
     interesting = _Interesting()
-    objects = [one for one in gc.get_objects() if interesting[type(one)]]
+    objects = [one for one in gc.get_objects() if interesting[type(one)] and not _is_wrapped(one)]
     leaves = [(one, one.grad, _alias(one)) for one in objects if isinstance(one, Tensor) and one.is_leaf]
     holders = [(one, _kept(one)) for one in objects if not isinstance(one, Tensor)]
     del objects
@@ -148,6 +149,11 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
             _set_torch_states(states[2])
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.clear_autocast_cache()
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Whether a tensor is one of a transform, as vmap. It is no leaf, and raises at most uses once that has ended."""
+    return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
 
 
 def _alias(tensor: Tensor) -> Tensor | None:
