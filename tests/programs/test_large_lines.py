@@ -7,6 +7,7 @@ import json
 import linecache
 import resource
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,3 +197,15 @@ def test_tensors_that_a_transform_has_left_behind() -> None:
     a = torch.randn(2000, 64)
     assert effops.lint(distances, a, a, fixes=False).findings
     assert len(left) == 2
+
+
+def test_files_that_read_the_same(tmp_path: Path) -> None:
+    """Code of two files is equal if it reads the same, and the second was told as the first."""
+    a = torch.randn(2000, 64)
+    for name in ("one.py", "other.py"):
+        path = tmp_path / name
+        path.write_text("def differ(a, b):\n    return (a[:, None] - b).square().sum(-1)\n")
+        scope: dict[str, Any] = {}
+        exec(compile(path.read_text(), str(path), "exec"), scope)
+        (found,) = effops.lint(scope["differ"], a, a, fixes=False).findings
+        assert str(found.place) == f"{path}:2"

@@ -132,9 +132,13 @@ def kind_of(file: str) -> str:
     return "user"
 
 
-@functools.lru_cache(4096)
 def place_of(spot: Spot) -> Place:
     """The line of a spot. Python 3.10 knows no columns: there the source is the whole line."""
+    return _place(spot.code.co_filename, spot)  # code is equal to that of another file if it reads the same
+
+
+@functools.lru_cache(4096)
+def _place(file: str, spot: Spot) -> Place:
     code, instruction = spot
     first, last, begin, end = _positions(code, instruction)
     lines = [linecache.getline(code.co_filename, number) for number in range(first, last + 1)]
