@@ -327,7 +327,7 @@ def lines(group: Found) -> dict[Place, int]:
     """The places at which the members are made, in their order, and the bytes of each, as those of a finding."""
     made: dict[Place, list[Storage]] = defaultdict(list)
     for one in sorted(group.members, key=lambda one: one.allocation.born):
-        spot = one.maker and (one.maker.site.library or one.maker.site.user)
+        spot = None if one.maker is None else one.maker.site.library or one.maker.site.user
         if spot is not None:
             made[place_of(spot)].append(one)
     kept = {id(one) for one in group.kept}
