@@ -20,6 +20,7 @@ from effops.patch import patch_power_spherical
 from effops.transformers import register_transformers
 
 if TYPE_CHECKING:
+    from effops.programs.large_lines import lint as lint
     from effops.programs.limits_of_memory import MemoryBudgetExceeded as MemoryBudgetExceeded
     from effops.programs.limits_of_memory import budget as budget
 

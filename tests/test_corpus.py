@@ -19,7 +19,7 @@ MIB = 2**20
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(BENCH))
     ALL = importlib.import_module("corpus.programs").programs()
-    line_of = importlib.import_module("corpus.recall").line_of
+    recall = importlib.import_module("corpus.recall")
 
 NAMED = [pytest.param(program, id=f"{half}-{program.name}") for half, program in ALL]
 WASTEFUL = [pytest.param(program, id=f"{half}-{program.name}") for half, program in ALL if program.expected]
@@ -66,7 +66,7 @@ def test_programs_state_what_they_are() -> None:
         assert program.sizes.keys() == program.small.keys(), program.name
         assert bool(program.expected) == (program.mended is not None), f"{half}: {program.name}"
         for expected in program.expected:
-            line_of(program, expected)
+            recall.line_of(program, expected)
             for sizes in (program.sizes, program.small):
                 assert expected.now(sizes) > expected.after(sizes), program.name
 
@@ -78,7 +78,7 @@ def test_bytes_of_its_lines(program: Any) -> None:
     took = seen.storages.peak_bytes + seen.argument_bytes
     assert 20 * MIB <= took <= 600 * MIB
     for expected in program.expected:
-        line = line_of(program, expected)
+        line = recall.line_of(program, expected)
         made = max((one.bytes for one in seen.storages.made_by(line)), default=0)
         assert expected.now(program.small) in (made, seen.kept_bytes.get(line))
 

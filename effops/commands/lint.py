@@ -13,7 +13,7 @@ from effops.programs.large_lines import report_of_block
 from effops.programs.scripts import ScriptRun, own_traceback, run_script
 from effops.text import parse_bytes
 
-OPTIONS = {"--least", "--times", "--steps", "--device", "--json", "--format", "--fail-over", "--allow-writes"}
+NO_OPTIONS = {"script", "arguments", "run"}  # among what argparse gives
 FAILED = 2
 OVER = 1
 
@@ -24,7 +24,8 @@ def lint(options: argparse.Namespace) -> int:
         least = parse_bytes(options.least, "argument --least")
         limit = None if options.fail_over is None else parse_bytes(options.fail_over, "argument --fail-over")
         check_json_file(options.json)
-        given = [one for one in options.arguments if one.partition("=")[0] in OPTIONS]
+        own = {f"--{name.replace('_', '-')}" for name in vars(options).keys() - NO_OPTIONS}
+        given = [one for one in options.arguments if one.partition("=")[0] in own]
         if given:
             print(f"effops lint: {given[0]} goes to the script; options of effops stand before it", file=sys.stderr)
         if options.json == "-" and options.format == "github":

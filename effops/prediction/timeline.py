@@ -4,7 +4,7 @@ import bisect
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 CATEGORIES = (
@@ -34,6 +34,24 @@ class Allocation:
     died: int | None
     operator: str
     category: str | None = None
+
+    def is_there(self, tick: int) -> bool:
+        return self.born <= tick and (self.died is None or self.died > tick)
+
+
+def highest(allocations: Iterable[Allocation]) -> tuple[int, int]:
+    """The highest sum of bytes of some allocations, and the first tick at which it is there; 0 and 0 of none."""
+    changes: Counter[int] = Counter()
+    for one in allocations:
+        changes[one.born] += one.nbytes
+        if one.died is not None:
+            changes[one.died] -= one.nbytes
+    total, found = 0, (0, 0)
+    for tick in sorted(changes):
+        total += changes[tick]
+        if total > found[0]:
+            found = total, tick
+    return found
 
 
 @dataclass(frozen=True)
@@ -75,7 +93,7 @@ class Timeline:
 
     def alive(self, tick: int) -> Iterator[Allocation]:
         """What is there at a tick."""
-        return (one for one in self.allocations if one.born <= tick and (one.died is None or one.died > tick))
+        return (one for one in self.allocations if one.is_there(tick))
 
     def makers(self, category: str) -> Mapping[str, int]:
         """The operators that made what a category holds when it holds most, and the bytes of each, the most first."""

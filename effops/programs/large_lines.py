@@ -12,7 +12,7 @@ from torch import Tensor
 from effops.measure import tensors
 from effops.programs.capture.assumed_values import AssumedValues
 from effops.programs.capture.faked import faked
-from effops.programs.capture.observed import Observed, is_alive
+from effops.programs.capture.observed import Observed
 from effops.programs.large import humps
 from effops.programs.large.findings import LintReport, report_of
 from effops.pytorch import FakeTensor
@@ -105,7 +105,7 @@ def report_of_block(
     """The report of what ran in a block, of which nobody knows what it returns: what is alive and was never read."""
     assert observed.recorder is not None
     end = observed.recorder.tick
-    returned = [one for one in observed.storages.values() if is_alive(one, end) and not one.readers]
+    returned = [one for one in observed.storages.values() if one.allocation.is_there(end) and not one.readers]
     begin = observed.backward_begins
     found = humps.find(observed, returned, end if begin is None else begin - 1, least, times)
     return report_of(observed, values.assumed, found, with_fixes=fixes)

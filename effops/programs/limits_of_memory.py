@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from effops.measure import tensors
 from effops.prediction.inside import caution
-from effops.prediction.timeline import Allocation
+from effops.prediction.timeline import Allocation, highest
 from effops.programs.capture.assumed_values import AssumedValues
 from effops.programs.capture.faked import faked
-from effops.programs.capture.observed import Call, Observed
-from effops.programs.capture.places import Place, Site, place_of
+from effops.programs.capture.observed import Observed
+from effops.programs.capture.places import Place
 from effops.programs.signatures import IteratorGivenError, signature
 from effops.pytorch import (
     FakeTensor,
@@ -315,8 +315,8 @@ class _Followed(AbstractContextManager["_Followed"]):
     def fill(self, report: MemoryReport, returned: set[int]) -> None:
         records = self.records
         counted = [one for one in records if one.nbytes and id(one) not in returned]
-        report.peak_bytes, tick = _peak(counted)
-        report.lines = self._lines(one for one in counted if one.born <= tick and (one.died is None or one.died > tick))
+        report.peak_bytes, tick = highest(counted)
+        report.lines = self._lines(one for one in counted if one.is_there(tick))
         report.returned_bytes = sum(one.nbytes for one in records if id(one) in returned)
         report.assumed = dict(self.values.assumed)
 
@@ -330,34 +330,13 @@ class _Followed(AbstractContextManager["_Followed"]):
         for one in allocations:
             storage = self.observed.storages.get(id(one))
             call = workspaces.get(one.born) if storage is None else storage.maker
-            place = _place(call)
+            place = None if call is None else call.site.place
             line = place and (place.file, place.line)
             sums[line] += one.nbytes
             if place is not None:
                 places[line] = max(places.get(line) or place, place, key=lambda one: len(one.source))
         found = [LargeLine(places[line], nbytes) for line, nbytes in sums.items()]
         return sorted(found, key=lambda one: -one.nbytes)
-
-
-def _peak(allocations: Iterable[Allocation]) -> tuple[int, int]:
-    """The highest sum of bytes, and the first tick at which it is there."""
-    changes: list[tuple[int, int]] = []
-    for one in allocations:
-        changes.append((one.born, one.nbytes))
-        if one.died is not None:
-            changes.append((one.died, -one.nbytes))
-    total, found = 0, (0, 0)
-    for tick, change in sorted(changes):
-        total += change
-        if total > found[0]:
-            found = total, tick
-    return found
-
-
-def _place(call: Call | None) -> Place | None:
-    site = Site(None, None) if call is None else call.site
-    spot = site.user or site.library
-    return None if spot is None else place_of(spot)
 
 
 def _tensors_of(value: Any) -> list[Tensor]:

@@ -47,7 +47,6 @@ class ScriptRun:
         observed: its operators and storages
         values: what was assumed of values
         steps: the optimizer steps that it made; fewer than were asked for if it ended before
-        forward_end: the tick at which the first backward pass began, or the script ended
         skipped: checkpoints that were not written, with their places
         written: files that it wrote, or programs that it started, with their places
     """
@@ -55,7 +54,6 @@ class ScriptRun:
     observed: Observed
     values: AssumedValues
     steps: int
-    forward_end: int
     skipped: Sequence[tuple[str, Place | None]]
     written: Sequence[tuple[str, Place | None]]
 
@@ -128,12 +126,13 @@ def run_script(
         ONE_SCRIPT,
         watched(name, allow_writes) as writes,
         faked(name, observed, probe=probe, device=device, program="script", alone=True) as values,
+        LOADED_DATA,
+        UNCOMPILED,
+        FINITE_NUMBERS,
+        counter.counting(),
     ):
-        with LOADED_DATA, UNCOMPILED, FINITE_NUMBERS, counter.counting():
-            _run(path, arguments, name, values)
-        assert observed.recorder is not None
-        end = observed.recorder.tick if observed.backward_begins is None else observed.backward_begins
-    return ScriptRun(observed, values, counter.count, end, writes.skipped, writes.written)
+        _run(path, arguments, name, values)
+    return ScriptRun(observed, values, counter.count, writes.skipped, writes.written)
 
 
 def _run(path: str, arguments: Sequence[str], name: str, values: AssumedValues) -> None:

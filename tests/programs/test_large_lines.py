@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import linecache
 import resource
 import threading
 from pathlib import Path
@@ -17,10 +16,9 @@ from torch.distributions import Distribution
 
 import effops
 from effops.programs.capture.assumed_values import CannotFollow
-from effops.programs.capture.places import Place
 from effops.programs.large.findings import Finding, LintReport
 
-from ..test_corpus import NAMED
+from ..test_corpus import NAMED, recall
 
 SLOW = {"kernel_sums", "attention_of_chunks", "sigmoid_loss"}  # thousands of chunks at the sizes of the source
 
@@ -30,19 +28,9 @@ def of_program(program: Any) -> LintReport:
     return effops.lint(lambda: program.run(*program.arguments(**sizes)), fixes=False)
 
 
-def covers(place: Place | None, expected: Any) -> bool:
-    if place is None or not place.file.endswith(expected.file):
-        return False
-    lines = (linecache.getline(place.file, number) for number in range(place.line, place.last_line + 1))
-    return any(expected.line in line for line in lines)
-
-
-def told_bytes(finding: Finding, expected: Any) -> int:
+def told_bytes(finding: Finding, program: Any, expected: Any) -> int:
     """The bytes that a finding tells of the expected line; 0 if it does not name the line."""
-    of_lines = [nbytes for place, nbytes in finding.lines.items() if covers(place, expected)]
-    if covers(finding.place, expected) or covers(finding.library, expected):
-        of_lines.append(finding.now_bytes)
-    return max(of_lines, default=0)
+    return max(recall.bytes_of(finding, *recall.line_of(program, expected)), default=0)
 
 
 # Its intermediates are twice its result, and lint names those of 8 times.
@@ -55,10 +43,10 @@ def test_corpus(program: Any) -> None:
     sizes = program.small if program.name in SLOW else program.sizes
     expected = () if program.name in BELOW else program.expected
     for one in expected:
-        told = max((told_bytes(finding, one) for finding in report.findings), default=0)
+        told = max((told_bytes(finding, program, one) for finding in report.findings), default=0)
         assert told == pytest.approx(one.now(sizes), rel=0.005), one.line
     for finding in report.findings:
-        assert any(told_bytes(finding, one) for one in expected), f"not expected: {finding}"
+        assert any(told_bytes(finding, program, one) for one in expected), f"not expected: {finding}"
 
 
 def distances(a: Tensor, b: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from effops.prediction.known_values import CHECK, READS, KnownValues, is_small
 from effops.prediction.recorder import ITEM
 from effops.prediction.shared import Shared
-from effops.programs.capture.places import Place, Sites, place_of
+from effops.programs.capture.places import Place, Sites
 from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_dispatch_mode_stack
 
 aten = torch.ops.aten
@@ -88,9 +88,7 @@ class AssumedValues(KnownValues):
         self.assumed[what, self._place()] += 1
 
     def _place(self) -> Place | None:
-        site, _ = self.sites.current()
-        spot = site.user or site.library
-        return None if spot is None else place_of(spot)
+        return self.sites.current()[0].place
 
 
 def at(place: Place | None) -> str:

@@ -159,11 +159,6 @@ class Observed:
         return found
 
 
-def is_alive(storage: Storage, tick: int) -> bool:
-    died = storage.allocation.died
-    return storage.allocation.born <= tick and (died is None or died > tick)
-
-
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, FakeTensor)]
 

@@ -48,6 +48,12 @@ class Site(NamedTuple):
     user: Spot | None
     library: Spot | None
 
+    @property
+    def place(self) -> Place | None:
+        """The user's place, or else that of the library."""
+        spot = self.user or self.library
+        return None if spot is None else place_of(spot)
+
 
 class Place(NamedTuple):
     """A file, its line, and the source of the expression that stands there."""

@@ -30,6 +30,7 @@ from effops.pytorch import (
     _TorchDispatchModeKey,
     _unsafe_set_version_counter,
     is_functorch_wrapped_tensor,
+    tree_leaves,
 )
 
 
@@ -48,20 +49,12 @@ class EndingMode(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.has_ended and func is not torch.ops.prim.device.default:
-            shapes = [tuple(one.shape) for one in _leaves(args) if isinstance(one, FakeTensor)]
+            shapes = [tuple(one.shape) for one in tree_leaves(args) if isinstance(one, FakeTensor)]
             raise EscapedTensor(
                 f"{self.name}: a tensor that was made on fake tensors must not be used after them; {func} got one of "
                 f"shape {shapes[0] if shapes else ()}, which has no values; make it again outside"
             )
         return super().dispatch(func, types, args, kwargs or {})
-
-
-def _leaves(args: Any) -> Iterator[Any]:
-    for one in args:
-        if isinstance(one, (list, tuple)):
-            yield from one
-        else:
-            yield one
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from effops.prediction.timeline import Allocation
-from effops.programs.capture.observed import Call, Observed, Storage, is_alive
+from effops.prediction.timeline import highest
+from effops.programs.capture.observed import Call, Observed, Storage
 from effops.programs.capture.places import Place, place_of, statement
 from effops.programs.large import humps
 from effops.programs.large.proposals import Fix, propose
@@ -68,7 +68,7 @@ class Finding:
         parts.append(f"  {self.expression}, which {self.reducer} reads")
         if self.fix is not None:
             numbers = sorted({line for one in self.replaced for line in range(one.line, one.last_line + 1)})
-            where = "".join(f", in place of lines {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "")
+            where = f", in place of lines {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else ""
             parts.append(f"  {self.fix.how}{where}: {self.fix.why}")
             parts += [f"    {line}" for line in self.fix.code.splitlines()]
         return "\n".join(parts)
@@ -158,7 +158,7 @@ def report_of(
 ) -> LintReport:
     """The report of what was found in a program."""
     assert observed.recorder is not None
-    tick, peak = peak_of(observed.recorder.records)
+    peak, tick = highest(observed.recorder.records)
     findings = [_finding(one, tick, peak, propose(one) if with_fixes else None) for one in found]
     return LintReport(findings, peak, _by_lines(assumed), tuple(sorted(observed.unknown)), with_fixes)
 
@@ -172,21 +172,6 @@ def _by_lines(assumed: Mapping[tuple[str, Place | None], int]) -> dict[str, int]
         if place is not None and str(place) not in places[what]:
             places[what].append(str(place))
     return {f"{what} at {', '.join(places[what])}" if places[what] else what: counts[what] for what in counts}
-
-
-def peak_of(records: Sequence[Allocation]) -> tuple[int, int]:
-    """The first tick at which the most bytes of these allocations are there, and those bytes."""
-    changes: Counter[int] = Counter()
-    for one in records:
-        changes[one.born] += one.nbytes
-        if one.died is not None:
-            changes[one.died] -= one.nbytes
-    now, peak, at = 0, 0, 0
-    for tick in sorted(changes):
-        now += changes[tick]
-        if now > peak:
-            peak, at = now, tick
-    return at, peak
 
 
 def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None) -> Finding:
@@ -204,7 +189,7 @@ def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None) -> Findi
         after_bytes=top.result_bytes if fix is None else fix.after_bytes,
         kept_bytes=found.kept_bytes,
         turns=len(found.turns),
-        peak_share=sum(one.nbytes for one in members if is_alive(one, tick)) / max(peak, 1),
+        peak_share=sum(one.nbytes for one in members if one.allocation.is_there(tick)) / max(peak, 1),
         seconds=seconds_of({id(call): call for one in members for call in _calls_of(one)}.values()),
         fix=fix,
         replaced=humps.user_places(found),

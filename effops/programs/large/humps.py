@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from effops.programs.capture.observed import Call, Observed, Read, Storage, is_alive
+from effops.programs.capture.observed import Call, Observed, Read, Storage
 from effops.programs.capture.places import Place, Site, place_of
 
 LEAST_BYTES = 2**24
@@ -62,7 +62,7 @@ class Hump:
     def held_bytes(self) -> int:
         """The most bytes of members at once while they are made and read."""
         ticks = [member.allocation.born for member in self.members]
-        return max(sum(one.nbytes for one in self.members if is_alive(one, tick)) for tick in ticks)
+        return max(sum(one.nbytes for one in self.members if one.allocation.is_there(tick)) for tick in ticks)
 
     @property
     def times(self) -> float:
@@ -267,7 +267,7 @@ def _distinct_rows(read: Read) -> int:
 
 def _is_kept(storage: Storage, end: int, has_backward: bool) -> bool:
     """Whether a storage outlives forward, and backward reads it."""
-    return has_backward and is_alive(storage, end) and any(one.in_backward for one in storage.readers)
+    return has_backward and storage.allocation.is_there(end) and any(one.in_backward for one in storage.readers)
 
 
 def _is_wanted(hump: Hump, wanted: set[int]) -> bool:
