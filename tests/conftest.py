@@ -52,3 +52,11 @@ def device() -> str:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)

@@ -51,14 +51,6 @@ def is_right_or_named(workload, batch_size, narrow):
     return is_right(workload, batch_size)
 
 
-@pytest.fixture
-def one_thread():
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
-
-
 @avx2
 @pytest.mark.parametrize(
     ("layer", "shape"),

@@ -166,6 +166,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("one_thread")  # blocks of several threads are most of a tensor of these sizes
 @pytest.mark.parametrize(("program", "arguments", "how", "code"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_fix(program, arguments, how, code):
     torch.manual_seed(0)
