@@ -99,6 +99,17 @@ def test_orders_of_strides_are_compiled_once_each(compilations):
         assert len(compilations) == len(tensors) == 12
 
 
+def test_the_first_sizes_have_a_form_of_their_own_and_all_others_share_one(compilations):
+    """Code for given sizes takes less time. Sizes that change at each call are not compiled at each call."""
+    compiled = jit.compile_by_signature(product)
+    wide = torch.randn(40, 50)
+    views = [wide[: 3 + count, : 5 + 2 * count] for count in range(8)]
+    for _ in range(2):
+        for x in views:
+            assert torch.equal(compiled(x, x, 2.0), product(x, x, 2.0))
+        assert len(compilations) == 2
+
+
 def test_what_no_signature_has_is_compiled_without_limit(compilations):
     """PyTorch compiles anew for the number of threads, too. Its limit begins again with a new form."""
     compiled, before = jit.compile_by_signature(product), torch.get_num_threads()
