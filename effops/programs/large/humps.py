@@ -19,7 +19,8 @@ HEAD_TIMES = 4.0  # the weight of a language model's head is large itself
 SEED_SHARE = 256  # what is kept of a loop over chunks is large in sum alone
 TURNS = 4  # of a loop, at least
 STEP = 4  # members lie within so much of each other
-CONVOLUTIONS = {
+# Whose results are what a program wants of its operands, not a step on the way.
+TRANSFORMS = {
     "convolution",
     "_convolution",
     "convolution_overrideable",
@@ -30,6 +31,9 @@ CONVOLUTIONS = {
     "mkldnn_rnn_layer",
     "_thnn_fused_lstm_cell",
     "_thnn_fused_gru_cell",
+    "_fft_c2c",
+    "_fft_r2c",
+    "_fft_c2r",
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm", "linear"}
 CONSTANTS = {"ones", "zeros", "full", "arange", "eye", "linspace", "tril_indices", "triu_indices", "scalar_tensor"}
@@ -197,7 +201,7 @@ def _walk(large: Sequence[Storage], reducer: Call, *, through_products: bool) ->
             parameters = [read for read in call.reads if read.storage.is_parameter]
             is_product = call.name in PRODUCTS and parameters
             is_logits = call.name in PRODUCTS and _is_head([storage])
-            if not is_logits and (call.name in CONVOLUTIONS or (is_product and not through_products)):
+            if not is_logits and (call.name in TRANSFORMS or (is_product and not through_products)):
                 roots[id(storage)] = storage
                 continue
             for read in call.reads:
