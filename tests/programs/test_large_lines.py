@@ -20,7 +20,13 @@ from effops.programs.large.findings import Finding, LintReport
 
 from ..test_corpus import NAMED, recall
 
-SLOW = {"kernel_sums", "attention_of_chunks", "sigmoid_loss"}  # thousands of chunks at the sizes of the source
+SLOW = {  # thousands of chunks or rows at the sizes of the source
+    "attention_of_chunks",
+    "batch_jacobian",
+    "kernel_sums",
+    "messages_in_chunks",
+    "sigmoid_loss",
+}
 
 
 def of_program(program: Any) -> LintReport:
