@@ -1,19 +1,23 @@
 """What messages are made of: tables, sizes in bytes, times, names that were mistyped, and lines of a user's program."""
 
 import difflib
+import functools
+import inspect
 import itertools
 import math
 import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.compiler import is_compiling
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 UNITS = "kmgt"
 Frames = Iterable[tuple[FrameType, int]]  # with the line of each, the innermost frame first
 
@@ -67,6 +71,53 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
     text = str(given)
     found = difflib.get_close_matches(OTHER_NAMES.get(text.lower(), text), list(known), n=1)
     return f'; did you mean "{found[0]}"?' if found else ""
+
+
+def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = "") -> FunctionT:
+    """The same function, whose TypeError for arguments that it does not take names what it takes, and the nearest name.
+
+    `name` is that of the function in the error, and `remedy` is added to it.
+    """
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            own = error.__traceback__
+            if own is not None and own.tb_next is not None:  # the function has begun
+                raise
+            problem = why_not_bound(function, args, kwargs)
+            if not problem:
+                raise
+        raise TypeError(f"{name or function.__name__}: {problem}{remedy}")
+
+    told.__code__ = told.__code__.replace()  # Dynamo limits how often it compiles a code object, which this one shares
+    return told  # type: ignore[return-value]
+
+
+def why_not_bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Which argument a function does not take or lacks, what it takes, and the nearest name; empty if it takes them."""
+    parameters = dict(inspect.signature(function).parameters)
+    if parameters.pop("self", None):
+        args = args[1:]
+    positional = [name for name, one in parameters.items() if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+    given = [*positional[: len(args)], *kwargs]
+    names = ", ".join(parameters)
+    if unknown := [name for name in kwargs if name not in parameters]:
+        return f"it takes {names}; got `{unknown[0]}`" + did_you_mean(unknown[0], parameters.keys() - set(given))
+    if len(args) > len(positional):
+        by_name = [name for name in parameters if name not in positional]
+        others = f"; give {' and '.join(by_name)} by name" if by_name else ""
+        return f"it takes {', '.join(positional)} by position; got {len(args)} arguments{others}"
+    if twice := [name for name in positional[: len(args)] if name in kwargs]:
+        return f"it takes `{twice[0]}` once; got it by position and by name; leave one out"
+    required = [name for name, one in parameters.items() if one.default is inspect.Parameter.empty]
+    if lacking := [f"`{name}`" for name in required if name not in given]:
+        return f"it takes {names}; got no {' and no '.join(lacking)}; give each of these"
+    return ""
 
 
 def integer_remedy(given: Any) -> str:

@@ -14,7 +14,7 @@ from effops.dispatch.validation import Conditions, no_conditions
 from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import Bytes
 from effops.pytorch import _is_alias_of, tree_map_only
-from effops.text import did_you_mean
+from effops.text import did_you_mean, tells_wrong_arguments
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
 CallT = TypeVar("CallT", bound="Call")
@@ -158,9 +158,10 @@ class Op:
         self.variants = {name: registered[name] for name in self.preference if name in registered}
 
     def public(self, function: FunctionT) -> FunctionT:
-        """Mark the decorated function as the public function of this op."""
-        self.function = function
-        return function
+        """Make the decorated function the public function of this op. It tells of arguments that it does not take."""
+        told = tells_wrong_arguments(function)
+        self.function = told
+        return told
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         """The result of the public function."""

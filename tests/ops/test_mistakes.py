@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import effops
+from effops.dispatch.op import ops
 
 LOC, X, SCALE = torch.eye(4, 3).add(1e-3), torch.ones(10, 3), torch.ones(4)
 WEIGHTS = torch.zeros(4)
@@ -309,7 +310,8 @@ MISTAKES = {
     "explain without arguments": (
         lambda: effops.explain(effops.power_spherical_log_prob),
         TypeError,
-        "power_spherical_log_prob: missing a required argument: 'loc'; give explain the function, and then its",
+        "power_spherical_log_prob: it takes loc, scale, x, variant; got no `loc` and no `scale` and no `x`; give each "
+        "of these; give explain the function, and then its arguments",
     ),
     "a text for is_causal": (
         lambda: effops.attention(*[torch.ones(1, 2, 3)] * 3, is_causal="False"),
@@ -325,6 +327,36 @@ MISTAKES = {
         lambda: effops.power_spherical_log_prob(LOC, torch.ones(len(LOC)), LOC, variant=["chunked"]),
         ValueError,
         "power_spherical_log_prob has no variant ['chunked']; choose from ",
+    ),
+    "another keyword in explain": (
+        lambda: effops.explain(effops.power_spherical_log_prob, LOC, SCALE, y=X),
+        TypeError,
+        "power_spherical_log_prob: it takes loc, scale, x, variant; got `y`; give explain the function, and then",
+    ),
+    "a mistyped keyword": (
+        lambda: effops.power_spherical_log_prob(LOC, SCALE, X, varient="naive"),
+        TypeError,
+        'power_spherical_log_prob: it takes loc, scale, x, variant; got `varient`; did you mean "variant"?',
+    ),
+    "the keyword of another library": (
+        lambda: effops.attention(QUERY, QUERY, QUERY, mask=PAIRS),
+        TypeError,
+        'attention: it takes query, key, value, attn_mask, .*, variant; got `mask`; did you mean "attn_mask"?',
+    ),
+    "an argument too few": (
+        lambda: effops.attention(QUERY, QUERY),
+        TypeError,
+        "attention: it takes query, key, value, attn_mask, .*, variant; got no `value`; give each of these",
+    ),
+    "a variant by position": (
+        lambda: effops.broadcast_dot(X, X, "naive"),
+        TypeError,
+        "broadcast_dot: it takes a, b by position; got 3 arguments; give variant by name",
+    ),
+    "an argument by position and by name": (
+        lambda: effops.broadcast_dot(X, X, a=X),
+        TypeError,
+        "broadcast_dot: it takes `a` once; got it by position and by name; leave one out",
     ),
     "explain of a module": (
         lambda: effops.explain(effops.nn.MultiheadAttention(4, 2)),
@@ -350,6 +382,19 @@ def test_answers(call, error, answer):
         assert place >= 0, (part, str(caught.value))
     chained = "".join(traceback.format_exception(caught.value)).count("Traceback (most recent call last)")
     assert chained == 1
+
+
+@pytest.mark.parametrize("op", ops().values(), ids=lambda op: op.name)
+def test_every_op_tells_of_keywords(op):
+    """It was Python's TypeError, which names neither the arguments that there are nor the nearest."""
+    with pytest.raises(TypeError, match=rf"^{op.name}: .*variant; got `vriant`; did you mean \"variant\"\?$"):
+        op(vriant="naive")
+
+
+def test_errors_inside_of_an_op_stay():
+    """A TypeError that is raised after an op has begun says nothing of its arguments' names."""
+    with pytest.raises(TypeError, match="`loc` must be a tensor"):
+        spherical(None, 1.0, X)
 
 
 def test_no_answer_where_the_order_may_be_right():
