@@ -63,14 +63,35 @@ def counted(count: int, things: str) -> str:
 
 
 # Names by which some call what has another one here, which is not near or not the nearest.
-OTHER_NAMES = {"gpu": "cuda", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+OTHER_NAMES = {
+    "gpu": "cuda",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "width": "d_model",
+    "hidden_size": "d_model",
+    "embed_dim": "d_model",
+    "depth": "layers",
+    "length": "seq_len",
+}
+# Names of other things that exist. Who writes one has not mistyped the name here that is near, such as "github".
+OTHER_THINGS = {"gitlab", "hpu", "ipu", "mps", "npu", "tpu", "xpu"}
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """'; did you mean "attention"?' for 'attn', or nothing if no known name is near."""
-    text = str(given)
-    found = difflib.get_close_matches(OTHER_NAMES.get(text.lower(), text), list(known), n=1)
-    return f'; did you mean "{found[0]}"?' if found else ""
+    """'; did you mean "attention"?' for 'attn', or nothing if no known name is near.
+
+    A name is near too if it begins or ends with the given words: 'normal' is near 'normal_log_prob'.
+    """
+    text, known = str(given), list(known)
+    if text.lower() in OTHER_THINGS:
+        return ""
+    meant = {**{other: name for other, name in OTHER_NAMES.items() if name in known}, **{name: name for name in known}}
+    near = difflib.get_close_matches(text.lower() if text.lower() in meant else text, meant, n=1)
+    longer = [name for name in known if text and (name.startswith(f"{text}_") or name.endswith(f"_{text}"))]
+    found = near or sorted(longer, key=len)
+    return f'; did you mean "{meant[found[0]]}"?' if found else ""
 
 
 def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = "") -> FunctionT:
@@ -99,10 +120,19 @@ def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = 
 
 
 def why_not_bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Which argument a function does not take or lacks, what it takes, and the nearest name; empty if it takes them."""
-    parameters = dict(inspect.signature(function).parameters)
+    """Which argument a function does not take or lacks, what it takes, and the nearest name; empty if it takes them.
+
+    A function that takes any argument is not asked.
+    """
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except ValueError:  # it is built in
+        return ""
     if parameters.pop("self", None):
         args = args[1:]
+    kinds = {one.kind for one in parameters.values()}
+    if kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}:
+        return ""
     positional = [name for name, one in parameters.items() if one.kind is not inspect.Parameter.KEYWORD_ONLY]
     given = [*positional[: len(args)], *kwargs]
     names = ", ".join(parameters)
@@ -184,7 +214,7 @@ def line_of_program(frames: Frames) -> str:
 
     If it lies in an installed package, the place where the user's own program called that is named too.
     """
-    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    places = [(_file_of(frame), line) for frame, line in frames]
     places = [place for place in places if not place[0].startswith(PACKAGES) and not _is_of_python(place[0])]
     own = [place for place in places if not _is_installed(place[0])]
     if not places:
@@ -198,6 +228,12 @@ def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     if error.__cause__ is not None:
         yield from frames_of(error.__cause__)
     yield from reversed(list(traceback.walk_tb(error.__traceback__)))
+
+
+def _file_of(frame: FrameType) -> str:
+    """The file of a frame. Code that a dataclass has generated has none, and belongs to that of its module."""
+    file = frame.f_code.co_filename
+    return str(frame.f_globals.get("__file__", file)) if file == "<string>" else file
 
 
 def _is_installed(file: str) -> bool:

@@ -190,9 +190,11 @@ def find_op(function: Callable[..., Any] | str, asked_by: str = "") -> Op:
             f"{asker}{function!r} is no op of effops; choose from {', '.join(_ops)}{did_you_mean(function, _ops)}"
         )
     if op is None:
-        got = repr(function) if callable(function) else f"an object of class {type(function).__name__}"
-        raise ValueError(
-            f"{asker}{got} is no op of effops; choose from {', '.join(_ops)}, without calling it; "
-            "effops.record() tells which ops run inside of other functions"
-        )
+        is_named = callable(function) and hasattr(function, "__name__")
+        got = f"`{function.__name__}`" if is_named else f"an object of class {type(function).__name__}"
+        remedy = "effops.record() tells which ops run inside of other functions"
+        if not callable(function):  # perhaps what an op has returned
+            arguments = ", and then its arguments" if asked_by == "explain" else ""
+            remedy = f"give the op without calling it, as effops.attention{arguments}"
+        raise ValueError(f"{asker}`function` must be an op of effops; got {got}; {remedy}; ops are {', '.join(_ops)}")
     return op

@@ -361,12 +361,24 @@ MISTAKES = {
     "explain of a module": (
         lambda: effops.explain(effops.nn.MultiheadAttention(4, 2)),
         ValueError,
-        "; effops.record() tells which ops run inside of other functions",
+        "explain: `function` must be an op of effops; got an object of class MultiheadAttention; "
+        "effops.record() tells which ops run inside of other functions; ops are power_spherical_log_prob, ",
     ),
     "explain of a result": (
         lambda: effops.explain(LOC),
         ValueError,
-        "explain: an object of class Tensor is no op of effops; choose from .*, without calling it",
+        "explain: `function` must be an op of effops; got an object of class Tensor; give the op without calling it, "
+        "as effops.attention, and then its arguments; ops are power_spherical_log_prob, ",
+    ),
+    "explain of another function": (
+        lambda: effops.explain(torch.cdist, X, X),
+        ValueError,
+        "must be an op of effops; got `cdist`; effops.record() tells which ops run inside of other functions; ops are",
+    ),
+    "variants of a result": (
+        lambda: effops.variants(X),
+        ValueError,
+        "got an object of class Tensor; give the op without calling it, as effops.attention; ops are",
     ),
 }
 
