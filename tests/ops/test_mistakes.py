@@ -1,9 +1,11 @@
 """What people get wrong in a call, and the answer that they get: which argument, what was expected, what to do."""
 
+import functools
 import traceback
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import effops
 from effops.dispatch.op import ops
@@ -95,6 +97,29 @@ MISTAKES = {
         lambda: mixture(WEIGHTS, X, LOC, SCALE),
         ValueError,
         "must have the order log_weights, loc, scale",
+    ),
+    "weights of each point after loc": (  # the advice was to give points and parameters of one dimension
+        lambda: mixture(LOC, torch.zeros(10, 4), SCALE, X.unsqueeze(1)),
+        ValueError,
+        "must have the order log_weights, loc, scale, x; .*: "
+        "they fit as log_weights (10, 4), loc (4, 3), scale (4,), x (10, 1, 3); reorder them, or give them by name",
+    ),
+    "weights in the place of normal scales": (  # the advice was to unsqueeze them
+        lambda: effops.normal_mixture_log_prob(LOC, torch.ones(4, 3), WEIGHTS, X.unsqueeze(1)),
+        ValueError,
+        "must have the order log_weights, loc, scale, x; .*: they fit as log_weights (4,), loc (4, 3), scale (4, 3), x",
+    ),
+    "points in the place of scales": (
+        lambda: mixture(LOC, torch.zeros(10, 4), X.unsqueeze(1), SCALE),
+        ValueError,
+        "must have the order log_weights, loc, scale, x; .*: they fit as log_weights (10, 4), loc (",
+    ),
+    "components before their weights": (
+        lambda: effops.distributions.Mixture(
+            effops.distributions.PowerSpherical(torch.eye(3), 1.0), torch.distributions.Categorical(SCALE)
+        ),
+        TypeError,
+        "must be a torch.distributions.Categorical; got PowerSpherical; swap it with `component_distribution`",
     ),
     "a scale for each density": (
         lambda: normal(LOC, SCALE, X.unsqueeze(1)),
@@ -407,6 +432,28 @@ def test_errors_inside_of_an_op_stay():
     """A TypeError that is raised after an op has begun says nothing of its arguments' names."""
     with pytest.raises(TypeError, match="`loc` must be a tensor"):
         spherical(None, 1.0, X)
+
+
+@pytest.mark.parametrize("name", [name for name in ops() if name.endswith("log_prob")])
+def test_densities_tell_that_mps_has_no_float64(name):
+    """PyTorch told it without a remedy. A fake tensor stands for one of Apple's GPU."""
+    with FakeTensorMode():
+        loc, x, weights = (torch.empty(*shape, device="mps") for shape in ((4, 3), (10, 1, 3), (4,)))
+    operands = (weights, loc, 1.0, x) if "mixture" in name else (loc, 1.0, x)
+    message = (
+        rf"^{name}: `loc` must be on a device with float64, .*; got mps:0; move the operands to the CPU, with .cpu()"
+    )
+    for call in (getattr(effops, name), functools.partial(effops.explain, name)):
+        with pytest.raises(NotImplementedError, match=message):
+            call(*operands)
+
+
+def test_a_distribution_tells_that_mps_has_no_float64():
+    with (
+        FakeTensorMode(),
+        pytest.raises(NotImplementedError, match=r"^PowerSpherical: `loc` must .* float64"),
+    ):
+        effops.distributions.PowerSpherical(torch.empty(4, 3, device="mps"), 1.0)
 
 
 def test_no_answer_where_the_order_may_be_right():
