@@ -138,7 +138,7 @@ def test_steps(script, capsys):
     path = script(STEP + "for turn in range(5):\n    print('turn', turn)\n    optimizer.step()\n")
     assert run_script(path, steps=3).steps == 3
     assert capsys.readouterr().out.count("turn") == 3
-    with pytest.raises(ValueError, match="lint: `steps` must be at least 1; got 0; leave it out"):
+    with pytest.raises(ValueError, match="lint: `--steps` must be at least 1; got 0; leave it out"):
         run_script(path, name="lint", steps=0)
 
 
@@ -158,19 +158,25 @@ WRITES = {
     "remove": "os.remove(__file__)",
     "rename": "os.replace(__file__, 'other.py')",
     "rmtree": "import shutil; shutil.rmtree('kept')",
+}
+STARTS = {
     "program": "import subprocess; subprocess.run(['true'])",
     "system": "os.system('true')",
 }
 
 
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", [*WRITES, *STARTS])
 def test_writes_are_refused(script, tmp_path, name):
+    """Programs that a script starts were told to "write below" the throw-away folder."""
     (tmp_path / "kept").mkdir()
-    path = script(WRITES[name] + "  # here\n")
+    path = script({**WRITES, **STARTS}[name] + "  # here\n")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(
-        RefusedWriteError, match=r"lint: a script must not write .*; allow its? .*--allow-writes"
-    ) as error:
+    message = (
+        r"write outside .*; allow it with --allow-writes, or let it write below '.*', as by an argument of the script"
+    )
+    if name in STARTS:
+        message = r"start programs, .*; allow it and what it writes with --allow-writes, or leave that line out"
+    with pytest.raises(RefusedWriteError, match=f"lint: a script must not {message}$") as error:
         run_script(path, name="lint")
     assert line_of(path, "# here") in str(error.value)
     assert sorted(tmp_path.iterdir()) == before
@@ -305,13 +311,37 @@ def test_errors_in_the_command(script, capsys):
     assert shown.startswith("effops lint: a branch on a value cannot be followed")
 
 
+NO_STEP = "the script ended after 0 of 1 optimizer steps; a script that trains may lack arguments, after its name"
+
+
+def test_fewer_steps_than_asked_for(script, capsys):
+    assert main(["lint", "--steps", "3", script(f"{STEP}optimizer.step()\n")]) == 0
+    assert "ended after 1 of 3 optimizer steps; give --steps 1\n" in capsys.readouterr().out
+
+
+def test_no_script(capsys):
+    """ARGS were said to be required too."""
+    with pytest.raises(SystemExit):
+        main(["lint"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: SCRIPT\n")
+
+
+def test_a_least_size_of_0_names_tensors_of_any_size(script, capsys):
+    """It was accepted, and documented nowhere."""
+    path = script("product = torch.randn(40, 1, 6) * torch.randn(50, 6)\nscores = product.sum((0, 1))\n")
+    assert main(["lint", path]) == 0
+    assert "product =" not in capsys.readouterr().out
+    assert main(["lint", "--least", "0", path]) == 0
+    assert "product =" in capsys.readouterr().out
+
+
 def test_formats_of_the_command(script, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(LintReport, "to_json", lambda report: {"findings": len(report.findings)}, raising=False)
     monkeypatch.setattr(LintReport, "github", lambda report: "::warning::", raising=False)
     path = script(LARGE)
     assert main(["lint", "--json", "-", path]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found == {"report": {"findings": 1}, "notes": ["the script ended after 0 of 1 optimizer steps"]}
+    assert found == {"report": {"findings": 1}, "notes": [NO_STEP]}
     assert main(["lint", "--format", "github", "--json", str(tmp_path / "report.json"), path]) == 0
     assert capsys.readouterr().out.splitlines() == ["::warning::"]
     assert json.loads((tmp_path / "report.json").read_text()) == found
