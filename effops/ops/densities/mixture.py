@@ -19,7 +19,7 @@ from torch import Tensor
 
 from effops.blocks import limits
 from effops.blocks import logsumexp as logsumexp_blocks
-from effops.blocks.cutting import fit, part, visited_pieces, whole
+from effops.blocks.cutting import broadcast_slice, fit, visited_pieces, whole
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.weighted import Weighted
@@ -271,7 +271,7 @@ class Mixture:
         for block in visited_pieces(whole(call.shape), fit(call.shape, limits.STATISTICS_SLAB)):
             pairs = (*block[: call.axis], slice(None), *block[call.axis :])
             own_axes = (tensor.ndim - dims for tensor, dims in zip(call.tensors, core_dims))
-            parts = (part(tensor, pairs[len(pairs) - own :]) for tensor, own in zip(call.tensors, own_axes))
+            parts = (broadcast_slice(tensor, pairs[len(pairs) - own :]) for tensor, own in zip(call.tensors, own_axes))
             yield block, self.split((*parts, call.dim, call.dtype))
 
     def forward(self, call: MixtureCall) -> Tensor:
