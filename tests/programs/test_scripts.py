@@ -251,6 +251,30 @@ def test_lines_that_cannot_be_followed(script, name):
     assert f"{line_of(path, line)}" in str(error.value)
 
 
+def test_numbers_are_finite(script):
+    """The Trainer of transformers asks so of each loss, and could not be followed."""
+    text = "if torch.isnan(loss) or torch.isinf(loss) or not torch.isfinite(loss):\n    sys.exit(1)\n"
+    run = run_script(script(STEP + text))
+    assert "numbers are taken to be finite" in {what for what, _ in run.assumed}
+    with pytest.raises(CannotFollow, match="a branch on a value"):
+        run_script(script(STEP + "if loss == loss.square():\n    pass\n"))
+
+
+def test_a_line_of_a_library_is_named_too(script, tmp_path, monkeypatch):
+    """A branch of the Trainer of transformers was named by the line that calls `train()` alone."""
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / "trains.py").write_text("def train(loss):\n    if loss > 1:\n        pass\n")
+    monkeypatch.syspath_prepend(library)
+    monkeypatch.delitem(sys.modules, "trains", raising=False)
+    path = script(f"{STEP}import trains\ntrains.train(loss)\n")
+    with pytest.raises(CannotFollow) as error:
+        run_script(path, name="lint")
+    assert f"{line_of(path, 'trains.train(')}: trains.train(loss), which calls " in str(error.value)
+    assert "trains.py:2: " in str(error.value)
+    assert "; decide it by shapes" in str(error.value)
+
+
 def test_what_follows_from_numbers(script):
     known = "order = torch.randperm(50).tolist()\nassert sorted(order) == list(range(50))\n"
     known += "assert torch.arange(3).numpy().tolist() == [0, 1, 2]\nassert not torch.isnan(torch.randn(3)).any()\n"
