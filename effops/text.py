@@ -186,7 +186,7 @@ def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
         >>> parse_bytes("1.5 GiB"), parse_bytes("6G"), parse_bytes(6e9)
         (1610612736, 6442450944, 6000000000)
     """
-    nbytes = _amount(amount)
+    nbytes = _bytes_or_nan(amount)
     if not 0 <= nbytes < math.inf:
         raise ValueError(
             f"{name}: expected a number and B, KB, MB, GB or TB (powers of 1000), or K, M, G or T (binary, as KiB to "
@@ -195,18 +195,19 @@ def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
     return int(nbytes)
 
 
-def _amount(amount: str | float) -> float:
-    """Bytes, or NaN if nothing can be read."""
+def _bytes_or_nan(amount: str | float) -> float:
+    """The bytes of a number or a text, or NaN if it is no amount."""
     if isinstance(amount, bool):
         return math.nan
     if isinstance(amount, Real):
         return float(amount)
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e\d+)?\s*(?:([kmgt])(i?b)?|b)?\s*", str(amount).lower())
-    if found is None:
+    found = re.fullmatch(
+        r"(?P<number>(\d+\.?\d*|\.\d+)(e\d+)?)\s*(?P<unit>[kmgt]?)(?P<ending>i?b)?", str(amount).strip().lower()
+    )
+    if found is None or (found["ending"] == "ib" and not found["unit"]):
         return math.nan
-    number, exponent, unit, ending = found.groups("")
-    base = 1000.0 if ending == "b" else 1024.0
-    return float(number + exponent) * base ** (UNITS.index(unit) + 1 if unit else 0)
+    base = 1000.0 if found["ending"] == "b" else 1024.0
+    return float(found["number"]) * base ** (UNITS.index(found["unit"]) + 1 if found["unit"] else 0)
 
 
 def line_of_program(frames: Frames) -> str:
