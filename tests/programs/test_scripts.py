@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from effops.commands.main import main
+from effops.programs.capture import places
 from effops.programs.capture.assumed_values import CannotFollow
 from effops.programs.large.findings import LintReport
 from effops.programs.large_lines import report_of_block
@@ -266,6 +267,8 @@ def test_a_line_of_a_library_is_named_too(script, tmp_path, monkeypatch):
     library.mkdir()
     (library / "trains.py").write_text("def train(loss):\n    if loss > 1:\n        pass\n")
     monkeypatch.syspath_prepend(library)
+    monkeypatch.setattr(places, "LIBRARIES", (*places.LIBRARIES, str(library)))
+    places.kind_of.cache_clear()
     monkeypatch.delitem(sys.modules, "trains", raising=False)
     path = script(f"{STEP}import trains\ntrains.train(loss)\n")
     with pytest.raises(CannotFollow) as error:
