@@ -115,8 +115,9 @@ def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = 
                 raise
         raise TypeError(f"{name or function.__name__}: {problem}{remedy}")
 
-    told.__code__ = told.__code__.replace()  # Dynamo limits how often it compiles a code object, which this one shares
-    return told  # type: ignore[return-value]
+    result: Any = told
+    result.__code__ = told.__code__.replace()  # type: ignore[attr-defined]  # Dynamo limits compilations of each code
+    return result  # type: ignore[no-any-return]
 
 
 def why_not_bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

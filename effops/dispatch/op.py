@@ -190,8 +190,8 @@ def find_op(function: Callable[..., Any] | str, asked_by: str = "") -> Op:
             f"{asker}{function!r} is no op of effops; choose from {', '.join(_ops)}{did_you_mean(function, _ops)}"
         )
     if op is None:
-        is_named = callable(function) and hasattr(function, "__name__")
-        got = f"`{function.__name__}`" if is_named else f"an object of class {type(function).__name__}"
+        name = getattr(function, "__name__", None)
+        got = f"`{name}`" if name else f"an object of class {type(function).__name__}"
         remedy = "effops.record() tells which ops run inside of other functions"
         if not callable(function):  # perhaps what an op has returned
             arguments = ", and then its arguments" if asked_by == "explain" else ""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ def check_count(caller: str, argument: str, count: Any, least: int) -> None:
 
 def check_seconds(caller: str, argument: str, seconds: Any) -> None:
     """Raise unless this is a time, which is not below 0."""
-    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"{caller}: `{argument}` must be a number of seconds; got {seconds!r}; give a float, as 10.0")
     if not seconds >= 0:
         raise ValueError(f"{caller}: `{argument}` must be at least 0; got {seconds}; leave it out for the default")
