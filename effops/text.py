@@ -1,19 +1,23 @@
 """What messages are made of: tables, sizes in bytes, times, names that were mistyped, and lines of a user's program."""
 
 import difflib
+import functools
+import inspect
 import itertools
 import math
 import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.compiler import is_compiling
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 UNITS = "kmgt"
 Frames = Iterable[tuple[FrameType, int]]  # with the line of each, the innermost frame first
 
@@ -59,14 +63,92 @@ def counted(count: int, things: str) -> str:
 
 
 # Names by which some call what has another one here, which is not near or not the nearest.
-OTHER_NAMES = {"gpu": "cuda", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+OTHER_NAMES = {
+    "gpu": "cuda",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "width": "d_model",
+    "hidden_size": "d_model",
+    "embed_dim": "d_model",
+    "depth": "layers",
+    "length": "seq_len",
+}
+# Names of other things that exist. Who writes one has not mistyped the name here that is near, such as "github".
+OTHER_THINGS = {"gitlab", "hpu", "ipu", "mps", "npu", "tpu", "xpu"}
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """'; did you mean "attention"?' for 'attn', or nothing if no known name is near."""
-    text = str(given)
-    found = difflib.get_close_matches(OTHER_NAMES.get(text.lower(), text), list(known), n=1)
-    return f'; did you mean "{found[0]}"?' if found else ""
+    """'; did you mean "attention"?' for 'attn', or nothing if no known name is near.
+
+    A name is near too if it begins or ends with the given words: 'normal' is near 'normal_log_prob'.
+    """
+    text, known = str(given), list(known)
+    if text.lower() in OTHER_THINGS:
+        return ""
+    meant = {**{other: name for other, name in OTHER_NAMES.items() if name in known}, **{name: name for name in known}}
+    near = difflib.get_close_matches(text.lower() if text.lower() in meant else text, meant, n=1)
+    longer = [name for name in known if text and (name.startswith(f"{text}_") or name.endswith(f"_{text}"))]
+    found = near or sorted(longer, key=len)
+    return f'; did you mean "{meant[found[0]]}"?' if found else ""
+
+
+def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = "") -> FunctionT:
+    """The same function, whose TypeError for arguments that it does not take names what it takes, and the nearest name.
+
+    `name` is that of the function in the error, and `remedy` is added to it.
+    """
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            own = error.__traceback__
+            if own is not None and own.tb_next is not None:  # the function has begun
+                raise
+            problem = why_not_bound(function, args, kwargs)
+            if not problem:
+                raise
+        raise TypeError(f"{name or function.__name__}: {problem}{remedy}")
+
+    result: Any = told
+    result.__code__ = told.__code__.replace()  # type: ignore[attr-defined]  # Dynamo limits compilations of each code
+    return result  # type: ignore[no-any-return]
+
+
+def why_not_bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Which argument a function does not take or lacks, what it takes, and the nearest name; empty if it takes them.
+
+    A function that takes any argument is not asked.
+    """
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except ValueError:  # it is built in
+        return ""
+    if parameters.pop("self", None):
+        args = args[1:]
+    kinds = {one.kind for one in parameters.values()}
+    if kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}:
+        return ""
+    positional = [name for name, one in parameters.items() if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+    given = [*positional[: len(args)], *kwargs]
+    names = ", ".join(parameters)
+    if unknown := [name for name in kwargs if name not in parameters]:
+        return f"it takes {names}; got `{unknown[0]}`" + did_you_mean(unknown[0], parameters.keys() - set(given))
+    if len(args) > len(positional):
+        by_name = [name for name in parameters if name not in positional]
+        others = f"; give {' and '.join(by_name)} by name" if by_name else ""
+        return f"it takes {', '.join(positional)} by position; got {len(args)} arguments{others}"
+    if twice := [name for name in positional[: len(args)] if name in kwargs]:
+        return f"it takes `{twice[0]}` once; got it by position and by name; leave one out"
+    required = [name for name, one in parameters.items() if one.default is inspect.Parameter.empty]
+    if lacking := [f"`{name}`" for name in required if name not in given]:
+        return f"it takes {names}; got no {' and no '.join(lacking)}; give each of these"
+    return ""
 
 
 def integer_remedy(given: Any) -> str:
@@ -105,7 +187,7 @@ def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
         >>> parse_bytes("1.5 GiB"), parse_bytes("6G"), parse_bytes(6e9)
         (1610612736, 6442450944, 6000000000)
     """
-    nbytes = _amount(amount)
+    nbytes = _bytes_or_nan(amount)
     if not 0 <= nbytes < math.inf:
         raise ValueError(
             f"{name}: expected a number and B, KB, MB, GB or TB (powers of 1000), or K, M, G or T (binary, as KiB to "
@@ -114,18 +196,19 @@ def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
     return int(nbytes)
 
 
-def _amount(amount: str | float) -> float:
-    """Bytes, or NaN if nothing can be read."""
+def _bytes_or_nan(amount: str | float) -> float:
+    """The bytes of a number or a text, or NaN if it is no amount."""
     if isinstance(amount, bool):
         return math.nan
     if isinstance(amount, Real):
         return float(amount)
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e\d+)?\s*(?:([kmgt])(i?b)?|b)?\s*", str(amount).lower())
-    if found is None:
+    found = re.fullmatch(
+        r"(?P<number>(\d+\.?\d*|\.\d+)(e\d+)?)\s*(?P<unit>[kmgt]?)(?P<ending>i?b)?", str(amount).strip().lower()
+    )
+    if found is None or (found["ending"] == "ib" and not found["unit"]):
         return math.nan
-    number, exponent, unit, ending = found.groups("")
-    base = 1000.0 if ending == "b" else 1024.0
-    return float(number + exponent) * base ** (UNITS.index(unit) + 1 if unit else 0)
+    base = 1000.0 if found["ending"] == "b" else 1024.0
+    return float(found["number"]) * base ** (UNITS.index(found["unit"]) + 1 if found["unit"] else 0)
 
 
 def line_of_program(frames: Frames) -> str:
@@ -133,7 +216,7 @@ def line_of_program(frames: Frames) -> str:
 
     If it lies in an installed package, the place where the user's own program called that is named too.
     """
-    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    places = [(_file_of(frame), line) for frame, line in frames]
     places = [place for place in places if not place[0].startswith(PACKAGES) and not _is_of_python(place[0])]
     own = [place for place in places if not _is_installed(place[0])]
     if not places:
@@ -147,6 +230,12 @@ def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     if error.__cause__ is not None:
         yield from frames_of(error.__cause__)
     yield from reversed(list(traceback.walk_tb(error.__traceback__)))
+
+
+def _file_of(frame: FrameType) -> str:
+    """The file of a frame. Code that a dataclass has generated has none, and belongs to that of its module."""
+    file = frame.f_code.co_filename
+    return str(frame.f_globals.get("__file__", file)) if file == "<string>" else file
 
 
 def _is_installed(file: str) -> bool:

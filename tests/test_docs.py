@@ -31,3 +31,12 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     script.write_text(code(page.read_text()))
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
+
+
+def test_anchors_of_the_readme_exist() -> None:
+    """No page listed the tools for a result that is wrong; README names the section that does."""
+    links = re.findall(r"\]\((docs/[\w.]+)#([\w-]+)\)", (ROOT / "README.md").read_text())
+    assert ("docs/variants.md", "if-a-result-looks-wrong") in links
+    for page, anchor in links:
+        titles = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from effops import measure
-from effops.measure import Memory, Pass
+from effops.measure import Memory, Pass, machine, time_of_pass
 from effops.text import format_us
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -169,7 +169,7 @@ def test_times_of_a_slow_pass_keep_to_the_budget() -> None:
 
 def test_median_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     samples_ms: Iterator[float] = iter([1.0, 4.0, 2.0, 3.0, 100.0])
-    monkeypatch.setattr(measure, "_stopwatch", lambda device: lambda run: (next(samples_ms), 0.5))
+    monkeypatch.setattr(time_of_pass, "_stopwatch", lambda device: lambda run: (next(samples_ms), 0.5))
     found = measure.times({"varied": Pass(lambda: None, ())}, repeats=5)["varied"]
     assert found == measure.Timing(median_ms=3, min_ms=1, iqr_ms=2, repeats=5, host_ms=0.5)
 
@@ -227,7 +227,7 @@ def test_time_on_cuda_does_not_count_the_host(monkeypatch: pytest.MonkeyPatch) -
             cuda.host_ms += 0.12
             cuda.issue(0.04)
 
-    assert measure._stopwatch(torch.device("cuda"))(run) == (pytest.approx(0.08), pytest.approx(0.24))
+    assert time_of_pass._stopwatch(torch.device("cuda"))(run) == (pytest.approx(0.08), pytest.approx(0.24))
     assert cuda.sleeps_ms[-1] >= 1
 
 
@@ -238,14 +238,14 @@ def test_the_device_is_busy_for_longer_than_a_slow_host(monkeypatch: pytest.Monk
         cuda.host_ms += 5
         cuda.issue(0.04)
 
-    watch = measure._stopwatch(torch.device("cuda"))
+    watch = time_of_pass._stopwatch(torch.device("cuda"))
     assert [watch(run)[0] for _ in range(2)] == [pytest.approx(4.04), pytest.approx(0.04)]
     assert cuda.sleeps_ms[-1] == pytest.approx(10)
 
 
 def test_copy_bandwidth_counts_bytes_read_and_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        measure,
+        time_of_pass,
         "times",
         lambda passes, repeats: {"copy": measure.Timing(median_ms=2.0, min_ms=1, iqr_ms=0, repeats=1, host_ms=0.1)},
     )
@@ -254,7 +254,7 @@ def test_copy_bandwidth_counts_bytes_read_and_written(device: str, monkeypatch: 
 
 def test_available_bytes_is_what_the_tighter_of_system_and_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"/proc/meminfo": "MemTotal:       900 kB\nMemAvailable:       500 kB\n"}
-    monkeypatch.setattr(measure, "_file_text", lambda path: files.get(path, ""))
+    monkeypatch.setattr(machine, "_file_text", lambda path: files.get(path, ""))
     cpu = torch.device("cpu")
     assert measure.available_bytes(cpu) == 500 * 1024
     files["/sys/fs/cgroup/memory.max"] = "max\n"
@@ -337,3 +337,114 @@ def test_the_profiler_is_silent(level: str | None, expected: bool) -> None:
     assert ("USDT" in done.stderr) == expected
     assert "CPUAllocator" not in done.stderr
     assert expected or done.stderr == ""
+
+
+ONE = Pass(torch.neg, (torch.ones(2),))
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a function": (
+        lambda: measure.memory(torch.neg),
+        TypeError,
+        "memory: `work` must be a Pass; got builtin_function_or_method; give Pass(function, (a, b))",
+    ),
+    "a function and its arguments": (
+        lambda: measure.memory(torch.neg, torch.ones(2)),
+        TypeError,
+        "memory: it takes work by position; got 2 arguments; give warmup by name; give one pass, as in memory(Pass(",
+    ),
+    "a list": (
+        lambda: measure.times([ONE]),
+        TypeError,
+        'times: `passes` must be a dict of names and passes; got list; give {"name": Pass(function, (a, b))}',
+    ),
+    "a pass without a name": (lambda: measure.profile(ONE), TypeError, "profile: `passes` must be a dict of names"),
+    "a function by name": (
+        lambda: measure.times({"neg": torch.neg}),
+        TypeError,
+        "times: `passes['neg']` must be a Pass; got builtin_function_or_method; give Pass(function, (a, b))",
+    ),
+    "a number for a name": (
+        lambda: measure.profile({1: ONE}),
+        TypeError,
+        "profile: names of `passes` must be texts; got 1; give '1'",
+    ),
+    "the name of an operator": (
+        lambda: measure.profile({"aten::neg": ONE}),
+        ValueError,
+        "profile: names of `passes` must differ from PyTorch's operators; got 'aten::neg'; leave the colons out",
+    ),
+    "one argument of a pass, bare": (
+        lambda: Pass(torch.neg, torch.ones(2)),
+        TypeError,
+        "Pass: `args` must be a tuple of the arguments of `function`; got Tensor; give one in parentheses with a comma",
+    ),
+    "two arguments of a pass, bare": (
+        lambda: Pass(torch.add, 1, 2),
+        TypeError,
+        "as (a,), and two as in Pass(function,",
+    ),
+    "three arguments of a pass, bare": (
+        lambda: Pass(torch.add, 1, 2, 3),
+        TypeError,
+        "Pass: it takes function, args, backward by position; got 4 arguments; give the arguments as one tuple",
+    ),
+    "a pass without arguments": (lambda: Pass(torch.neg), TypeError, "Pass: it takes .*; got no `args`"),
+    "a result for a function": (
+        lambda: Pass(torch.ones(2), (1,)),
+        TypeError,
+        "Pass: `function` must be a function; got Tensor; give it uncalled, as in Pass(function, (a, b))",
+    ),
+    "a text for backward": (
+        lambda: Pass(torch.neg, (1,), "yes"),
+        TypeError,
+        "Pass: `backward` must be True or False; got str; give all arguments of `function` as one tuple",
+    ),
+    "a backward pass of nothing": (
+        lambda: measure.memory(Pass(torch.neg, (torch.ones(2),), backward=True)),
+        ValueError,
+        "one of `args` must require gradients; got none that does; call .requires_grad_() on one",
+    ),
+    "a backward pass of a detached result": (
+        lambda: measure.memory(Pass(Tensor.detach, (torch.ones(2, requires_grad=True),), backward=True)),
+        ValueError,
+        "the result of `function` must require gradients; got none that does; compute it without .detach()",
+    ),
+    "meta tensors": (
+        lambda: measure.memory(Pass(torch.neg, (torch.ones(2, device="meta"),))),
+        ValueError,
+        "memory: tensors of `work` must have memory; got a meta tensor; effops.lint(function, *args).peak_bytes",
+    ),
+    "no repeats": (lambda: measure.times({"neg": ONE}, repeats=0), ValueError, "`repeats` must be at least 1; got 0"),
+    "half a repeat": (
+        lambda: measure.times({"neg": ONE}, repeats=2.5),
+        TypeError,
+        "times: `repeats` must be an integer; got 2.5; give a whole number, as 2",
+    ),
+    "a time below 0": (
+        lambda: measure.times({"neg": ONE}, budget_s=-1),
+        ValueError,
+        "times: `budget_s` must be at least 0; got -1; leave it out for the default",
+    ),
+    "a time in a text": (lambda: measure.times({"neg": ONE}, budget_s="1"), TypeError, "give a float, as 10.0"),
+    "progress that is shown": (
+        lambda: measure.times({"neg": ONE}, progress=True),
+        TypeError,
+        "times: `progress` must be a function of a name; got True; give one, as print",
+    ),
+    "warming up below 0": (lambda: measure.memory(ONE, warmup=-1), ValueError, "`warmup` must be at least 0; got -1"),
+    "stacks without a depth": (
+        lambda: measure.profile({"neg": ONE}, group_by_stack=True),
+        TypeError,
+        "profile: `group_by_stack` must be an integer; got True; give a number, as 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "answer"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_answered(call: Callable[[], Any], error: type[Exception], answer: str) -> None:
+    """They gave Python's errors of what is inside, or bytes and times of nothing."""
+    with pytest.raises(error) as caught:
+        call()
+    place = 0
+    for part in answer.split(".*"):
+        place = str(caught.value).find(part, place)
+        assert place >= 0, (part, str(caught.value))

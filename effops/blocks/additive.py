@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
-from effops.blocks.cutting import Block, Buffer, cut, depths, fit, part, sizes, visited_in_block
+from effops.blocks.cutting import Block, Buffer, block_extents, broadcast_slice, depths, fit, sizes, visited_in_block
 from effops.blocks.operand import point_operand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Slices
@@ -64,7 +64,7 @@ class AdditiveScores(Scores):
         self.differentiated = any(wanted)
         dimension, itemsize = max(1, query.shape[-1]), arithmetic.itemsize
         pair_bytes = limits.ADDITIVE_PAIR_BYTES
-        extents = cut(
+        extents = block_extents(
             plan, dimension, itemsize, values_per_coordinate=1, values_per_row=values_per_row, pair_bytes=pair_bytes
         )
         super().__init__(plan, arithmetic, extents)
@@ -103,7 +103,7 @@ class AdditiveScores(Scores):
                 g = weight[inside].unsqueeze(-1)
                 terms = torch.mul(ratios, g, out=self.terms.room(ratios.shape))
                 if self.weight.gradient_view is not None:
-                    shape = part(self.weight.gradient_view, (*pairs, depth)).shape
+                    shape = broadcast_slice(self.weight.gradient_view, (*pairs, depth)).shape
                     total = g.to(self.arithmetic).sum_to_size(*shape[:-1], 1)
                     self.weight.add_gradient((*pairs, depth), torch.sub(total, terms.sum_to_size(shape), alpha=2))
                 if not (self.query.wants_gradient or self.key.wants_gradient):
@@ -144,7 +144,7 @@ class AdditiveScores(Scores):
         """The r of every pair and coordinate of a piece."""
         as_product, query, key = factors
         out = self.ratios.room((*sizes(inside), depth.stop - depth.start))
-        query, key = part(query, inside).expand(out.shape), part(key, inside)
+        query, key = broadcast_slice(query, inside).expand(out.shape), broadcast_slice(key, inside)
         if as_product:
             return torch.addcmul(self.one, query, key, out=out).reciprocal_()
         return torch.add(query, key, out=out).mul_(-2).sigmoid_()

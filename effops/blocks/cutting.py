@@ -31,16 +31,17 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Extents:
-    """The largest size of a block along the axes of each role, and of what is copied of it at once: a step.
+    """The largest size of a block along the axes of each role, and of what is copied of its operands at once.
 
-    A step has some of the batch and of the rows, all columns of the block, and `depth` of the contracted axis.
+    Copied at once are `copied_batch` of its batch, `copied_rows` of its rows, all of its columns, and `depth` of the
+    coordinates.
     """
 
     batch: Shape
     rows: Shape
     columns: Shape
-    batch_step: Shape
-    row_step: Shape
+    copied_batch: Shape
+    copied_rows: Shape
     depth: int
 
     @property
@@ -48,7 +49,7 @@ class Extents:
         return self.batch + self.rows + self.columns
 
 
-def cut(
+def block_extents(
     plan: Plan,
     dimension: int,
     itemsize: int,
@@ -75,31 +76,35 @@ def cut(
         in_steps: whether operands are copied step by step, so that a block of few columns may have more entries and
             rows than are copied at once
     """
-    most_values = pair_bytes // itemsize
-    copied_coordinates = int(limits.BLOCK_BYTES // itemsize / values_per_coordinate) if values_per_coordinate else 0
-    most_copied = (
-        max(1, copied_coordinates // min(dimension, limits.COPIED_DEPTH)) if values_per_coordinate else most_values
-    )
-    target_columns = limits.WIDTH if target_columns is None else target_columns
+    most_pairs = pair_bytes // itemsize
+    most_rows = max(1, most_pairs // max(1, values_per_row))
+    copied_coordinates, copied_vectors = 0, most_pairs  # at once; what is not copied is bounded by the pairs alone
+    if values_per_coordinate:
+        copied_coordinates = int(limits.BLOCK_BYTES // itemsize / values_per_coordinate)
+        copied_vectors = max(1, copied_coordinates // min(dimension, limits.COPIED_DEPTH))
+
     all_rows, all_columns = plan.numel(plan.rows), plan.numel(plan.columns)
-    columns = min(all_columns, most_copied, max(target_columns, most_values // max(1, all_rows)))
-    most_rows = max(1, most_values // max(1, values_per_row))
-    rows = min(
-        all_rows, most_rows, most_values // max(1, columns), all_rows if rows_per_entry is None else rows_per_entry
-    )
-    rows = rows if in_steps else min(rows, most_copied)
-    may_span_entries = rows_per_entry is not None or (rows == all_rows and columns == all_columns)
-    copied_entries = max(1, most_copied // max(1, rows, columns))
-    entries = min(most_values // max(1, rows * columns), most_rows // max(1, rows))
-    batch = max(1, entries if in_steps else min(entries, copied_entries)) if may_span_entries else 1
-    batch_extents = fit(plan.sizes(plan.batch), batch)
+    columns = max(limits.WIDTH if target_columns is None else target_columns, most_pairs // max(1, all_rows))
+    columns = min(columns, all_columns, copied_vectors)
+    rows = min(all_rows if rows_per_entry is None else rows_per_entry, all_rows, most_rows)
+    rows = min(rows, most_pairs // max(1, columns))
+    rows = rows if in_steps else min(rows, copied_vectors)
+
+    copied_entries = max(1, copied_vectors // max(1, rows, columns))
+    entries = 1
+    if rows_per_entry is not None or (rows == all_rows and columns == all_columns):
+        entries = min(most_pairs // max(1, rows * columns), most_rows // max(1, rows))
+        entries = max(1, entries if in_steps else min(entries, copied_entries))
+
+    batch_extents = fit(plan.sizes(plan.batch), entries)
     row_extents = fit(plan.sizes(plan.rows), rows)
     column_extents = fit(plan.sizes(plan.columns), columns)
-    batch_step, row_step = fit(batch_extents, copied_entries), fit(row_extents, most_copied)
-    widest = math.prod(batch_step) * max(math.prod(row_step), math.prod(column_extents))
-    most_depth = max(1, copied_coordinates // widest) if values_per_coordinate else limits.DEPTH
-    depth = min(dimension, limits.DEPTH, most_depth)
-    return Extents(batch_extents, row_extents, column_extents, batch_step, row_step, depth)
+    copied_batch, copied_rows = fit(batch_extents, copied_entries), fit(row_extents, copied_vectors)
+    depth = min(dimension, limits.DEPTH)
+    if values_per_coordinate:
+        copied_at_once = math.prod(copied_batch) * max(math.prod(copied_rows), math.prod(column_extents))
+        depth = min(depth, max(1, copied_coordinates // copied_at_once))
+    return Extents(batch_extents, row_extents, column_extents, copied_batch, copied_rows, depth)
 
 
 def pair_bytes_beside(held: int, buffers: float, limit: int) -> int:
@@ -137,7 +142,7 @@ def visited_pieces(area: Slices, extents: Shape, *, backwards: bool = False) -> 
     """
     along_axes = [visited_along_axis(axis, extent, backwards) for axis, extent in zip(area, extents)]
     all_pieces = itertools.product(*along_axes)
-    return _without_repeated_neighbours(all_pieces) if is_prediction() else all_pieces
+    return _around_new_neighbours(all_pieces) if is_prediction() else all_pieces
 
 
 def visited_along_axis(axis: slice, extent: int, backwards: bool = False) -> list[slice]:
@@ -149,20 +154,17 @@ def visited_along_axis(axis: slice, extent: int, backwards: bool = False) -> lis
     return [slice(i, min(i + extent, axis.stop)) for i in visited]
 
 
-def _without_repeated_neighbours(all_pieces: Iterable[Slices]) -> Iterator[Slices]:
-    """Leave a piece out if two neighbours had the sizes of it and of the piece before it already."""
+def _around_new_neighbours(all_pieces: Iterable[Slices]) -> list[Slices]:
+    """The first piece, and two neighbours wherever no two before them have had their sizes."""
+    pieces = list(all_pieces)
     seen: set[tuple[Shape, Shape]] = set()
-    before: Slices = ()
-    has_yielded_before = True  # there is none to yield yet
-    for piece in all_pieces:
-        neighbours = sizes(before), sizes(piece)
-        are_new = neighbours not in seen
-        if are_new:
-            seen.add(neighbours)
-            if not has_yielded_before:
-                yield before
-            yield piece
-        before, has_yielded_before = piece, are_new
+    visited = {0}
+    for i, neighbours in enumerate(itertools.pairwise(pieces)):
+        first, second = map(sizes, neighbours)
+        if (first, second) not in seen:
+            seen.add((first, second))
+            visited |= {i, i + 1}
+    return [piece for i, piece in enumerate(pieces) if i in visited]
 
 
 def all_pairs(plan: Plan) -> Block:
@@ -180,13 +182,13 @@ def column_blocks(plan: Plan, extents: Extents, slab: Shape) -> Iterator[Block]:
                     yield Block(batch, rows, columns)
 
 
-def enclosing(piece: Slices, extents: Shape, shape: Shape) -> Slices:
-    """The piece that contains `piece`, where all of `shape` is cut with the larger `extents`."""
+def piece_around(piece: Slices, extents: Shape, shape: Shape) -> Slices:
+    """The larger piece that contains `piece`: one of those with these extents into which all of `shape` is cut."""
     starts = (axis.start // extent * extent for axis, extent in zip(piece, extents))
     return tuple(slice(start, min(start + extent, size)) for start, extent, size in zip(starts, extents, shape))
 
 
-def part(operand: Tensor, block: Slices) -> Tensor:
+def broadcast_slice(operand: Tensor, block: Slices) -> Tensor:
     """`operand[block]`, but an axis of size 1 is taken whole. So are the axes after those of the block."""
     return operand[tuple(slice(None) if size == 1 else axis for size, axis in zip(operand.shape, block))]
 
@@ -198,15 +200,15 @@ def merge(block: Tensor, first: int, second: int) -> Tensor:
     return block.view([math.prod(axes) for axes in merged])
 
 
-def within(outer: Slices, inner: Slices) -> Slices:
-    """The slices `inner`, counted from the start of the slices `outer` that contain them."""
+def counted_from_start_of(outer: Slices, inner: Slices) -> Slices:
+    """The slices `inner`, which lie in the slices `outer`, counted from where these start."""
     return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer))
 
 
 def visited_in_block(block: Block, extents: Shape) -> Iterator[tuple[Slices, Slices]]:
     """Each visited piece of a block twice: its slices of all pairs, and those of the block."""
     for piece in visited_pieces(block.pairs, extents):
-        yield piece, within(block.pairs, piece)
+        yield piece, counted_from_start_of(block.pairs, piece)
 
 
 def depths(dimension: int, step: int) -> Iterator[slice]:

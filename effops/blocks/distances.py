@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
-from effops.blocks.cutting import Block, Buffer, Extents, cut, depths, fit, merge, sizes, visited_in_block
+from effops.blocks.cutting import Block, Buffer, Extents, block_extents, depths, fit, merge, sizes, visited_in_block
 from effops.blocks.operand import PairOperand, point_operand
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, Slices
@@ -80,7 +80,7 @@ class Distances(Scores):
         )
         if as_product:
             features = dimension + min(dimension, scale.shape[-1]) + 1
-            extents = cut(
+            extents = block_extents(
                 plan,
                 dimension,
                 torch.float64.itemsize,
@@ -89,7 +89,7 @@ class Distances(Scores):
                 target_columns=limits.DISTANCE_WIDTH,
             )
         else:
-            extents = cut(plan, max(1, dimension), arithmetic.itemsize, pair_bytes=limits.BLOCK_BYTES)
+            extents = block_extents(plan, max(1, dimension), arithmetic.itemsize, pair_bytes=limits.BLOCK_BYTES)
         super().__init__(plan, arithmetic, extents)
         self.direct = _Direct(extents, self.loc, self.scale, self.x, arithmetic, self.differentiated)
         self.product = _Product(plan, extents, self.direct, by_rows) if as_product else None

@@ -17,18 +17,18 @@ from effops.blocks.cutting import (
     Block,
     Buffer,
     Extents,
+    block_extents,
+    broadcast_slice,
     column_blocks,
-    cut,
+    counted_from_start_of,
     depths,
-    enclosing,
     fit,
     merge,
     pair_bytes_beside,
-    part,
+    piece_around,
     sizes,
     visited_pieces,
     whole,
-    within,
 )
 from effops.blocks.operand import PairOperand
 from effops.blocks.pairs import Scores
@@ -81,13 +81,13 @@ class MatrixOperand:
         self.buffer = Buffer(tensor, arithmetic)
 
     def block(self, axes: Slices) -> Tensor:
-        block = part(self.view, axes)
+        block = broadcast_slice(self.view, axes)
         return self.merge(self.buffer.room(block.shape).copy_(block) if self.copied else block)
 
     def reserve(self, axes: Slices) -> None:
         """Take the memory that a block needs."""
         if self.copied:
-            self.buffer.room(part(self.view, axes).shape)
+            self.buffer.room(broadcast_slice(self.view, axes).shape)
 
     def merge(self, block: Tensor) -> Tensor:
         return merge(block, self.batch_axes, block.ndim - 1 - self.batch_axes)
@@ -109,7 +109,7 @@ class ProductSum(MatrixOperand):
 
     def add_product(self, axes: Slices, left: Tensor, right: Tensor, alpha: float) -> None:
         """Add alpha left @ right to a block."""
-        target = part(self.view, axes)
+        target = broadcast_slice(self.view, axes)
         if self.is_slow is None:
             matrix = math.prod(target.shape[self.batch_axes :])
             self.is_slow = matrix < min(target.numel(), limits.SLOW_MATRIX) and not self.view.is_contiguous()
@@ -198,7 +198,7 @@ class Products(Scores):
             buffers += self.dimension > (limits.DEPTH // 2 if copies_any else limits.DEPTH)  # `partial`
             limit = 2 * limits.TEMPORARY_BYTES if wants_loc or wants_x else limits.TEMPORARY_BYTES
             pair_bytes = pair_bytes_beside(held, buffers, limit)
-            extents = cut(
+            extents = block_extents(
                 plan,
                 self.dimension,
                 arithmetic.itemsize,
@@ -251,9 +251,9 @@ class Products(Scores):
     def _steps(self, block: Block, values: Tensor) -> Iterator[tuple[Block, Tensor]]:
         """What is multiplied at once of a block, and its values as matrices."""
         columns = (slice(None),) * len(block.columns)
-        for batch in visited_pieces(block.batch, self.extents.batch_step):
-            for rows in visited_pieces(block.rows, self.extents.row_step):
-                inside = *within(block.batch, batch), *within(block.rows, rows), *columns
+        for batch in visited_pieces(block.batch, self.extents.copied_batch):
+            for rows in visited_pieces(block.rows, self.extents.copied_rows):
+                inside = *counted_from_start_of(block.batch, batch), *counted_from_start_of(block.rows, rows), *columns
                 yield Block(batch, rows, block.columns), merge(values[inside], len(batch), len(rows))
 
 
@@ -265,8 +265,8 @@ class _Constants(NamedTuple):
     factor: Tensor
 
     def part(self, block: Slices) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        normaliser, derivative = (value if value is None else part(value, block) for value in self[:2])
-        return normaliser, derivative, part(self.factor, block)
+        normaliser, derivative = (value if value is None else broadcast_slice(value, block) for value in self[:2])
+        return normaliser, derivative, broadcast_slice(self.factor, block)
 
 
 class DotScores(Scores):
@@ -351,12 +351,12 @@ class DotScores(Scores):
         if self.scale_by_rows:
             slab, region = block.batch, block.pairs
         else:
-            slab = enclosing(block.batch, self.slab, self.plan.sizes(self.plan.batch))
+            slab = piece_around(block.batch, self.slab, self.plan.sizes(self.plan.batch))
             region = (*slab, *whole(self.plan.sizes(self.plan.rows)), *block.columns)
         if self.constants is None or region != self.region:
             self.constants = None  # frees the former constants before others are made
             self.region, self.constants = region, self._computed_constants(region)
-        return self.constants.part(within(slab, block.batch))
+        return self.constants.part(counted_from_start_of(slab, block.batch))
 
     def _computed_constants(self, region: Slices) -> _Constants:
         """The constants of a region. Each is computed in float64, a piece at a time, and rounded once."""

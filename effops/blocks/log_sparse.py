@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
-from effops.blocks.cutting import fit, is_prediction, part, visited_pieces, whole
+from effops.blocks.cutting import broadcast_slice, fit, is_prediction, visited_pieces, whole
 from effops.blocks.logsumexp import absorb
 from effops.blocks.plan import Shape, Slices
 from effops.numerics.exponentials import exp_
@@ -191,7 +191,7 @@ class Blocks:
     def take(self, tensor: Tensor, batch: Slices) -> Tensor:
         """A view of the part of a tensor that belongs to a block of the batch, with all batch axes."""
         missing = len(self.batch) + 2 - tensor.ndim
-        return part(tensor[(None,) * missing], batch)
+        return broadcast_slice(tensor[(None,) * missing], batch)
 
     def offset_groups(self, rows: slice) -> Iterator[OffsetGroup]:
         """The groups of offsets of a block of rows. In the first group every row has a pair: its pair with itself."""

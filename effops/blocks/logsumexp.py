@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from effops.blocks.cutting import Buffer, part, sizes
+from effops.blocks.cutting import Buffer, broadcast_slice, sizes
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan
 from effops.blocks.weighted import Weighted
@@ -49,7 +49,7 @@ def forward(scores: Scores, reduction: Reduction, statistics: Tensor) -> Tensor:
     for block in scores.walk():
         value = buffer.room(sizes(block.pairs))
         scores.evaluate(block, value)
-        highest, sums = part(maximum, block.pairs), part(total, block.pairs)
+        highest, sums = broadcast_slice(maximum, block.pairs), broadcast_slice(total, block.pairs)
         if is_whole:
             torch.amax(value, reduction.position, keepdim=True, out=highest)
             exp_(value.sub_(finite(highest)))
@@ -70,11 +70,11 @@ def backward(scores: Weighted, reduction: Reduction, statistics: Tensor, dout: T
     for block in scores.walk():
         share = buffer.room(sizes(block.pairs))
         evaluated = scores.evaluate(block, share)
-        remainder, dresult = part(log_total, block.pairs), part(upstream, block.pairs)
+        remainder, dresult = broadcast_slice(log_total, block.pairs), broadcast_slice(upstream, block.pairs)
         # Where the sum is 0, shares are 0 or unknown. An unknown share of an upstream gradient of 0 is 0.
-        no_share = (remainder == -math.inf) & (part(lack_weight, block.pairs) | (dresult == 0))
+        no_share = (remainder == -math.inf) & (broadcast_slice(lack_weight, block.pairs) | (dresult == 0))
         # Less a maximum of infinity, finite scores have no share. Less one of -inf, shares are NaN.
-        share -= part(maximum, block.pairs).masked_fill(no_share, 0)
+        share -= broadcast_slice(maximum, block.pairs).masked_fill(no_share, 0)
         scale = remainder.masked_fill(no_share, math.inf).neg_().exp_().mul_(dresult)
         scores.pull_back(block, exp_(share).mul_(scale), evaluated)
     return scores.gradients()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits
-from effops.blocks.cutting import Block, fit, part, sizes, visited_in_block
+from effops.blocks.cutting import Block, broadcast_slice, fit, sizes, visited_in_block
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.numerics.layout import zero_gradient
 
@@ -30,7 +30,7 @@ class PairOperand:
         return self.gradient_view is not None
 
     def part(self, axes: Slices) -> Tensor:
-        return part(self.view, axes)
+        return broadcast_slice(self.view, axes)
 
     def add_values_to(self, block: Block, out: Tensor) -> None:
         """Add the operand's values to those of a block. PyTorch would hold the whole block in another dtype."""
@@ -50,7 +50,7 @@ class PairOperand:
     def add_gradient(self, axes: Slices, gradient: Tensor, *, sign: int = 1) -> None:
         """Add the contribution of a block to the gradient, if that is wanted."""
         if self.gradient_view is not None:
-            target = part(self.gradient_view, axes)
+            target = broadcast_slice(self.gradient_view, axes)
             target.add_(gradient.sum_to_size(target.shape), alpha=sign)
 
     def gradient(self) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks import limits, pairs
-from effops.blocks.cutting import Block, Buffer, cut, depths, fit, merge, visited_pieces, whole
+from effops.blocks.cutting import Block, Buffer, block_extents, depths, fit, merge, visited_pieces, whole
 from effops.blocks.dots import Products, are_matrices
 from effops.blocks.plan import Axes, Plan, Shape, Slices
 from effops.numerics.layout import empty_gradient
@@ -101,7 +101,9 @@ class _Blocks(Products):
     """The dot products of one call in blocks, with gradients for one of any layout and dtype."""
 
     def __init__(self, plan: Plan, loc: Tensor, x: Tensor, arithmetic: torch.dtype, **wanted: bool) -> None:
-        extents = cut(plan, x.shape[-1], arithmetic.itemsize, values_per_coordinate=1, pair_bytes=limits.PAIR_BYTES)
+        extents = block_extents(
+            plan, x.shape[-1], arithmetic.itemsize, values_per_coordinate=1, pair_bytes=limits.PAIR_BYTES
+        )
         super().__init__(plan, loc, x, arithmetic, extents=extents, **wanted)
 
     def pull_back(self, block: Block, weight: Tensor, evaluated: None = None) -> None:

@@ -142,7 +142,7 @@ def diagnose(progress: Progress, names: Sequence[str] = (), full: bool = False) 
     devices = [torch.device("cpu")]
     if not obstacle:
         devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    chosen = list(map(find_op, names)) or list(ops().values())
+    chosen = [find_op(name, "argument --op") for name in names] or list(ops().values())
     checks = tuple(check_op(op, device, progress, full) for op in chosen for device in devices)
     speeds = tuple(
         speed_of(find_op(check.op), torch.device(check.device), check.right, progress)

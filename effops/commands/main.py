@@ -20,19 +20,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="effops", description="Memory-efficient operations for PyTorch.")
+    remark = "`effops COMMAND --help` tells the options of a command."
+    parser = Parser(prog="effops", description="Memory-efficient operations for PyTorch.", epilog=remark)
     parser.add_argument("--version", action=Version, nargs=0, help="show the versions of effops and PyTorch, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     what = "what this machine can run: versions, devices, the variants of every op, each checked against float64"
-    doctor_parser = commands.add_parser("doctor", help=what, description=f"Tell {what}. Exit code 1 if a check fails.")
+    line = "what this machine can run, checked against float64"
+    doctor_parser = commands.add_parser("doctor", help=line, description=f"Tell {what}. Exit code 1 if a check fails.")
     doctor_parser.add_argument("--full", action="store_true", help="compiled variants too, and times: minutes")
     doctor_parser.add_argument("--op", action="append", default=[], metavar="NAME", help="this op; may be repeated")
     doctor_parser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
     doctor_parser.set_defaults(run=doctor)
     what = "the memory of a training step: where it goes, the largest batch that fits, and what would help"
-    commands.add_parser("memory", help=what, description=f"Tell {what}, without running it.", fill=memory_commands)
+    line = "the memory of a training step, and the largest batch that fits"
+    commands.add_parser("memory", help=line, description=f"Tell {what}, without running it.", fill=memory_commands)
     what = "the lines of a script whose intermediates are large: bytes now and after, and what to write instead"
-    lint_parser = commands.add_parser("lint", help=what, description=f"Tell {what}. {LINT}", epilog=LINT_CODES)
+    line = "the lines of a script that make large tensors, and what to write"
+    lint_parser = commands.add_parser("lint", help=line, description=f"Tell {what}. {LINT}", epilog=LINT_CODES)
     lint_arguments(lint_parser)
     lint_parser.set_defaults(run=lint)
     return parser
@@ -46,7 +50,9 @@ LINT_CODES = "Exit codes: 0; 1 if a finding is over --fail-over; 2 for errors, a
 
 
 def lint_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--least", default="16MiB", metavar="SIZE", help="of an intermediate that is named (16MiB)")
+    parser.add_argument(
+        "--least", default="16MiB", metavar="SIZE", help="of an intermediate that is named (16MiB); 0: any"
+    )
     parser.add_argument(
         "--times", type=float, default=8.0, metavar="N", help="as large as what goes in and comes out, at least (8)"
     )
@@ -57,7 +63,8 @@ def lint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fail-over", metavar="SIZE", help="exit code 1 if a finding takes more")
     parser.add_argument("--allow-writes", action="store_true", help="let the script write files and start programs")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file; options of effops stand before it")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+    rest.required = False  # argparse says of all that remains, which may be nothing, that it is required
 
 
 class Version(argparse.Action):
@@ -70,11 +77,22 @@ class Version(argparse.Action):
         parser.exit()
 
 
+class Formatter(argparse.HelpFormatter):
+    """Help in which the name of a command never takes a line of its own."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if action.nargs == argparse.PARSER:  # commands, which are indented once more than argparse thinks
+            longest = max(map(len, action.choices or ("",)))
+            least = self._current_indent + self._indent_increment + longest
+            self._action_max_length = max(self._action_max_length, least)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that `fill` gives its arguments when it is first used."""
 
     def __init__(self, *args: Any, fill: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any):
-        super().__init__(*args, **options)
+        super().__init__(*args, **{"formatter_class": Formatter, **options})
         self.fill = fill
         self.given: list[str] = []
 
@@ -95,6 +113,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, *others, **options)
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("required: COMMAND"):  # who names none learns which there are
+            self.print_help(sys.stderr)
+            self.exit(2, f"{self.prog}: error: {message}\n")
         super().error(message + self._remedy(message))
 
     def _remedy(self, message: str) -> str:

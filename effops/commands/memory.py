@@ -352,7 +352,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
     ),
     "sweep": (
         _sweep,
-        "how the largest batch, or the peak, answers to each size of a model",
+        "how the largest batch, or the peak, follows sizes of a model",
         (
             *WORKLOAD,
             DEVICE,

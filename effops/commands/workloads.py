@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +13,19 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from effops.memory.models import Configuration, bert_large, workload_parts
 from effops.memory.workload import Workload, called_as
-from effops.text import did_you_mean, frames_of, line_of_program
+from effops.text import did_you_mean, frames_of, line_of_program, why_not_bound
 
 CONFIGURATION_TYPES = {field.name: type(field.default) for field in dataclasses.fields(Configuration)}
 BERT_OPTIONS = ("layers", "seq_len", "attention")
+NO_WORKLOAD = "expected an effops.memory.Workload, or a function that returns one"
+HOW_TO_WRITE_ONE = (
+    "write effops.memory.Workload(model=lambda: ..., batch=lambda size: ..., loss=lambda model, batch: ..., "
+    "optimizer=torch.optim.Adam), which docs/memory.md explains"
+)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,12 +48,21 @@ def workload_of(options: argparse.Namespace, values: Mapping[str, Any] | None = 
 
 def _published(architecture: str, **sizes: Any) -> Workload:
     if architecture != "bert-large":
-        return Workload(**workload_parts(architecture, Configuration(**sizes)))
+        return Workload(**workload_parts(architecture, _configuration(**sizes)))
     if unknown := [option(name) for name in sizes if name not in BERT_OPTIONS]:
         raise ValueError(
             f"argument {', '.join(unknown)}: expected none of it for bert-large, whose sizes are published"
         )
     return Workload(**bert_large(**sizes))
+
+
+def _configuration(**sizes: Any) -> Configuration:
+    try:
+        return Configuration(**sizes)
+    except ValueError as error:
+        told = str(error).removeprefix("Configuration: ")
+        named = [option(name) for name in sizes if re.search(rf"\b{name}\b", told.partition(";")[0])]
+        raise ValueError(f"argument {', '.join(named)}: {told}") from None
 
 
 def _imported(place: str, values: Mapping[str, Any]) -> Workload:
@@ -82,7 +98,14 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
         raise ValueError(
             f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, where there is none{there}"
         )
+    if isinstance(found, nn.Module) or (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(
+            f"argument --workload: {NO_WORKLOAD}; got {_described(found)} from {place!r}; {HOW_TO_WRITE_ONE}"
+        )
     if callable(found):
+        if problem := why_not_bound(found, (), values):
+            how = ", as a default or by `effops memory sweep --axis`" if problem.endswith("give each of these") else ""
+            raise ValueError(f"argument {'--axis' if values else '--workload'}: {place!r}: {problem}{how}")
         with called_as(f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"):
             found = found(**values)
     elif values:
@@ -91,10 +114,14 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
         )
     if not isinstance(found, Workload):
         raise ValueError(
-            f"argument --workload: expected a Workload, or a function that returns one; got {type(found).__name__} "
-            f"from {place!r}"
+            f"argument --workload: {NO_WORKLOAD}; got {_described(found)} from {place!r}; {HOW_TO_WRITE_ONE}"
         )
     return found
+
+
+def _described(found: Any) -> str:
+    """What stands in the place of a workload: "the class Net", or "a Linear"."""
+    return f"the class {found.__name__}" if isinstance(found, type) else f"an object of class {type(found).__name__}"
 
 
 def _workload_names(module: ModuleType) -> list[str]:

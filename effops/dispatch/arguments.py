@@ -1,5 +1,6 @@
 """Check what every op requires of its tensor arguments. Errors name the function, the argument and the remedy."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ _KNOWN_SUBCLASSES = frozenset(
         "torch.distributed.tensor.DTensor",
     }
 )
+
+WITHOUT_FLOAT64 = frozenset({"mps"})
 
 
 def check_operand(function: str, argument: str, tensor: Any, *, dims: int = 0) -> None:
@@ -140,11 +143,23 @@ def check_devices(function: str, **tensors: Tensor) -> None:
         raise ValueError(f"{function}: tensors must be on one device; got {got}; move one")
 
 
-def check_order(function: str, arguments: Mapping[str, Any], vectors: Sequence[str]) -> None:
+def check_float64(function: str, argument: str, tensor: Tensor) -> None:
+    """Raise if the device of a tensor has no float64, which PyTorch tells without a remedy."""
+    if tensor.device.type in WITHOUT_FLOAT64:
+        raise NotImplementedError(
+            f"{function}: `{argument}` must be on a device with float64, in which a part is computed; got "
+            f"{tensor.device}; move the operands to the CPU, with .cpu(), and the result back"
+        )
+
+
+def check_order(
+    function: str, arguments: Mapping[str, Any], vectors: Sequence[str], check: Callable[..., object]
+) -> None:
     """Raise if arguments are in another order: one that is no vector stands in the place of a vector, and reversely.
 
-    It is asked where a check has failed. `arguments` are all operands in the order of the function. `vectors` names
-    those that share their last dimension.
+    It is asked where `check`, a function of the arguments, has failed. They are in another order too if it accepts them
+    in another one. `arguments` are all operands in the order of the function. `vectors` names those that share their
+    last dimension.
     """
     for name, other in ((name, other) for name in vectors for other in arguments if other not in vectors):
         given, candidate = arguments[name], arguments[other]
@@ -155,6 +170,12 @@ def check_order(function: str, arguments: Mapping[str, Any], vectors: Sequence[s
         ndim = given.ndim if isinstance(given, Tensor) else 0
         if candidate.ndim > ndim or (candidate.ndim == ndim and given.shape[-1] == 1):
             raise_order(function, arguments, f"`{other}` has the last dimension of `{alike[0]}`, and `{name}` has not")
+    for order in itertools.permutations(arguments.values()):
+        try:
+            check(*order)
+        except (TypeError, ValueError):
+            continue
+        raise_order(function, arguments, f"they fit as {described(dict(zip(arguments, order)))}")
 
 
 def raise_order(function: str, arguments: Mapping[str, Any], reason: str) -> None:

@@ -10,7 +10,7 @@ from effops.dispatch.devices import RUN_ON, never_run_on
 from effops.dispatch.op import find_op
 from effops.numerics.precision import without_autocast
 from effops.prediction.inside import caution
-from effops.text import aligned, format_bytes
+from effops.text import aligned, format_bytes, why_not_bound
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,9 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
     """
     op = find_op(function, "explain")
     assert op.function is not None
-    try:
-        given = inspect.signature(op.function).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{op.name}: {error}; give explain the function, and then its arguments") from None
+    if problem := why_not_bound(op.function, args, kwargs):
+        raise TypeError(f"{op.name}: {problem}; give explain the function, and then its arguments")
+    given = inspect.signature(op.function).bind(*args, **kwargs)
     given.apply_defaults()
     call = op.prepare(*given.args)
     call.note_arguments(given.args)

@@ -14,7 +14,7 @@ from effops.dispatch.validation import Conditions, no_conditions
 from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import Bytes
 from effops.pytorch import _is_alias_of, tree_map_only
-from effops.text import did_you_mean
+from effops.text import did_you_mean, tells_wrong_arguments
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
 CallT = TypeVar("CallT", bound="Call")
@@ -158,9 +158,10 @@ class Op:
         self.variants = {name: registered[name] for name in self.preference if name in registered}
 
     def public(self, function: FunctionT) -> FunctionT:
-        """Mark the decorated function as the public function of this op."""
-        self.function = function
-        return function
+        """Make the decorated function the public function of this op. It tells of arguments that it does not take."""
+        told = tells_wrong_arguments(function)
+        self.function = told
+        return told
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         """The result of the public function."""
@@ -189,9 +190,11 @@ def find_op(function: Callable[..., Any] | str, asked_by: str = "") -> Op:
             f"{asker}{function!r} is no op of effops; choose from {', '.join(_ops)}{did_you_mean(function, _ops)}"
         )
     if op is None:
-        got = repr(function) if callable(function) else f"an object of class {type(function).__name__}"
-        raise ValueError(
-            f"{asker}{got} is no op of effops; choose from {', '.join(_ops)}, without calling it; "
-            "effops.record() tells which ops run inside of other functions"
-        )
+        name = getattr(function, "__name__", None)
+        got = f"`{name}`" if name else f"an object of class {type(function).__name__}"
+        remedy = "effops.record() tells which ops run inside of other functions"
+        if not callable(function):  # perhaps what an op has returned
+            arguments = ", and then its arguments" if asked_by == "explain" else ""
+            remedy = f"give the op without calling it, as effops.attention{arguments}"
+        raise ValueError(f"{asker}`function` must be an op of effops; got {got}; {remedy}; ops are {', '.join(_ops)}")
     return op

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from effops.dispatch.arguments import squeezed
+from effops.dispatch.arguments import check_float64, squeezed
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import is_plain
 from effops.distributions.constraints import unit_vector
@@ -40,6 +40,7 @@ class Directional(Distribution):
         if not isinstance(loc, Tensor) or loc.dtype not in FLOATS:
             got = loc.dtype if isinstance(loc, Tensor) else type(loc).__name__
             raise TypeError(f"{name}: `loc` must be a real floating-point tensor; got {got}; convert it first")
+        check_float64(name, "loc", loc)
         if loc.ndim == 0 or loc.shape[-1] < 2:
             raise ValueError(
                 f"{name}: the last dimension of `loc` must be at least 2, a circle; got {tuple(loc.shape)}; "

@@ -50,9 +50,11 @@ class Mixture(MixtureSameFamily):
         validate_args: bool | None = None,
     ) -> None:
         if not isinstance(mixture_distribution, Categorical):
+            is_swapped = isinstance(component_distribution, Categorical)
             raise TypeError(
                 "Mixture: `mixture_distribution` must be a torch.distributions.Categorical; "
-                f"got {type(mixture_distribution).__name__}; build one from the weights"
+                f"got {type(mixture_distribution).__name__}; "
+                + ("swap it with `component_distribution`" if is_swapped else "build one from the weights")
             )
         _mixture_op(component_distribution)
         shape, weights_shape = component_distribution.batch_shape, mixture_distribution.batch_shape

@@ -1,4 +1,7 @@
-"""`lint`: names the lines of a program whose intermediates are large."""
+"""`lint`: names the lines of a program whose intermediates are large.
+
+A hump is a large tensor, or several, between the small ones of which it is made and those that it is reduced to.
+"""
 
 from __future__ import annotations
 
@@ -83,10 +86,10 @@ def lint(
         outputs = [one for one in tensors(fn(*args, **kwargs)) if isinstance(one, FakeTensor)]
         returned = [observed.storage_of(one) for one in outputs]
         assert observed.recorder is not None
-        end = observed.recorder.tick
+        last_forward_tick = observed.recorder.tick
         _differentiate(outputs)
         del outputs
-    found = humps.find(observed, returned, end, least_bytes, times)
+    found = humps.find(observed, returned, last_forward_tick, least_bytes, times)
     return report_of(observed, values.assumed, found, with_fixes=fixes)
 
 
@@ -95,8 +98,7 @@ def _block(least: float, times: float, fixes: bool) -> Iterator[LintReport]:
     observed, report = Observed(), LintReport()
     with faked("lint", observed, probe=False) as values:
         yield report
-    found = report_of_block(observed, values, least, times, fixes=fixes)
-    report.__dict__.update(found.__dict__)
+    report.take_over(report_of_block(observed, values, least, times, fixes=fixes))
 
 
 def report_of_block(
@@ -104,10 +106,11 @@ def report_of_block(
 ) -> LintReport:
     """The report of what ran in a block, of which nobody knows what it returns: what is alive and was never read."""
     assert observed.recorder is not None
-    end = observed.recorder.tick
-    returned = [one for one in observed.storages.values() if one.allocation.is_there(end) and not one.readers]
-    begin = observed.backward_begins
-    found = humps.find(observed, returned, end if begin is None else begin - 1, least, times)
+    last_tick = last_forward_tick = observed.recorder.tick
+    if observed.backward_begins is not None:
+        last_forward_tick = observed.backward_begins - 1
+    returned = [one for one in observed.storages.values() if one.allocation.is_there(last_tick) and not one.readers]
+    found = humps.find(observed, returned, last_forward_tick, least, times)
     return report_of(observed, values.assumed, found, with_fixes=fixes)
 
 

@@ -113,7 +113,7 @@ def run_script(
         Exception: those of the script are its own
     """
     if steps < 1:
-        raise ValueError(f"{name}: `steps` must be at least 1; got {steps}; leave it out for the first step")
+        raise ValueError(f"{name}: `--steps` must be at least 1; got {steps}; leave it out for the first step")
     if device not in ("cpu", "cuda"):
         raise ValueError(f'{name}: `device` must be "cpu" or "cuda"; got {device!r}; name one of these')
     if not os.path.isfile(path) or not os.access(path, os.R_OK):

@@ -27,7 +27,7 @@ def signature(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     module inside, and by their parameters and buffers. Containers count by what they hold. Other objects count by
     value or identity, and by the tensors and modules that are their attributes.
     """
-    parts: list[Any] = [
+    key: list[Any] = [
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_num_threads(),
@@ -35,61 +35,61 @@ def signature(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         *((torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)) for device in DEVICES),
     ]
     if type(function) is not FunctionType:
-        _describe(function, parts, set())
+        _add_value(function, key, set())
     open_containers: set[int] = set()
     for value in args:
-        _describe(value, parts, open_containers)
+        _add_value(value, key, open_containers)
     for name, value in kwargs.items():
-        parts.append(name)
-        _describe(value, parts, open_containers)
-    return tuple(parts)
+        key.append(name)
+        _add_value(value, key, open_containers)
+    return tuple(key)
 
 
-def _describe(value: Any, parts: list[Any], inside: set[int]) -> None:
-    """Add what matters of a value. `inside` are the containers that it lies in, so that circles end."""
+def _add_value(value: Any, key: list[Any], inside: set[int]) -> None:
+    """Add to a key what matters of a value. `inside` are the containers that it lies in, so that circles end."""
     kind = type(value)
     if kind in PLAIN:
-        parts += (kind, value)
+        key += (kind, value)
     elif isinstance(value, Tensor):
-        _describe_tensor(value, parts)
+        _add_tensor(value, key)
     elif isinstance(value, nn.Module):
-        _describe_module(value, parts)
+        _add_module(value, key)
     elif isinstance(value, numpy.ndarray):
-        parts += (kind, value.shape, value.strides, value.dtype)
+        key += (kind, value.shape, value.strides, value.dtype)
     elif id(value) not in inside:
         inside.add(id(value))
-        _describe_object(value, parts, inside)
+        _add_object(value, key, inside)
         inside.discard(id(value))
 
 
-def _describe_object(value: Any, parts: list[Any], inside: set[int]) -> None:
+def _add_object(value: Any, key: list[Any], inside: set[int]) -> None:
     kind = type(value)
-    parts.append(kind)
+    key.append(kind)
     if isinstance(value, Mapping):
-        parts.append(len(value))
-        for key, held in value.items():
-            _describe(key, parts, inside)
-            _describe(held, parts, inside)
+        key.append(len(value))
+        for name, held in value.items():
+            _add_value(name, key, inside)
+            _add_value(held, key, inside)
     elif isinstance(value, (list, tuple)):
-        parts.append(len(value))
+        key.append(len(value))
         for held in value:
-            _describe(held, parts, inside)
+            _add_value(held, key, inside)
     elif isinstance(value, functools.partial):
-        _describe_object((value.func, value.args, value.keywords), parts, inside)
+        _add_object((value.func, value.args, value.keywords), key, inside)
     elif isinstance(value, MethodType):
-        parts.append(value.__func__)
-        _describe(value.__self__, parts, inside)
+        key.append(value.__func__)
+        _add_value(value.__self__, key, inside)
     elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
-        parts.append(value)
+        key.append(value)
     elif hasattr(value, "__next__"):
         raise IteratorGivenError(kind.__name__)
     else:
-        _add_identity(value, parts)
-        _describe_attributes(vars(value) if hasattr(value, "__dict__") else {}, parts, inside)
+        _add_identity(value, key)
+        _add_attributes(vars(value) if hasattr(value, "__dict__") else {}, key, inside)
 
 
-def _add_identity(value: Any, parts: list[Any]) -> None:
-    """The value if it can be hashed. Where that means identity, a weak reference does not keep it alive."""
+def _add_identity(value: Any, key: list[Any]) -> None:
+    """Add the value if it can be hashed. Where that means identity, a weak reference does not keep it alive."""
     try:
         hash(value)
     except TypeError:
@@ -100,42 +100,42 @@ def _add_identity(value: Any, parts: list[Any]) -> None:
             hash(value)
         except TypeError:
             pass
-    parts.append(value)
+    key.append(value)
 
 
-def _describe_attributes(attributes: Mapping[str, Any], parts: list[Any], inside: set[int]) -> None:
+def _add_attributes(attributes: Mapping[str, Any], key: list[Any], inside: set[int]) -> None:
     for name, value in attributes.items():
         if isinstance(value, (Tensor, nn.Module)) or (isinstance(value, (list, tuple, dict)) and len(value) < 64):
-            parts.append(name)
-            _describe(value, parts, inside)
+            key.append(name)
+            _add_value(value, key, inside)
 
 
-def _describe_tensor(tensor: Tensor, parts: list[Any]) -> None:
+def _add_tensor(tensor: Tensor, key: list[Any]) -> None:
     wanted = tensor.requires_grad
     has_gradient = wanted and tensor.is_leaf and tensor.grad is not None
     stride = tensor.stride() if tensor.layout is torch.strided else tensor.layout
-    parts += (type(tensor), tensor.shape, stride, tensor.dtype, tensor.device, wanted, has_gradient)
+    key += (type(tensor), tensor.shape, stride, tensor.dtype, tensor.device, wanted, has_gradient)
 
 
-def _describe_module(module: nn.Module, parts: list[Any]) -> None:
-    parts.append(weakref.ref(module))
+def _add_module(module: nn.Module, key: list[Any]) -> None:
+    key.append(weakref.ref(module))
     waiting = [module]
     seen = {id(module)}
     while waiting:
         one = waiting.pop()
-        parts.append(one.training)
-        _describe_held(one._parameters.values(), parts)
-        _describe_held(one._buffers.values(), parts)
+        key.append(one.training)
+        _add_tensors(one._parameters.values(), key)
+        _add_tensors(one._buffers.values(), key)
         for child in one._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
 
 
-def _describe_held(tensors: Iterable[Tensor | None], parts: list[Any]) -> None:
+def _add_tensors(tensors: Iterable[Tensor | None], key: list[Any]) -> None:
     for tensor in tensors:
         if tensor is None:
-            parts.append(None)
+            key.append(None)
         else:
             # Strides of parameters change with `.to(memory_format=)` alone, which channels-last models are about.
-            _describe_tensor(tensor, parts)
+            _add_tensor(tensor, key)

@@ -92,24 +92,29 @@ class Writes:
         elif event in STARTS:
             spot = innermost(sys._getframe(2))
             if spot.library is None:  # what libraries start asks for the machine
-                self._note(f"{event}, which starts a program,", str(arguments[0] or arguments[1]), "its writes")
+                self._note(event, str(arguments[0] or arguments[1]), starts=True)
 
     def _change(self, what: str, given: Any, folder: Any) -> None:
         path = _full(given, folder)
         if path is None or self._is_throw_away(path) or (what == "os.mkdir" and os.path.isdir(path)):
             return
-        self._note(what, path, "it")
+        self._note(what, path)
 
-    def _note(self, what: str, path: str, allowed: str) -> None:
+    def _note(self, what: str, path: str, *, starts: bool = False) -> None:
         place = _place()
         self.written.append((path, place))
         if self.is_allowed:
             return
         at = "" if place is None else f", at {place}: {place.source}"
+        expected = "write outside throw-away folders"
+        remedy = (
+            f"allow it with --allow-writes, or let it write below {self.throw_away!r}, as by an argument of the script"
+        )
+        if starts:
+            expected = "start programs, which may write,"
+            remedy = "allow it and what it writes with --allow-writes, or leave that line out"
         raise RefusedWriteError(
-            f"{self.name}: a script must not write outside throw-away folders while it is followed; got {what} "
-            f"{path!r}{at}; allow {allowed} with --allow-writes (allow_writes=True), or write below "
-            f"{self.throw_away!r}"
+            f"{self.name}: a script must not {expected} while it is followed; got {what} {path!r}{at}; {remedy}"
         )
 
     def _is_throw_away(self, path: str) -> bool:

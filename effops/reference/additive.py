@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from effops.blocks.cutting import fit, part, visited_pieces, whole
+from effops.blocks.cutting import broadcast_slice, fit, visited_pieces, whole
 from effops.numerics.precision import arithmetic_dtype, unit_roundoff, wider
 from effops.numerics.shapes import broadcast_shapes
 from effops.ops.attention.additive import additive_attention, additive_attention_scores
@@ -66,7 +66,7 @@ def exact_gradients(
 
 def _add(total: Tensor, pairs: tuple[slice, ...], terms: Tensor, factor: float = 1.0) -> None:
     """Add `factor` times the terms to `total`, summed along the axes where `total` has size 1."""
-    target = part(total, pairs)
+    target = broadcast_slice(total, pairs)
     shape = tuple(1 if own == 1 else size for own, size in zip(target.shape, terms.shape))
     target.add_(terms.sum_to_size(shape), alpha=factor)
 
@@ -80,7 +80,7 @@ def _in_float64(pairs: Shape, *tensors: Tensor) -> Iterator[tuple[tuple[slice, .
     """The pairs in pieces, each with the parts of the operands that belong to it, in float64."""
     views = [_with_axes(tensor, len(pairs) + 1) for tensor in tensors]
     for piece in visited_pieces(whole(pairs), fit(pairs, EXACT_VALUES // max(1, tensors[0].shape[-1]))):
-        yield piece, [part(view, piece).double() for view in views]
+        yield piece, [broadcast_slice(view, piece).double() for view in views]
 
 
 def _with_axes(tensor: Tensor, count: int) -> Tensor:

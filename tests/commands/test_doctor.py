@@ -152,6 +152,10 @@ def test_an_unknown_op_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--op", "attn"]) == 2
     err = capsys.readouterr().err
     assert err.endswith(', broadcast_dot; did you mean "attention"?\n')
+    assert cli.main(["doctor", "--op", "normal"]) == 2
+    err += capsys.readouterr().err
+    assert err.endswith('did you mean "normal_log_prob"?\n')
+    assert "effops doctor: argument --op: 'normal' is no op" in err
     assert "record()" not in err  # of Python, not of the command
 
 

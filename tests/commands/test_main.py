@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -37,3 +38,28 @@ def test_a_subcommand_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main([])
     assert stop.value.code == 2
     assert "required: COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["memory"], ["memory", "--help"]], ids=" ".join)
+def test_commands_are_listed_with_a_line_each(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a command, nothing told which there are. Their lines were two, in a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    shown = "".join(capsys.readouterr())
+    listed = shown.partition("  COMMAND\n")[2].partition("\n\n")[0].splitlines()
+    names = ["doctor", "memory", "lint"]
+    if "memory" in arguments:
+        names = ["estimate", "anatomy", "max-batch", "advise", "sweep", "devices"]
+    assert [line.split()[0] for line in listed if line.startswith("    ")][: len(names)] == names
+    assert all(re.match(r"    \S+ +\S", line) for line in listed[: len(names)])
+
+
+def test_another_format_is_not_taken_for_a_mistyped_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["lint", "--format", "gitlab", "train.py"])
+    err = capsys.readouterr().err
+    assert "invalid choice: 'gitlab' (choose from" in err
+    assert "did you mean" not in err

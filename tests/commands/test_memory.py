@@ -30,6 +30,10 @@ def workload(width=4):
 
 given = workload()
 number = 3
+model = torch.nn.Linear(4, 4)
+
+class Net(torch.nn.Linear):
+    pass
 """
 
 
@@ -177,7 +181,15 @@ def test_workloads_of_ones_own(content, own):
         (["max-batch", *ARCHITECTURE, "--budget", "1 furlong"], "expected a number and B, KB"),
         (["max-batch", *ARCHITECTURE, "--budget", "1GiB", "--budget-means", "device"], 'give device="cuda"'),
         (["anatomy", *ARCHITECTURE, "--batch-size", "0"], "`batch_size` must be at least 1; got 0"),
-        (["anatomy", *ARCHITECTURE, "--batch-size", "2", "--heads", "3"], "`d_model` must be a multiple of heads=3"),
+        (
+            ["anatomy", *ARCHITECTURE, "--batch-size", "2", "--heads", "3"],
+            "argument --d-model, --heads: `d_model` must be a multiple of heads=3 and of 2; got 8; give heads=2",
+        ),
+        (["anatomy", "--architecture", "tst", "--batch-size", "2", "--heads", "7"], "give heads=8, or d_model=70\n"),
+        (
+            ["anatomy", "--architecture", "tst", "--batch-size", "2", "--layers", "0"],
+            "argument --layers: `layers` must be at least 1; got 0; leave it out for 8\n",
+        ),
         (
             ["anatomy", *ARCHITECTURE, "--batch-size", "2", "--json", "/"],
             "argument --json: expected a file that can be",
@@ -186,7 +198,24 @@ def test_workloads_of_ones_own(content, own):
             ["anatomy", "--architecture", "bert-large", "--d-ff", "3", "--batch-size", "2"],
             "argument --d-ff: expected none",
         ),
-        (["anatomy", "--workload", "own_workloads:number", "--batch-size", "2"], "returns one; got int"),
+        (
+            ["anatomy", "--workload", "own_workloads:number", "--batch-size", "2"],
+            "returns one; got an object of class int",
+        ),
+        (
+            ["anatomy", "--workload", "own_workloads:model", "--batch-size", "2"],
+            "argument --workload: expected an effops.memory.Workload, or a function that returns one; got an object of "
+            "class Linear from 'own_workloads:model'; write effops.memory.Workload(model=lambda: ..., batch=",
+        ),
+        (
+            ["anatomy", "--workload", "own_workloads:Net", "--batch-size", "2"],
+            "returns one; got the class Net from 'own_workloads:Net'; write effops.memory.Workload(model=",
+        ),
+        (
+            ["sweep", "--workload", "own_workloads:workload", "--axis", "widht=1", "--batch-size", "2"],
+            "argument --axis: 'own_workloads:workload': it takes width; got `widht`; did you mean \"width\"?",
+        ),
+        (["sweep", *ARCHITECTURE, "--axis", "widht=1", "--batch-size", "2"], 'got widht; did you mean "d_model"?'),
         (["anatomy", "--workload", "own_workloads:missing", "--batch-size", "2"], "expected MODULE:NAME of a workload"),
         (["anatomy", "--workload", "own_workloads", "--batch-size", "2"], "expected MODULE:NAME of a workload"),
         (["anatomy", "--workload", "no_such_module:x", "--batch-size", "2"], "No module named 'no_such_module'"),
@@ -408,7 +437,7 @@ FAILURES = {
     "shaped": r"Workload: loss\(model, batch\) raised RuntimeError in {file}, line 6: a and b must have same reduction",
     "named": "KeyError: 'loss'; raised in {file}, line 9$",
     "without_size": r"Workload: batch\(batch_size\) raised: .* write batch=lambda batch_size: torch.randn\(",
-    "sized": r"Workload: sized\(\) raised: .* missing 1 required positional argument: 'width'$",
+    "sized": r"argument --workload: 'failing_workloads:sized': it takes width; got no `width`; give each of these,",
 }
 
 

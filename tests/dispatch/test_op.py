@@ -243,7 +243,7 @@ def test_unknown_variant(args):
         FUNCTION(*args, variant="tritn")
     with pytest.raises(ValueError, match="no op has a variant 'tritn'"):
         effops.use_variant("tritn")
-    with pytest.raises(ValueError, match=r"is no op of effops; choose from .*power_spherical_log_prob"):
+    with pytest.raises(ValueError, match=r"must be an op of effops; got `add`; .*; ops are .*power_spherical_log_prob"):
         effops.variants(torch.add)
 
 

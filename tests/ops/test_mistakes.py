@@ -1,11 +1,14 @@
 """What people get wrong in a call, and the answer that they get: which argument, what was expected, what to do."""
 
+import functools
 import traceback
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import effops
+from effops.dispatch.op import ops
 
 LOC, X, SCALE = torch.eye(4, 3).add(1e-3), torch.ones(10, 3), torch.ones(4)
 WEIGHTS = torch.zeros(4)
@@ -94,6 +97,29 @@ MISTAKES = {
         lambda: mixture(WEIGHTS, X, LOC, SCALE),
         ValueError,
         "must have the order log_weights, loc, scale",
+    ),
+    "weights of each point after loc": (  # the advice was to give points and parameters of one dimension
+        lambda: mixture(LOC, torch.zeros(10, 4), SCALE, X.unsqueeze(1)),
+        ValueError,
+        "must have the order log_weights, loc, scale, x; .*: "
+        "they fit as log_weights (10, 4), loc (4, 3), scale (4,), x (10, 1, 3); reorder them, or give them by name",
+    ),
+    "weights in the place of normal scales": (  # the advice was to unsqueeze them
+        lambda: effops.normal_mixture_log_prob(LOC, torch.ones(4, 3), WEIGHTS, X.unsqueeze(1)),
+        ValueError,
+        "must have the order log_weights, loc, scale, x; .*: they fit as log_weights (4,), loc (4, 3), scale (4, 3), x",
+    ),
+    "points in the place of scales": (
+        lambda: mixture(LOC, torch.zeros(10, 4), X.unsqueeze(1), SCALE),
+        ValueError,
+        "must have the order log_weights, loc, scale, x; .*: they fit as log_weights (10, 4), loc (",
+    ),
+    "components before their weights": (
+        lambda: effops.distributions.Mixture(
+            effops.distributions.PowerSpherical(torch.eye(3), 1.0), torch.distributions.Categorical(SCALE)
+        ),
+        TypeError,
+        "must be a torch.distributions.Categorical; got PowerSpherical; swap it with `component_distribution`",
     ),
     "a scale for each density": (
         lambda: normal(LOC, SCALE, X.unsqueeze(1)),
@@ -309,7 +335,8 @@ MISTAKES = {
     "explain without arguments": (
         lambda: effops.explain(effops.power_spherical_log_prob),
         TypeError,
-        "power_spherical_log_prob: missing a required argument: 'loc'; give explain the function, and then its",
+        "power_spherical_log_prob: it takes loc, scale, x, variant; got no `loc` and no `scale` and no `x`; give each "
+        "of these; give explain the function, and then its arguments",
     ),
     "a text for is_causal": (
         lambda: effops.attention(*[torch.ones(1, 2, 3)] * 3, is_causal="False"),
@@ -326,15 +353,57 @@ MISTAKES = {
         ValueError,
         "power_spherical_log_prob has no variant ['chunked']; choose from ",
     ),
+    "another keyword in explain": (
+        lambda: effops.explain(effops.power_spherical_log_prob, LOC, SCALE, y=X),
+        TypeError,
+        "power_spherical_log_prob: it takes loc, scale, x, variant; got `y`; give explain the function, and then",
+    ),
+    "a mistyped keyword": (
+        lambda: effops.power_spherical_log_prob(LOC, SCALE, X, varient="naive"),
+        TypeError,
+        'power_spherical_log_prob: it takes loc, scale, x, variant; got `varient`; did you mean "variant"?',
+    ),
+    "the keyword of another library": (
+        lambda: effops.attention(QUERY, QUERY, QUERY, mask=PAIRS),
+        TypeError,
+        'attention: it takes query, key, value, attn_mask, .*, variant; got `mask`; did you mean "attn_mask"?',
+    ),
+    "an argument too few": (
+        lambda: effops.attention(QUERY, QUERY),
+        TypeError,
+        "attention: it takes query, key, value, attn_mask, .*, variant; got no `value`; give each of these",
+    ),
+    "a variant by position": (
+        lambda: effops.broadcast_dot(X, X, "naive"),
+        TypeError,
+        "broadcast_dot: it takes a, b by position; got 3 arguments; give variant by name",
+    ),
+    "an argument by position and by name": (
+        lambda: effops.broadcast_dot(X, X, a=X),
+        TypeError,
+        "broadcast_dot: it takes `a` once; got it by position and by name; leave one out",
+    ),
     "explain of a module": (
         lambda: effops.explain(effops.nn.MultiheadAttention(4, 2)),
         ValueError,
-        "; effops.record() tells which ops run inside of other functions",
+        "explain: `function` must be an op of effops; got an object of class MultiheadAttention; "
+        "effops.record() tells which ops run inside of other functions; ops are power_spherical_log_prob, ",
     ),
     "explain of a result": (
         lambda: effops.explain(LOC),
         ValueError,
-        "explain: an object of class Tensor is no op of effops; choose from .*, without calling it",
+        "explain: `function` must be an op of effops; got an object of class Tensor; give the op without calling it, "
+        "as effops.attention, and then its arguments; ops are power_spherical_log_prob, ",
+    ),
+    "explain of another function": (
+        lambda: effops.explain(torch.cdist, X, X),
+        ValueError,
+        "must be an op of effops; got `cdist`; effops.record() tells which ops run inside of other functions; ops are",
+    ),
+    "variants of a result": (
+        lambda: effops.variants(X),
+        ValueError,
+        "got an object of class Tensor; give the op without calling it, as effops.attention; ops are",
     ),
 }
 
@@ -350,6 +419,41 @@ def test_answers(call, error, answer):
         assert place >= 0, (part, str(caught.value))
     chained = "".join(traceback.format_exception(caught.value)).count("Traceback (most recent call last)")
     assert chained == 1
+
+
+@pytest.mark.parametrize("op", ops().values(), ids=lambda op: op.name)
+def test_every_op_tells_of_keywords(op):
+    """It was Python's TypeError, which names neither the arguments that there are nor the nearest."""
+    with pytest.raises(TypeError, match=rf"^{op.name}: .*variant; got `vriant`; did you mean \"variant\"\?$"):
+        op(vriant="naive")
+
+
+def test_errors_inside_of_an_op_stay():
+    """A TypeError that is raised after an op has begun says nothing of its arguments' names."""
+    with pytest.raises(TypeError, match="`loc` must be a tensor"):
+        spherical(None, 1.0, X)
+
+
+@pytest.mark.parametrize("name", [name for name in ops() if name.endswith("log_prob")])
+def test_densities_tell_that_mps_has_no_float64(name):
+    """PyTorch told it without a remedy. A fake tensor stands for one of Apple's GPU."""
+    with FakeTensorMode():
+        loc, x, weights = (torch.empty(*shape, device="mps") for shape in ((4, 3), (10, 1, 3), (4,)))
+    operands = (weights, loc, 1.0, x) if "mixture" in name else (loc, 1.0, x)
+    message = (
+        rf"^{name}: `loc` must be on a device with float64, .*; got mps:0; move the operands to the CPU, with .cpu()"
+    )
+    for call in (getattr(effops, name), functools.partial(effops.explain, name)):
+        with pytest.raises(NotImplementedError, match=message):
+            call(*operands)
+
+
+def test_a_distribution_tells_that_mps_has_no_float64():
+    with (
+        FakeTensorMode(),
+        pytest.raises(NotImplementedError, match=r"^PowerSpherical: `loc` must .* float64"),
+    ):
+        effops.distributions.PowerSpherical(torch.empty(4, 3, device="mps"), 1.0)
 
 
 def test_no_answer_where_the_order_may_be_right():

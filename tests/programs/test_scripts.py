@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from effops.commands.main import main
+from effops.programs.capture import places
 from effops.programs.capture.assumed_values import CannotFollow
 from effops.programs.large.findings import LintReport
 from effops.programs.large_lines import report_of_block
@@ -138,7 +139,7 @@ def test_steps(script, capsys):
     path = script(STEP + "for turn in range(5):\n    print('turn', turn)\n    optimizer.step()\n")
     assert run_script(path, steps=3).steps == 3
     assert capsys.readouterr().out.count("turn") == 3
-    with pytest.raises(ValueError, match="lint: `steps` must be at least 1; got 0; leave it out"):
+    with pytest.raises(ValueError, match="lint: `--steps` must be at least 1; got 0; leave it out"):
         run_script(path, name="lint", steps=0)
 
 
@@ -158,19 +159,25 @@ WRITES = {
     "remove": "os.remove(__file__)",
     "rename": "os.replace(__file__, 'other.py')",
     "rmtree": "import shutil; shutil.rmtree('kept')",
+}
+STARTS = {
     "program": "import subprocess; subprocess.run(['true'])",
     "system": "os.system('true')",
 }
 
 
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", [*WRITES, *STARTS])
 def test_writes_are_refused(script, tmp_path, name):
+    """Programs that a script starts were told to "write below" the throw-away folder."""
     (tmp_path / "kept").mkdir()
-    path = script(WRITES[name] + "  # here\n")
+    path = script({**WRITES, **STARTS}[name] + "  # here\n")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(
-        RefusedWriteError, match=r"lint: a script must not write .*; allow its? .*--allow-writes"
-    ) as error:
+    message = (
+        r"write outside .*; allow it with --allow-writes, or let it write below '.*', as by an argument of the script"
+    )
+    if name in STARTS:
+        message = r"start programs, .*; allow it and what it writes with --allow-writes, or leave that line out"
+    with pytest.raises(RefusedWriteError, match=f"lint: a script must not {message}$") as error:
         run_script(path, name="lint")
     assert line_of(path, "# here") in str(error.value)
     assert sorted(tmp_path.iterdir()) == before
@@ -245,6 +252,32 @@ def test_lines_that_cannot_be_followed(script, name):
     assert f"{line_of(path, line)}" in str(error.value)
 
 
+def test_numbers_are_finite(script):
+    """The Trainer of transformers asks so of each loss, and could not be followed."""
+    text = "if torch.isnan(loss) or torch.isinf(loss) or not torch.isfinite(loss):\n    sys.exit(1)\n"
+    run = run_script(script(STEP + text))
+    assert "numbers are taken to be finite" in {what for what, _ in run.assumed}
+    with pytest.raises(CannotFollow, match="a branch on a value"):
+        run_script(script(STEP + "if loss == loss.square():\n    pass\n"))
+
+
+def test_a_line_of_a_library_is_named_too(script, tmp_path, monkeypatch):
+    """A branch of the Trainer of transformers was named by the line that calls `train()` alone."""
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / "trains.py").write_text("def train(loss):\n    if loss > 1:\n        pass\n")
+    monkeypatch.syspath_prepend(library)
+    monkeypatch.setattr(places, "LIBRARIES", (*places.LIBRARIES, str(library)))
+    places.kind_of.cache_clear()
+    monkeypatch.delitem(sys.modules, "trains", raising=False)
+    path = script(f"{STEP}import trains\ntrains.train(loss)\n")
+    with pytest.raises(CannotFollow) as error:
+        run_script(path, name="lint")
+    assert f"{line_of(path, 'trains.train(')}: trains.train(loss), which calls " in str(error.value)
+    assert "trains.py:2: " in str(error.value)
+    assert "; decide it by shapes" in str(error.value)
+
+
 def test_what_follows_from_numbers(script):
     known = "order = torch.randperm(50).tolist()\nassert sorted(order) == list(range(50))\n"
     known += "assert torch.arange(3).numpy().tolist() == [0, 1, 2]\nassert not torch.isnan(torch.randn(3)).any()\n"
@@ -305,13 +338,37 @@ def test_errors_in_the_command(script, capsys):
     assert shown.startswith("effops lint: a branch on a value cannot be followed")
 
 
+NO_STEP = "the script ended after 0 of 1 optimizer steps; a script that trains may lack arguments, after its name"
+
+
+def test_fewer_steps_than_asked_for(script, capsys):
+    assert main(["lint", "--steps", "3", script(f"{STEP}optimizer.step()\n")]) == 0
+    assert "ended after 1 of 3 optimizer steps; give --steps 1\n" in capsys.readouterr().out
+
+
+def test_no_script(capsys):
+    """ARGS were said to be required too."""
+    with pytest.raises(SystemExit):
+        main(["lint"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: SCRIPT\n")
+
+
+def test_a_least_size_of_0_names_tensors_of_any_size(script, capsys):
+    """It was accepted, and documented nowhere."""
+    path = script("product = torch.randn(40, 1, 6) * torch.randn(50, 6)\nscores = product.sum((0, 1))\n")
+    assert main(["lint", path]) == 0
+    assert "product =" not in capsys.readouterr().out
+    assert main(["lint", "--least", "0", path]) == 0
+    assert "product =" in capsys.readouterr().out
+
+
 def test_formats_of_the_command(script, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(LintReport, "to_json", lambda report: {"findings": len(report.findings)}, raising=False)
     monkeypatch.setattr(LintReport, "github", lambda report: "::warning::", raising=False)
     path = script(LARGE)
     assert main(["lint", "--json", "-", path]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found == {"report": {"findings": 1}, "notes": ["the script ended after 0 of 1 optimizer steps"]}
+    assert found == {"report": {"findings": 1}, "notes": [NO_STEP]}
     assert main(["lint", "--format", "github", "--json", str(tmp_path / "report.json"), path]) == 0
     assert capsys.readouterr().out.splitlines() == ["::warning::"]
     assert json.loads((tmp_path / "report.json").read_text()) == found

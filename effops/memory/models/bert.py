@@ -49,7 +49,10 @@ def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager"
         attn_implementation=attention,
     )
     if not 1 <= seq_len <= config.max_position_embeddings:
-        raise ValueError(f"bert_large: `seq_len` must be in 1..{config.max_position_embeddings}; got {seq_len}")
+        raise ValueError(
+            f"bert_large: `seq_len` must be in 1..{config.max_position_embeddings}; got {seq_len}; "
+            "leave it out for the longest"
+        )
 
     def model() -> nn.Module:
         built: nn.Module = BertForSequenceClassification(config)

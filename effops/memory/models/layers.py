@@ -51,18 +51,33 @@ class Configuration:
     def __post_init__(self) -> None:
         for name in ("d_model", "layers", "heads", "d_ff", "seq_len", "d_in", "d_out"):
             if getattr(self, name) < 1:
-                raise ValueError(f"Configuration: `{name}` must be at least 1; got {getattr(self, name)}")
+                default = type(self).__dataclass_fields__[name].default
+                raise ValueError(
+                    f"Configuration: `{name}` must be at least 1; got {getattr(self, name)}; leave it out for {default}"
+                )
         if self.d_model % self.heads or self.d_model % 2:
             raise ValueError(
-                f"Configuration: `d_model` must be a multiple of heads={self.heads} and of 2; got {self.d_model}"
+                f"Configuration: `d_model` must be a multiple of heads={self.heads} and of 2; got {self.d_model}; "
+                f"{self._how_to_divide()}"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"Configuration: `dropout` must be at least 0 and below 1; got {self.dropout}")
+            raise ValueError(
+                f"Configuration: `dropout` must be at least 0 and below 1; got {self.dropout}; give 0.1 for one tenth"
+            )
         if self.attention not in KINDS:
             raise ValueError(
                 f"Configuration: `attention` must be one of {', '.join(KINDS)}; got {self.attention!r}"
                 + did_you_mean(self.attention, KINDS)
             )
+
+    def _how_to_divide(self) -> str:
+        """The nearest width that these heads divide, and the nearest number of heads that divides this width."""
+        step = math.lcm(self.heads, 2)
+        widths = f"d_model={max(1, round(self.d_model / step)) * step}"
+        if self.d_model % 2:
+            return f"give {widths}"
+        divisors = [count for count in range(1, self.d_model + 1) if self.d_model % count == 0]
+        return f"give heads={min(divisors, key=lambda count: abs(count - self.heads))}, or {widths}"
 
 
 PUBLISHED = Configuration()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.blocks.cutting import Block, cut, part, sizes
+from effops.blocks.cutting import Block, block_extents, broadcast_slice, sizes
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Slices
 from effops.dispatch.custom_op import Gradients
@@ -105,7 +105,9 @@ class AdditiveScores(Scores):
 
         self.kernels = additive
         self.operands = (query, key, weight)
-        extents = cut(plan, query.shape[-1], arithmetic.itemsize, pair_bytes=KERNEL_BYTES, target_columns=4096)
+        extents = block_extents(
+            plan, query.shape[-1], arithmetic.itemsize, pair_bytes=KERNEL_BYTES, target_columns=4096
+        )
         super().__init__(plan, arithmetic, extents)
         self.axes = (plan.batch + plan.rows, plan.batch + plan.columns, plan.batch)
         self.views = [
@@ -142,7 +144,7 @@ class AdditiveScores(Scores):
         self.kernels.backward(query, key, factor, upstream, dquery, dkey, dfactor)
         for total, gradient, axes in zip(self.totals, (dquery, dkey, dfactor), self._slices(block)):
             if total is not None and gradient is not None:
-                target = part(total, axes)
+                target = broadcast_slice(total, axes)
                 target += gradient.view(*sizes(axes), gradient.shape[-1]).sum_to_size(target.shape)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
@@ -161,7 +163,7 @@ class AdditiveScores(Scores):
         """The operands query (batch, rows, D), key (batch, columns, D) and weight (batch, D) of a block."""
         batch, rows, columns = self._sizes(block)
         return [
-            part(view, axes).expand(*sizes(axes), view.shape[-1]).reshape(*shape, view.shape[-1])
+            broadcast_slice(view, axes).expand(*sizes(axes), view.shape[-1]).reshape(*shape, view.shape[-1])
             for view, axes, shape in zip(self.views, self._slices(block), ((batch, rows), (batch, columns), (batch,)))
         ]
 

@@ -235,7 +235,7 @@ def scaled_dots(call: AttentionCall, wanted: Sequence[bool]) -> Products:
     whole_keys = limits.WHOLE_KEYS
     if any(wanted) and call.output != "scores" and not call.dropout_p:
         whole_keys = max(whole_keys, pair_bytes // arithmetic.itemsize // limits.LEAST_QUERIES)
-    extents = cutting.cut(
+    extents = cutting.block_extents(
         plan,
         max(1, query.shape[-1], *(value.shape[-1] for value in summed)),
         arithmetic.itemsize,

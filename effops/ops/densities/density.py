@@ -4,11 +4,11 @@ A log density is `normaliser(scale)` plus a part that depends on loc and x too. 
 `effops.ops.densities.log_prob` makes the op of all pairs, and `effops.ops.densities.mixture` that of their logsumexp.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,14 @@ from effops.blocks.dots import DotMap, normalisers_of
 from effops.blocks.pairs import Scores
 from effops.blocks.plan import Plan, Shape, broadcast_plan
 from effops.blocks.small import SmallCall
-from effops.dispatch.arguments import check_dense, check_devices, check_operand, check_order, conversion
+from effops.dispatch.arguments import (
+    check_dense,
+    check_devices,
+    check_float64,
+    check_operand,
+    check_order,
+    conversion,
+)
 from effops.dispatch.op import Call
 from effops.dispatch.validation import Condition
 from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
@@ -157,17 +164,31 @@ def prepare(
     scale: Tensor | float,
     x: Tensor,
     *,
-    before: Mapping[str, Any] = MappingProxyType({}),
     kept: KeptNormaliser | None = None,
 ) -> DensityCall:
-    """Validate shapes, dtypes and devices (never values). `before` are the arguments that precede loc."""
+    """Validate shapes, dtypes and devices (never values)."""
     try:
-        _check_vectors(density, function, loc, x)
+        return validated(density, function, loc, scale, x, kept=kept)
     except (TypeError, ValueError):
-        check_order(function, {**before, "loc": loc, density.scale_name: scale, "x": x}, ("loc", "x"))
+        check = functools.partial(validated, density, function)
+        check_order(function, {"loc": loc, density.scale_name: scale, "x": x}, ("loc", "x"), check)
         raise
+
+
+def validated(
+    density: Density,
+    function: str,
+    loc: Tensor,
+    scale: Tensor | float,
+    x: Tensor,
+    *,
+    kept: KeptNormaliser | None = None,
+) -> DensityCall:
+    """The call, if shapes, dtypes and devices fit in this order of the arguments."""
+    _check_vectors(density, function, loc, x)
     if loc.device != x.device:  # this costs less than a call of `check_devices`
         check_devices(function, loc=loc, x=x)
+    check_float64(function, "loc", loc)
     common = wider(loc.dtype, x.dtype)
     given, scale = scale, _prepare_scale(density, function, scale, common, x)
     dims = density.scale_dims

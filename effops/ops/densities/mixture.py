@@ -19,11 +19,11 @@ from torch import Tensor
 
 from effops.blocks import limits
 from effops.blocks import logsumexp as logsumexp_blocks
-from effops.blocks.cutting import fit, part, visited_pieces, whole
+from effops.blocks.cutting import broadcast_slice, fit, visited_pieces, whole
 from effops.blocks.logsumexp import Reduction
-from effops.blocks.plan import Shape, Slices
+from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.weighted import Weighted
-from effops.dispatch.arguments import check_devices, check_operand, squeezed
+from effops.dispatch.arguments import check_devices, check_operand, check_order, squeezed
 from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
@@ -32,7 +32,7 @@ from effops.dispatch.validation import Condition, below_infinity
 from effops.numerics.precision import autocast_enabled, promote
 from effops.numerics.shapes import do_broadcast
 from effops.ops.densities import triton
-from effops.ops.densities.density import Density, DensityCall, Form, plan_of, prepare
+from effops.ops.densities.density import Density, DensityCall, Form, plan_of, validated
 from effops.ops.densities.log_prob import compiled_bytes, preference, scores, tensor_dims
 
 SUM_TOLERANCE = 0.01  # of numbers that are taken for weights if their sum is 1
@@ -100,18 +100,12 @@ def prepare_mixture(
     density: Density, function: str, log_weights: Tensor, loc: Tensor, scale: Tensor | float, x: Tensor, dim: int = -1
 ) -> MixtureCall:
     """Validate shapes, dtypes and devices (never values)."""
-    check_operand(function, "log_weights", log_weights)
-    inner = prepare(density, function, loc, scale, x, before={"log_weights": log_weights})
-    check_devices(function, log_weights=log_weights, x=x)
     try:
-        plan = plan_of(density, *inner.tensors, log_weights)
-    except RuntimeError:
-        remedy = squeezed("log_weights", log_weights.shape, lambda shape: do_broadcast(shape, inner.shape))
-        raise ValueError(
-            f"{function}: `log_weights` must broadcast with the log densities; got log_weights "
-            f"{tuple(log_weights.shape)}, log densities {inner.shape}; "
-            + (remedy or "unsqueeze the axes that should pair up")
-        ) from None
+        inner, plan = _validated(density, function, log_weights, loc, scale, x)
+    except (TypeError, ValueError):
+        arguments = {"log_weights": log_weights, "loc": loc, density.scale_name: scale, "x": x}
+        check_order(function, arguments, ("loc", "x"), functools.partial(_validated, density, function))
+        raise
     rank = len(plan.shape)
     if not isinstance(dim, Integral) or isinstance(dim, bool):
         raise TypeError(f"{function}: `dim` must be an integer; got {dim!r}; name one axis of the components")
@@ -125,6 +119,24 @@ def prepare_mixture(
         dtype = torch.float32
     dim = int(dim) - rank if dim >= 0 else int(dim)
     return MixtureCall(*inner.tensors, plan, dtype, log_weights, dim)
+
+
+def _validated(
+    density: Density, function: str, log_weights: Tensor, loc: Tensor, scale: Tensor | float, x: Tensor
+) -> tuple[DensityCall, Plan]:
+    """The call of the log densities and the plan with the weights, if all fit in this order of the arguments."""
+    check_operand(function, "log_weights", log_weights)
+    inner = validated(density, function, loc, scale, x)
+    check_devices(function, log_weights=log_weights, x=x)
+    try:
+        return inner, plan_of(density, *inner.tensors, log_weights)
+    except RuntimeError:
+        remedy = squeezed("log_weights", log_weights.shape, lambda shape: do_broadcast(shape, inner.shape))
+        raise ValueError(
+            f"{function}: `log_weights` must broadcast with the log densities; got log_weights "
+            f"{tuple(log_weights.shape)}, log densities {inner.shape}; "
+            + (remedy or "unsqueeze the axes that should pair up")
+        ) from None
 
 
 class Mixture:
@@ -259,7 +271,7 @@ class Mixture:
         for block in visited_pieces(whole(call.shape), fit(call.shape, limits.STATISTICS_SLAB)):
             pairs = (*block[: call.axis], slice(None), *block[call.axis :])
             own_axes = (tensor.ndim - dims for tensor, dims in zip(call.tensors, core_dims))
-            parts = (part(tensor, pairs[len(pairs) - own :]) for tensor, own in zip(call.tensors, own_axes))
+            parts = (broadcast_slice(tensor, pairs[len(pairs) - own :]) for tensor, own in zip(call.tensors, own_axes))
             yield block, self.split((*parts, call.dim, call.dtype))
 
     def forward(self, call: MixtureCall) -> Tensor:

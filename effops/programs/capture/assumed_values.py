@@ -14,12 +14,13 @@ from torch.overrides import TorchFunctionMode
 from effops.prediction.known_values import CHECK, READS, KnownValues, is_small
 from effops.prediction.recorder import ITEM
 from effops.prediction.shared import Shared
-from effops.programs.capture.places import Place, Sites
+from effops.programs.capture.places import Place, Sites, place_of
 from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_dispatch_mode_stack
 
 aten = torch.ops.aten
 HOLDS = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default}
 FAILS = {aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default}
+NOT_FINITE = {aten.isnan.default, aten.isinf.default}
 PERMUTATIONS = {aten.randperm.default, aten.randperm.generator}
 FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -50,6 +51,10 @@ class AssumedValues(KnownValues):
             self.assume("gradients are taken to be finite")
         elif func in PERMUTATIONS and is_small(result):  # any will do
             self._take_to_be(result, lambda one: torch.randperm(len(one), generator=torch.Generator().manual_seed(0)))
+        answer = _of_finite_numbers(func, args)
+        if answer is not None and is_small(result) and not self.knows(result):
+            self._take_to_be(result, lambda one: torch.full_like(one, answer))
+            self.assume("numbers are taken to be finite")
         if isinstance(result, FakeTensor) and not self.knows(result) and (func in HOLDS or func in FAILS):
             with _disable_current_modes():
                 self._note(result, torch.full(result.shape, func in HOLDS))
@@ -69,7 +74,10 @@ class AssumedValues(KnownValues):
         return complex("nan") if args[0].is_complex() else float("nan")
 
     def cannot(self, what: str, remedy: str) -> CannotFollow:
-        return CannotFollow(f"{what} cannot be followed without values{at(self._place())}; {remedy}")
+        site = self.sites.current()[0]
+        library = None if site.user is None or site.library is None else place_of(site.library)
+        called = "" if library is None else f", which calls {library}: {library.source}"
+        return CannotFollow(f"{what} cannot be followed without values{at(site.place)}{called}; {remedy}")
 
     def in_python(self, convert: Callable[..., Any], tensor: Tensor, *args: Any, **options: Any) -> Any:
         """A list or an array of a tensor, if its values are known."""
@@ -119,6 +127,17 @@ def _list(tensor: FakeTensor) -> Any:
 
 _list_of_fakes = FakeTensor.tolist
 LISTS = Shared(lambda: mock.patch.object(FakeTensor, "tolist", _list))
+
+
+def _of_finite_numbers(func: Any, args: Any) -> bool | None:
+    """What a question about infinity or NaN gives for finite numbers; None if an operator asks no such question.
+
+    `torch.isfinite` asks whether a tensor equals itself, and whether its size differs from infinity.
+    """
+    if func in NOT_FINITE:
+        return False
+    asks = (func is aten.eq.Tensor and args[0] is args[1]) or (func is aten.ne.Scalar and args[1] == float("inf"))
+    return True if asks else None
 
 
 def _least_length(args: Any, kwargs: Any) -> int:

@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from effops.prediction.timeline import highest
@@ -119,6 +119,11 @@ class LintReport:
             )
         parts.append("\n".join(f"assumed: {what} ({counted(count, 'times')})" for what, count in self.assumed.items()))
         return "\n\n".join(part for part in parts if part)
+
+    def take_over(self, found: LintReport) -> None:
+        """Tell from now on what another report tells: the user has this one since the block began."""
+        for attribute in fields(found):
+            setattr(self, attribute.name, getattr(found, attribute.name))
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold of it."""
