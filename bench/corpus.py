@@ -2,21 +2,28 @@
 
 python bench/corpus.py --half known
 python bench/corpus.py --program squared_distances --json FILE
+python bench/corpus.py --without compiled --without auto-chunker --without KeOps
 
 The first table runs lint at each program's full sizes, on fake tensors. It counts the stated lines that lint finds, and
 findings that are false. A finding is right if it names the line, and its bytes within 0.5 %.
 
-The second table runs each program at its small sizes. It has the memory budget and milliseconds of a run, with backward
-where the program is trained: as it is, mended by hand, compiled, and compiled with Inductor's auto-chunker. The memory
-budget is the highest sum, at any moment, of what the run allocated and does not return. * marks a predicted one, where
-a run would take more than half of the free memory. The last column is lint's own fix, and the largest tensor that the
-fix makes. Each half of the corpus has tables of its own: the author of lint's rules knew only the known half.
+The second table runs each program at its small sizes, with backward where the program is trained. It has the memory
+budget and milliseconds of several ways to write it: as it is, mended by hand, compiled, compiled with Inductor's
+auto-chunker, by `torch.func.vmap(chunk_size=)`, as a checkpointed loop, by KeOps, and by a named op of effops. The
+memory budget is the highest sum, at any moment, of what the run allocated and does not return. * marks a predicted one,
+where a run would take more than half of the free memory. KeOps' own memory is not PyTorch's, and is not counted.
+
+Each way has to give the results and gradients of the program as it is; otherwise its cell says so. Times are without
+compilation. The last column is lint's own fix, and the largest tensor that the fix makes. Each half of the corpus has
+tables of its own: the author of lint's rules knew only the known half.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +41,7 @@ from corpus.budgets import leaves, measured_bytes, run
 from corpus.program import Program
 from corpus.programs import HALVES, programs
 from corpus.recall import Recall, recall, summary
+from corpus.ways import Ways, differences, outcome, ways
 from parts.arguments import file_to_write
 from parts.report import format_ms, header, heading, write_json
 from torch._inductor import metrics
@@ -51,11 +59,13 @@ LONGEST_NOTE = 200
 CHUNKER = {"auto_chunker.enable": True, "fx_graph_cache": False}  # what is read from disk does not count as chunked
 
 AS_IS, MENDED, COMPILED, CHUNKED = "as it is", "mended", "compiled", "auto-chunker"
-FORMS = (AS_IS, MENDED, COMPILED, CHUNKED)
+VMAP, LOOP, KEOPS, OP = "vmap", "loop", "KeOps", "named op"
+FORMS = (AS_IS, MENDED, COMPILED, CHUNKED, VMAP, LOOP, KEOPS, OP)
 FIX = "lint's fix: largest"
+NONE = "-"
 RECALL_LINE = "{:<26}{:>6}{:>7}{:>10}{:>7}{:>9}"
 RECALL_TITLES = "program", "lines", "found", "findings", "false", "time"
-COSTS_LINE = "{:<26}" + "{:>22}" * len(FORMS) + "  {}"
+COSTS_LINE = "{:<26}" + "{:>20}" * len(FORMS) + "  {:<13}{}"
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ class Costs:
     """What a program takes at its small sizes, by the form.
 
     Attributes:
+        mended: what the mended program is: "loop", "contraction", "formula", "function" or "look-up"
         fix: how lint's fix does it, or why there is none; of several fixes, all
         fix_bytes: the largest tensor that the fix makes, its result included; of several fixes, the largest
     """
@@ -92,6 +103,7 @@ class Costs:
     half: str
     program: str
     forms: Mapping[str, Cost]
+    mended: str
     fix: str
     fix_bytes: int | None
 
@@ -118,9 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             save()
         print(summary(one for one in found if one.half == half), flush=True)
     for half, chosen in selected.items():
-        print(f"\n{half}: memory budget and time at small sizes\n{COSTS_LINE.format('program', *FORMS, FIX)}")
+        print(f"\n{half}: memory budget and time at small sizes")
+        print(COSTS_LINE.format("program", *FORMS, "mended by", FIX), flush=True)
         for program in chosen:
-            costs.append(costs_of(half, program, quick=options.quick))
+            costs.append(costs_of(half, program, quick=options.quick, without=options.without))
             print_costs(costs[-1])
             save()
     failed = [one.program for one in found if one.status == "failed"]
@@ -136,6 +149,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--program", action="append", metavar="NAME", help="one program, or several; default: all")
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write header and rows there")
     parser.add_argument("--quick", action="store_true", help="time one run of each form, and compile nothing")
+    parser.add_argument("--without", action="append", default=[], choices=FORMS[1:], help="a form to leave out")
     return parser
 
 
@@ -153,17 +167,19 @@ def selected_programs(parser: argparse.ArgumentParser, options: argparse.Namespa
     return {half: own for half, own in chosen.items() if own}
 
 
-def costs_of(half: str, program: Program, *, quick: bool = False) -> Costs:
+def costs_of(half: str, program: Program, *, quick: bool = False, without: Sequence[str] = ()) -> Costs:
     """Bytes and times of each form that applies. Forms take turns when they are timed."""
     torch.compiler.reset()
     torch.manual_seed(0)
     arguments = program.arguments(**program.small)
     fix = fix_of(program, arguments)
-    forms = forms_of(program, quick=quick)
+    own_ways = ways(half).get(program.name, Ways(""))
+    forms = forms_of(program, own_ways, quick=quick) | dict.fromkeys(without, "left out")
     costs = {
         name: Cost(reason=form) if isinstance(form, str) else cost_of(name, program, form, arguments)
         for name, form in forms.items()
     }
+    costs = checked(costs, forms, arguments)
     repeats, budget_s = (1, 0.0) if quick else (9, 1.0)
     passes = {
         name: measure.Pass(partial(run_once, forms[name], arguments), ())
@@ -172,29 +188,51 @@ def costs_of(half: str, program: Program, *, quick: bool = False) -> Costs:
     }
     timings = measure.times(passes, repeats=repeats, least_repeats=1, budget_s=budget_s, warmup=0)
     costs |= {name: replace(costs[name], time_ms=timing.median_ms) for name, timing in timings.items()}
-    return Costs(half, program.name, costs, *fix)
+    return Costs(half, program.name, costs, own_ways.mended, *fix)
 
 
-def forms_of(program: Program, *, quick: bool) -> dict[str, Program | str]:
+def forms_of(program: Program, own_ways: Ways, *, quick: bool) -> dict[str, Program | str]:
     """Each form as a program, or in a word why there is none. What is compiled is so when it first runs."""
-    forms: dict[str, Program | str] = {AS_IS: program, MENDED: "clean"}
-    if program.mended is not None:
-        forms[MENDED] = replace(program, run=program.mended)
-    if quick:
-        return {**forms, COMPILED: "not with --quick", CHUNKED: "not with --quick"}
-    return {
-        **forms,
-        COMPILED: replace(program, run=torch.compile(program.run)),
-        CHUNKED: replace(program, run=torch.compile(program.run, options=CHUNKER)),
+    functions = {
+        MENDED: program.mended or "clean",
+        COMPILED: "not with --quick" if quick else torch.compile(program.run),
+        CHUNKED: "not with --quick" if quick else torch.compile(program.run, options=CHUNKER),
+        VMAP: own_ways.vmap or NONE,
+        LOOP: own_ways.loop or ("as mended" if own_ways.mended == "loop" else NONE),
+        KEOPS: (own_ways.keops and (without_keops() or own_ways.keops)) or own_ways.no_keops or NONE,
+        OP: own_ways.op or NONE,
     }
+    made = {name: one if isinstance(one, str) else replace(program, run=one) for name, one in functions.items()}
+    return {AS_IS: program, **made}
+
+
+def without_keops() -> str:
+    """Why KeOps cannot run here; empty if it can. It compiles each formula when it is first called."""
+    if importlib.util.find_spec("pykeops") is None:
+        return "not installed"
+    return "" if any(map(shutil.which, ("c++", "g++", "clang++"))) else "no compiler"
+
+
+def checked(
+    costs: Mapping[str, Cost], forms: Mapping[str, Program | str], arguments: tuple[Any, ...]
+) -> dict[str, Cost]:
+    """The same costs, but for forms whose results or gradients are not those of the program as it is."""
+    ran = [name for name, one in costs.items() if one.budget_bytes is not None and not one.predicted]
+    if AS_IS not in ran or len(ran) == 1:
+        return dict(costs)
+    outcomes = [outcome(forms[name], arguments) for name in (AS_IS, *ran)]
+    if differences(outcomes[1], outcomes[0]):  # the program goes on from where it was, as a training step does
+        return dict(costs)
+    notes = {name: differences(found, outcomes[0])[:LONGEST_NOTE] for name, found in zip(ran, outcomes[1:])}
+    return {**costs, **{name: Cost(reason="other results", note=note) for name, note in notes.items() if note}}
 
 
 def cost_of(name: str, program: Program, form: Program, arguments: tuple[Any, ...]) -> Cost:
     """The memory budget of a form: measured, or predicted where it takes more than its share of the free memory."""
-    is_compiled = name in (COMPILED, CHUNKED)
-    needed = predicted_bytes(program if is_compiled else form, arguments)
+    is_predictable = name not in (COMPILED, CHUNKED, VMAP, KEOPS)
+    needed = predicted_bytes(form if is_predictable else program, arguments)
     if needed is not None and needed > FREE_SHARE * measure.available_bytes(CPU):
-        return Cost(reason="does not fit") if is_compiled else Cost(needed, predicted=True)
+        return Cost(needed, predicted=True) if is_predictable else Cost(reason="does not fit")
     before = metrics.num_auto_chunking
     try:
         nbytes = measured_bytes(form, arguments)
@@ -247,7 +285,7 @@ def print_recall(row: Recall) -> None:
 
 def print_costs(row: Costs) -> None:
     fix = row.fix if row.fix_bytes is None else f"{format_bytes(row.fix_bytes)}, {row.fix}"
-    print(COSTS_LINE.format(row.program, *(str(row.forms[name]) for name in FORMS), fix))
+    print(COSTS_LINE.format(row.program, *(str(row.forms[name]) for name in FORMS), row.mended, fix))
     for name, one in row.forms.items():
         if one.note:
             print(f"    {name} {one.reason}: {one.note}")

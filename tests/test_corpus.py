@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
-from dataclasses import dataclass
+import sys
+import types
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,20 @@ with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(BENCH))
     ALL = importlib.import_module("corpus.programs").programs()
     recall = importlib.import_module("corpus.recall")
+    ways = importlib.import_module("corpus.ways")
+    WAYS = {half: ways.ways(half) for half in ("known", "held_out")}
 
 NAMED = [pytest.param(program, id=f"{half}-{program.name}") for half, program in ALL]
 WASTEFUL = [pytest.param(program, id=f"{half}-{program.name}") for half, program in ALL if program.expected]
+
+
+WRITTEN = [
+    pytest.param(program, getattr(WAYS[half][program.name], kind), id=f"{half}-{program.name}-{kind}")
+    for half, program in ALL
+    if program.name in WAYS[half]
+    for kind in ("loop", "vmap", "keops", "op")
+    if getattr(WAYS[half][program.name], kind) is not None
+]
 
 
 @dataclass(frozen=True)
@@ -98,3 +111,70 @@ def test_mended(program: Any) -> None:
     returned = max(largest(mended.results), largest(mended.gradients))
     after = max(expected.after(program.small) for expected in program.expected)
     assert max(one.bytes for one in mended.storages.made) <= max(after, returned)
+
+
+def test_each_wasteful_program_has_ways() -> None:
+    wasteful = {half: {one.name for own, one in ALL if own == half and one.expected} for half in WAYS}
+    assert {half: set(own) for half, own in WAYS.items()} == wasteful
+    every = [one for own in WAYS.values() for one in own.values()]
+    assert all(one.loop is not None or one.mended == "loop" for one in every)
+    assert sum(one.vmap is not None for one in every) >= 12
+    assert sum(one.keops is not None for one in every) >= 4
+    assert sum(one.op is not None for one in every) >= 8
+
+
+class Dense:
+    """A LazyTensor of KeOps that holds all pairs: its reductions keep the last axis, and it compiles nothing."""
+
+    def __init__(self, pairs: torch.Tensor) -> None:
+        self.pairs = pairs
+
+    def __neg__(self) -> Dense:
+        return Dense(-self.pairs)
+
+    def __sub__(self, other: Dense) -> Dense:
+        return Dense(self.pairs - other.pairs)
+
+    def __rmul__(self, number: float) -> Dense:
+        return Dense(number * self.pairs)
+
+    def __truediv__(self, other: Any) -> Dense:
+        return Dense(self.pairs / getattr(other, "pairs", other))
+
+    def __pow__(self, power: int) -> Dense:
+        return Dense(self.pairs**power)
+
+    def __matmul__(self, values: torch.Tensor) -> torch.Tensor:
+        return self.pairs.squeeze(-1) @ values
+
+    def __getattr__(self, name: str) -> Any:  # abs, exp, sqrt
+        return lambda: Dense(getattr(self.pairs, name)())
+
+    def sum(self, axis: int) -> Dense:
+        assert axis == -1
+        return Dense(self.pairs.sum(-1, keepdim=True))
+
+    def logsumexp(self, dim: int) -> torch.Tensor:
+        return self.pairs.logsumexp(dim)
+
+    def argmin(self, dim: int) -> torch.Tensor:
+        return self.pairs.argmin(dim)
+
+    def Kmin(self, K: int, dim: int) -> torch.Tensor:  # noqa: N802, as KeOps names them
+        return self.pairs.squeeze(-1).topk(K, dim, largest=False).values
+
+    def argKmin(self, K: int, dim: int) -> torch.Tensor:  # noqa: N802
+        return self.pairs.squeeze(-1).topk(K, dim, largest=False).indices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "way"), WRITTEN)
+def test_ways(program: Any, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeOps compiles each formula for a minute, so that all pairs stand in for it. `bench/corpus.py` runs KeOps."""
+    stand_in = types.ModuleType("pykeops.torch")
+    stand_in.LazyTensor = Dense  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pykeops", types.ModuleType("pykeops"))
+    monkeypatch.setitem(sys.modules, "pykeops.torch", stand_in)
+    arguments = arguments_of(program)
+    own = ways.outcome(program, arguments)
+    assert ways.differences(ways.outcome(replace(program, run=way), arguments), own) == ""

@@ -24,15 +24,17 @@ class Bytes(NamedTuple):
 class Workspace(NamedTuple):
     """What a call of an operator allocates inside.
 
-    `temporary_bytes` are allocated and released within the call. `result_bytes` tells the storage of some results, by
-    index, where fake tensors show another one, and `result_strides` the strides of some. If `known` is False, the call
-    may allocate more.
+    `temporary_bytes` are allocated and released within the call, beside its results. `result_bytes` tells the storage
+    of some results, by index, where fake tensors show another one, and `result_strides` the strides of some. If `known`
+    is False, the call may allocate more. `early_bytes` are there before the largest result is, and may be more than
+    `temporary_bytes`: a call that makes its result last has released some of its memory by then.
     """
 
     temporary_bytes: int = 0
     result_bytes: Mapping[int, int] = {}
     known: bool = True
     result_strides: Mapping[int, tuple[int, ...]] = {}
+    early_bytes: int = 0
 
 
 def fake_mode(**settings: Any) -> FakeTensorMode:

@@ -43,10 +43,9 @@ def convolution(args: Sequence[Any], result: Tensor) -> Workspace:
     if not _is_blocked(input) or pointwise or dilated or (groups > 1 and not depthwise):
         return Workspace(known=False)
     blocked = _blocked_bytes(result)
-    computing = _blocked_input_bytes(input, groups) + _blocked_weight_bytes(weight, groups) + blocked
-    if bias is not None:
-        computing += _padded_bias_bytes(len(bias))
-    return Workspace(max(computing - result.nbytes, blocked))
+    padded = 0 if bias is None else _padded_bias_bytes(len(bias))
+    computing = _blocked_input_bytes(input, groups) + _blocked_weight_bytes(weight, groups) + blocked + padded
+    return Workspace(max(computing - result.nbytes, blocked), early_bytes=computing)
 
 
 def convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> Workspace:

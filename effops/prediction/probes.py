@@ -257,7 +257,7 @@ def _of_larger_batch(call: OperatorCall, args: Sequence[Any], fitting: int) -> W
     if len(sizes) < LEAST_PROBED:
         return None
     backend = backend_of(call.func, call.args)
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
     for size in sizes:
         fewer = [
             replace(one, shape=(size, *one.shape[1:])) if place in BATCHES[call.func] else one
@@ -266,12 +266,13 @@ def _of_larger_batch(call: OperatorCall, args: Sequence[Any], fitting: int) -> W
         ran = _run(call.func, fewer, call.kwargs, backend=backend)
         if ran is None:
             return None
-        found.append(ran.temporary_bytes)
-    growth = [after - before for before, after in itertools.pairwise(found)]
+        found.append((ran.temporary_bytes, ran.early_bytes))
+    growth = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(found)]
     usual = statistics.mode(growth)
     if growth.count(usual) < 2:
         return None
-    return Workspace(found[-1] + usual * (args[0].shape[0] - fitting))
+    temporary, early = (last + more * (args[0].shape[0] - fitting) for last, more in zip(found[-1], usual))
+    return Workspace(temporary, early_bytes=early)
 
 
 def _of_small_batches(
@@ -312,6 +313,7 @@ class Run:
     """What one call did: the bytes it allocated within, and the layouts and the storages' bytes of new results."""
 
     temporary_bytes: int
+    early_bytes: int
     results: Mapping[int, tuple[Layout, int]]
 
     def workspace(self, fake: Any) -> Workspace:
@@ -325,7 +327,7 @@ class Run:
                 result_bytes[index] = nbytes
             if leaves[index].shape == layout.shape:
                 strides[index] = layout.stride
-        return Workspace(self.temporary_bytes, result_bytes, result_strides=strides)
+        return Workspace(self.temporary_bytes, result_bytes, result_strides=strides, early_bytes=self.early_bytes)
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any = None) -> Run | None:
@@ -347,10 +349,13 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any
             for index, leaf in enumerate(tree_leaves(result))
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and _address(leaf) not in own
         }
-    memory = [record for thread in records for record in thread if record.kind() == "memory_alloc"]
-    sizes = (record.cpu_memory_usage() for record in sorted(memory, key=lambda one: one.start_us()))
+    memory = (record for thread in records for record in thread if record.kind() == "memory_alloc")
+    sizes = [record.cpu_memory_usage() for record in sorted(memory, key=lambda one: one.start_us())]
     held = list(itertools.accumulate(sizes, initial=0))  # a release has a negative size
-    return Run(max(held) - held[-1], results)
+    largest = max((nbytes for _, nbytes in results.values()), default=0)
+    # Records have no addresses. Of several as large as the largest result, the last one is taken to be that.
+    before = held[: len(sizes) - sizes[::-1].index(largest)] if largest in sizes else [0]
+    return Run(max(held) - held[-1], max(before), results)
 
 
 def _address(tensor: Tensor) -> int:

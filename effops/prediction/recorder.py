@@ -166,6 +166,7 @@ class Recorder(Allocations):
                 raise
             # In an optimizer, values hardly ever decide what is allocated, so that any value will do.
             return 1.0 if args[0].is_floating_point() else 1
+        self._record_inside(allocated.early_bytes)
         for index, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 if leaf.layout is not torch.strided:
@@ -174,10 +175,7 @@ class Recorder(Allocations):
                         "`sparse=False` in embeddings, or convert it by `to_dense`"
                     )
                 self.count(leaf, nbytes=allocated.result_bytes.get(index))
-        if allocated.temporary_bytes:
-            self.tick += 1
-            self.records.append(Allocation(allocated.temporary_bytes, self.tick, self.tick + 1, self.operator))
-            self.tick += 1
+        self._record_inside(allocated.temporary_bytes)
         if not allocated.known:
             self.unknown.add(self.operator)
         self.operations[phase, kind] += count
@@ -191,6 +189,12 @@ class Recorder(Allocations):
         converter.tensor_memo.clear()
         converter.describer.lookup_tensor.clear()
         return result
+
+    def _record_inside(self, nbytes: int) -> None:
+        """Record memory that the operator allocates and releases inside."""
+        if nbytes:
+            self.tick += 2
+            self.records.append(Allocation(nbytes, self.tick - 1, self.tick, self.operator))
 
     def _run(self, call: OperatorCall) -> tuple[Any, Workspace, tuple[str, int]]:
         """The result of a call, the workspace of the operator, and the operations that it makes."""

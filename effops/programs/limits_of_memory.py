@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -321,15 +322,17 @@ class _Followed(AbstractContextManager["_Followed"]):
         report.assumed = dict(self.values.assumed)
 
     def _lines(self, allocations: Iterable[Allocation]) -> list[LargeLine]:
-        # What an operator allocates inside is born at the tick before it is noted.
-        workspaces = {call.tick - 1: call for call in self.observed.calls if call.temporary_bytes}
+        ticks = [call.tick for call in self.observed.calls]
         sums: defaultdict[tuple[str, int] | None, int] = defaultdict(int)
         places: dict[tuple[str, int] | None, Place | None] = {
             None: None
         }  # of the longest expression, which has others inside
         for one in allocations:
             storage = self.observed.storages.get(id(one))
-            call = workspaces.get(one.born) if storage is None else storage.maker
+            # What an operator allocates inside is no storage. It is born before that operator is noted.
+            index = bisect_left(ticks, one.born)
+            inside = self.observed.calls[index] if index < len(ticks) else None
+            call = inside if storage is None else storage.maker
             place = None if call is None else call.site.place
             line = place and (place.file, place.line)
             sums[line] += one.nbytes

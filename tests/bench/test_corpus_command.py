@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 NAME = "squared_distances"
@@ -41,8 +42,11 @@ def test_both_tables(command: ModuleType, tmp_path: Path, capsys: pytest.Capture
     forms, small = costs["forms"], program_of(command).small
     result = 4 * small["n"] * small["k"]
     assert forms["as it is"]["budget_bytes"] == 2 * result * small["d"]  # differences and their squares
-    assert 0 < forms["mended"]["budget_bytes"] < forms["as it is"]["budget_bytes"] / 8
-    assert all(forms[name]["time_ms"] > 0 for name in ("as it is", "mended"))
+    for name in ("mended", "vmap", "loop"):
+        assert 0 < forms[name]["budget_bytes"] < forms["as it is"]["budget_bytes"] / 8
+        assert forms[name]["time_ms"] > 0
+    assert (forms["KeOps"]["reason"], forms["named op"]["reason"]) == ("returns all pairs", "-")
+    assert costs["mended"] == "contraction"
     assert {forms[name]["reason"] for name in ("compiled", "auto-chunker")} == {"not with --quick"}
     assert costs["fix_bytes"] == result
     printed = capsys.readouterr().out
@@ -89,3 +93,36 @@ def test_an_unknown_program_is_refused(command: ModuleType, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         command.main(["--program", "squared_distance"])
     assert "squared_distances" in capsys.readouterr().err
+
+
+def test_what_gives_other_results_is_not_listed(command: ModuleType) -> None:
+    program = dataclasses.replace(program_of(command), mended=lambda points, centres: torch.cdist(points, centres))
+    costs = command.costs_of("known", program, quick=True, without=["vmap"])
+    told = costs.forms[command.MENDED]
+    assert (told.budget_bytes, told.time_ms, told.reason) == (None, None, "other results")
+    assert told.note.startswith("1 of 1: Tensor-likes are not close")
+    assert costs.forms[command.VMAP].reason == "left out"
+    assert costs.forms[command.LOOP].budget_bytes > 0
+
+
+def test_a_way_that_cannot_run_says_why(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = program_of(command, "gaussian_sum")
+    own = command.ways("known")["gaussian_sum"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert command.forms_of(program, own, quick=True)[command.KEOPS] == "not installed"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(command.shutil, "which", lambda name: None)
+    assert command.forms_of(program, own, quick=True)[command.KEOPS] == "no compiler"
+
+
+def test_a_program_that_goes_on_from_where_it_was_is_not_compared(command: ModuleType) -> None:
+    runs = []
+
+    def count(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return points.sum() + len(runs)
+
+    program = dataclasses.replace(program_of(command), run=count, mended=count)
+    forms = {command.AS_IS: program, command.MENDED: program}
+    costs = dict.fromkeys(forms, command.Cost(1))
+    assert command.checked(costs, forms, program.arguments(**program.small)) == costs
