@@ -121,6 +121,16 @@ _list_of_fakes = FakeTensor.tolist
 LISTS = Shared(lambda: mock.patch.object(FakeTensor, "tolist", _list))
 
 
+def _formatted(tensor: FakeTensor, form: str) -> str:
+    """`f"{loss:.3f}"`, which PyTorch allows plain tensors alone, in a thread that follows a program."""
+    follows = any(isinstance(mode, AssumedValues) for mode in _get_current_dispatch_mode_stack())
+    return format(tensor.item(), form) if follows and tensor.dim() == 0 else _format_of_fakes(tensor, form)
+
+
+_format_of_fakes = FakeTensor.__format__
+FORMATS = Shared(lambda: mock.patch.object(FakeTensor, "__format__", _formatted))
+
+
 def _least_length(args: Any, kwargs: Any) -> int:
     """The `minlength` of a call of bincount."""
     return int(args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0))

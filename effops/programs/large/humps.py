@@ -38,6 +38,7 @@ TRANSFORMS = {
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm", "linear"}
 CONSTANTS = {"ones", "zeros", "full", "arange", "eye", "linspace", "tril_indices", "triu_indices", "scalar_tensor"}
 CHECKS = {"all", "any", "_is_all_true", "_is_any_true"}  # of values, which can be switched off
+COPIES = {"clone", "_to_copy"}
 LOSSES = {"_log_softmax", "nll_loss_forward", "logsumexp"}
 
 
@@ -229,9 +230,12 @@ def _is_read_in_turns(storage: Storage, call: Call) -> bool:
 
 
 def _is_head(members: Iterable[Storage]) -> bool:
-    """Whether members are a product that a loss reads: the logits of a language model."""
+    """Whether members are a product that a loss reads, or a copy of it: the logits of a language model."""
     made = [one for one in members if one.maker is not None and one.maker.name in PRODUCTS]
-    return any(reader.name in LOSSES for one in made for reader in one.readers if not reader.in_backward)
+    readers = [reader for one in made for reader in one.readers if not reader.in_backward]
+    copies = [one for reader in readers if reader.name in COPIES for one in reader.makes]
+    readers += [reader for one in copies for reader in one.readers if not reader.in_backward]
+    return any(reader.name in LOSSES for reader in readers)
 
 
 def _has_rows_of_pairs(hump: Hump) -> bool:
