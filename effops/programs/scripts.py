@@ -292,7 +292,7 @@ def _finite_numbers() -> Iterator[None]:
         def asked(number: Any, /) -> bool:
             if isinstance(number, Tensor) and _recorder() is not None:
                 number = number.item()
-            if _recorder() is None or not (isinstance(number, float) and number != number):
+            if _recorder() is None or not (isinstance(number, float) and float.__ne__(number, number)):
                 return ask(number)
             _assume("numbers that are read are taken to be finite")
             return answer

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import math
+import pickle
 import resource
 import threading
 from pathlib import Path
@@ -133,6 +136,50 @@ def test_a_branch_on_a_value_is_named() -> None:
 
     with pytest.raises(CannotFollow, match=r"lint: a branch on a value .*x\.sum\(\) > 0"):
         effops.lint(branches, torch.randn(10_000))
+
+
+def test_a_branch_on_a_number_is_shown() -> None:
+    """The true branch was never run, and a line among others at the end was all that told so."""
+
+    def branches(x: Tensor) -> Tensor:
+        loss = x.square().mean()
+        best = 2 * loss.item() + 1
+        if best > 5:
+            return distances(x, x)
+        return loss if math.isnan(best) else -loss
+
+    report = effops.lint(branches, torch.randn(10_000, 64))
+    (place,) = report.unseen
+    assert place.line == branches.__code__.co_firstlineno + 3
+    assert not report.findings
+    text = str(report)
+    assert f"comparisons with them are false:\n  {place}: if best > 5:" in text
+    assert text.index("only one branch") < text.index("assumed: numbers that are read are taken to be NaN at ")
+    assert report.github().startswith("::notice file=")
+    assert f"line={place.line}," in report.github()
+    assert report.to_json()["unseen"] == [{"file": place.file, "line": place.line, "source": "best > 5"}]
+
+
+def test_a_branch_on_a_tensor_as_a_number_is_shown() -> None:
+    def branches(x: Tensor) -> Tensor:
+        if float(x.sum()) > 5:
+            return -x
+        return x
+
+    (place,) = effops.lint(branches, torch.randn(10_000)).unseen
+    assert place.line == branches.__code__.co_firstlineno + 1
+
+
+def test_a_number_that_is_read_is_a_plain_one_elsewhere() -> None:
+    def reads(x: Tensor) -> list[float]:
+        return [x.sum().item(), -x.sum().item(), round(x.sum().item(), 3)]
+
+    with effops.lint():
+        numbers = reads(torch.randn(10_000, 64))
+    assert all(math.isnan(one) for one in numbers)
+    assert json.dumps(numbers[0]) == "NaN"
+    assert type(copy.deepcopy(numbers)[0]) is type(numbers[0])
+    assert type(pickle.loads(pickle.dumps(numbers[0]))) is float
 
 
 def test_arguments() -> None:

@@ -24,6 +24,11 @@ from effops.programs.capture.scopes import Scope, outermost, scopes
 from effops.pytorch import FakeTensor, tree_leaves
 
 
+# They take dtype and device from what they are given, and perhaps its shape. They read no element of it.
+UNREAD = {"new_zeros", "new_ones", "new_empty", "new_empty_strided", "new_full"}
+UNREAD |= {"zeros_like", "ones_like", "empty_like", "full_like"}
+
+
 @dataclass(eq=False)
 class Storage:
     """Memory that tensors share. `maker` is None for what was there before, whose bytes are not the program's.
@@ -108,6 +113,7 @@ class Observed:
         reads = [
             Read(self.storage_of(one), tuple(one.shape), one.stride(), one.itemsize)
             for one in _tensors((*call.args, *call.kwargs.values()))
+            if call.func._schema.name.partition("::")[2] not in UNREAD
         ]
         read = {id(one.storage) for one in reads}
         results = _tensors((result,))
