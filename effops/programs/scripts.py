@@ -35,7 +35,14 @@ from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_disp
 
 DEEPEST = 8  # levels of a batch in which tensors are looked for
 # Python says so where NaN, which stands for an integer that was read, is taken for a size or an index.
-NO_INTEGER = "'float' object cannot be interpreted as an integer", "not float", "cannot convert float NaN to integer"
+# What Python and PyTorch say of a number that was read.
+NO_INTEGER = (
+    "'float' object cannot be interpreted as an integer",
+    "'UnknownNumber' object cannot be interpreted as an integer",
+    "not float",
+    "not UnknownNumber",
+    "cannot convert float NaN to integer",
+)
 ONE_SCRIPT = threading.Lock()  # `__main__` and the arguments are those of the process
 
 

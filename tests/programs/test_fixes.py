@@ -323,6 +323,25 @@ def test_fix(program, arguments, how, code):
         torch.testing.assert_close(mended[name], value, rtol=1e-6, atol=1e-9, msg=f"{name}: {fix.code}")
 
 
+def test_statements_without_tensors_are_not_run_at_full_size():
+    """The whole program was run for real, at its own sizes, where one statement did all of it."""
+    runs = []
+
+    def program():
+        def whole():
+            x = torch.randn(2000, 64)
+            runs.append(type(x))
+            return (x[:, None] * x).sum(-1).amax()
+
+        return whole()
+
+    def outer():
+        return program()
+
+    assert fixes(outer)
+    assert {one for one in runs if one is torch.Tensor} == set()
+
+
 def outcome(function, arguments):
     """The result of a function, and its gradients by the names of the arguments."""
     copies = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in arguments.items()}

@@ -84,7 +84,7 @@ def sizes_of(values: Any) -> Iterator[int]:
 def shrunk(values: Mapping[str, Any], operand_bytes: int) -> Iterator[dict[int, int]]:
     """Smaller sizes in place of those of tensors, each size by one other; all as they are where they fit."""
     sizes = sorted({size for size in sizes_of(list(values.values())) if size > SMALL})
-    if len(sizes) <= len(STAND_INS):
+    if 0 < len(sizes) <= len(STAND_INS):  # without any, the statements make what is large of numbers alone
         yield dict(zip(sizes, STAND_INS))
     for factor in (64, 16, 4):  # ratios are kept
         smaller = {size: max(size // factor, 2) for size in sizes}
