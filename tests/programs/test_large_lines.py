@@ -182,6 +182,34 @@ def test_a_number_that_is_read_is_a_plain_one_elsewhere() -> None:
     assert type(pickle.loads(pickle.dumps(numbers[0]))) is float
 
 
+def test_layers_after_scores_that_are_small() -> None:
+    """Rows of scores counted as rows of a product with a parameter, so that the layers of a vision model were named."""
+    layers = [nn.Linear(768, 768) for _ in range(4)]
+    first, second = nn.Linear(768, 3072), nn.Linear(3072, 768)
+
+    def block(x: Tensor) -> Tensor:
+        q, k, v = (one(x).view(32, 197, 12, 64).transpose(1, 2) for one in layers[:3])
+        x = x + layers[3](((q @ k.mT) / 8).softmax(-1).matmul(v).transpose(1, 2).reshape(x.shape))
+        return second(nn.functional.gelu(first(x))).mean()
+
+    assert not effops.lint(block, torch.randn(32, 197, 768), fixes=False).findings
+
+
+def test_operators_that_create_tensors_read_none() -> None:
+    """`new_zeros` was told as what reads the values of edges."""
+    x, index = torch.randn(10_000, 128), torch.randint(10_000, (400_000,))
+
+    def summed(x: Tensor, index: Tensor) -> Tensor:
+        values = x[index].sigmoid()
+        counts = values.new_zeros(10_000)
+        sums = values.new_zeros(10_000, 128).index_add_(0, index, values)
+        return sums / (1 + counts[:, None])
+
+    (found,) = effops.lint(summed, x, index, fixes=False).findings
+    assert found.reducer.startswith("index_add_")
+    assert found.after_bytes == 4 * 10_000 * 128
+
+
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="lint: `least`: expected a number"):
         effops.lint(distances, torch.ones(2, 2), torch.ones(2, 2), least="much")
