@@ -169,7 +169,7 @@ def numbers(*shape: int) -> Tensor:
 
 def tokens(batch: int, length: int, *, labels: bool) -> Callable[[bool], Inputs]:
     def inputs(small: bool) -> Inputs:
-        ids = numbers(2, min(length, 512)) if small else numbers(batch, length)
+        ids = numbers(1, 512) if small else numbers(batch, length)
         return {"input_ids": ids, "labels": ids} if labels else {"input_ids": ids}
 
     return inputs
@@ -228,13 +228,14 @@ def layer(name: str, kind: str, *arguments: Any, **options: Any) -> Studied:
 
 
 LLAMA = {"num_hidden_layers": 1, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+OPT = {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024, "num_attention_heads": 4}
 MODELS = (
     encoder("BERT", "BertModel", tokens(32, 512, labels=False), num_hidden_layers=1),
     encoder("DistilBERT", "DistilBertModel", tokens(32, 512, labels=False), n_layers=1),
     encoder("ViT", "ViTModel", images, num_hidden_layers=1),
     encoder("DINOv2", "Dinov2Model", images, num_hidden_layers=1),
-    decoder("GPT-2", "GPT2LMHeadModel", 8, 1024, "transformer", "lm_head", n_layer=1),
-    decoder("OPT", "OPTForCausalLM", 8, 1024, "model", "lm_head", num_hidden_layers=1),
+    decoder("GPT-2", "GPT2LMHeadModel", 8, 1024, "transformer", "lm_head", n_layer=1, n_embd=256, n_head=4),
+    decoder("OPT", "OPTForCausalLM", 8, 1024, "model", "lm_head", num_hidden_layers=1, **OPT),
     decoder("Llama", "LlamaForCausalLM", 4, 2048, "model", "lm_head", **LLAMA),
     decoder("Qwen2", "Qwen2ForCausalLM", 4, 2048, "model", "lm_head", num_key_value_heads=2, **LLAMA),
     Studied(
