@@ -169,7 +169,7 @@ def numbers(*shape: int) -> Tensor:
 
 def tokens(batch: int, length: int, *, labels: bool) -> Callable[[bool], Inputs]:
     def inputs(small: bool) -> Inputs:
-        ids = numbers(1, 512) if small else numbers(batch, length)
+        ids = numbers(1 if labels else 2, 512) if small else numbers(batch, length)
         return {"input_ids": ids, "labels": ids} if labels else {"input_ids": ids}
 
     return inputs
