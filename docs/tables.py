@@ -25,6 +25,7 @@ LOG_SPARSE = AMD / "log-sparse-2026-11-22.json"
 SHARDED = AMD / "sharded-2026-11-21.json"
 TRAINING = AMD / "memory-2026-11-22.json"
 LARGEST = AMD / "memory-largest-2026-11-22.json"
+LINTED = AMD.with_name("amd-epyc-1-thread") / "lint-of-models-2026-11-26.json"
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
 MEASURES = ("temporary memory", "time", "times faster than naive", "error / budget")
@@ -207,6 +208,19 @@ def predicted_with() -> str:
     return f"Predicted with {' and '.join(f'{name} {one}' for name, one in versions.items())}\n{link(PUBLISHED, DOCS)}."
 
 
+def lint_of_models() -> str:
+    """A line for each finding in models of libraries, and those without findings in one sentence."""
+    rows = content(LINTED)["rows"]
+    columns = "now_bytes", "after_bytes", "measured_bytes", "mended_bytes", "saved_bytes"
+    lines = [
+        (row["model"], f"`{row['source']}`", *(format_bytes(row[name]) for name in columns), row["remedy"])
+        for row in rows
+        if row["is_true"]
+    ]
+    titles = ("model", "line", "now", "after", "forward, as it is", "mended", "saved", "mended by")
+    return f"{table(titles, lines)}\n\n{measured_on(LINTED)}"
+
+
 TEXTS: Mapping[str, Callable[[], str]] = {
     "founding": founding,
     "training": training,
@@ -227,4 +241,5 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "other_attention": partial(published, "attention"),
     "bert": partial(published, "bert"),
     "rough": partial(published, "rough"),
+    "lint_of_models": lint_of_models,
 }

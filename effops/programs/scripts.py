@@ -35,7 +35,14 @@ from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_disp
 
 DEEPEST = 8  # levels of a batch in which tensors are looked for
 # Python says so where NaN, which stands for an integer that was read, is taken for a size or an index.
-NO_INTEGER = "'float' object cannot be interpreted as an integer", "not float", "cannot convert float NaN to integer"
+# What Python and PyTorch say of a number that was read.
+NO_INTEGER = (
+    "'float' object cannot be interpreted as an integer",
+    "'UnknownNumber' object cannot be interpreted as an integer",
+    "not float",
+    "not UnknownNumber",
+    "cannot convert float NaN to integer",
+)
 ONE_SCRIPT = threading.Lock()  # `__main__` and the arguments are those of the process
 
 
@@ -292,7 +299,7 @@ def _finite_numbers() -> Iterator[None]:
         def asked(number: Any, /) -> bool:
             if isinstance(number, Tensor) and _recorder() is not None:
                 number = number.item()
-            if _recorder() is None or not (isinstance(number, float) and number != number):
+            if _recorder() is None or not (isinstance(number, float) and float.__ne__(number, number)):
                 return ask(number)
             _assume("numbers that are read are taken to be finite")
             return answer

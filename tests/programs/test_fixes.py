@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from torch import distributions
+from torch import distributions, nn
 from torch.nn import functional
 
 from effops.measure import tensors
@@ -81,6 +81,32 @@ def mixture(logits, loc, scale, x):
     return mixed.log_prob(x)
 
 
+def mixture_made_elsewhere(mixed, x):
+    return -mixed.log_prob(x).mean()
+
+
+class Density(nn.Module):
+    def __init__(self, mixed):
+        super().__init__()
+        self.mixed = mixed
+
+    def forward(self, x):
+        mixed = self.distribution()
+        return -mixed.log_prob(x).mean()
+
+    def distribution(self):
+        return self.mixed
+
+
+def mixture_made_by_a_method(density, x):
+    return density(x)
+
+
+def mixed_normals():
+    components = distributions.Independent(distributions.Normal(normal(140, 24), normal(140, 24).exp()), 1)
+    return distributions.MixtureSameFamily(distributions.Categorical(logits=normal(140)), components)
+
+
 def path(a, b, c):
     return torch.einsum("ij,jk,kl,jk->il", a, b, c, b)
 
@@ -92,6 +118,48 @@ def embedded(numbers, table):
 def head(hidden, weight, targets):
     logits = hidden @ weight.mT
     return functional.cross_entropy(logits, targets)
+
+
+def head_of_a_layer(layer, hidden, targets):
+    logits = layer(hidden)
+    return functional.cross_entropy(logits, targets)
+
+
+def next_positions(layer, hidden, targets):
+    logits = layer(hidden)
+    before = logits[:, :-1].contiguous()
+    return functional.cross_entropy(before.view(-1, before.size(-1)), targets[:, 1:].reshape(-1), ignore_index=0)
+
+
+def classes_second(layer, hidden, targets, criterion):
+    logits = layer(hidden)
+    return criterion(logits.transpose(1, 2), targets)
+
+
+def smoothed(layer, hidden, targets, criterion):
+    logits = layer(hidden)
+    return criterion(logits, targets)
+
+
+def printed(loc, x):
+    print(f"{(loc * x.unsqueeze(1)).sum(-1).mean():.3f}", flush=True)
+
+
+def stored(loc, x, losses):
+    products = loc * x.unsqueeze(1)
+    losses.append(products.sum(-1).mean())
+
+
+def differentiated(loc, x):
+    (loc * x.unsqueeze(1)).sum(-1).mean().backward()
+
+
+def read_as_a_number(points):
+    return torch.sigmoid(points[:, None] * points + points[:, None]).sum(-1).amax().item()
+
+
+def printed_of_pairs(points):
+    print(torch.sigmoid(points[:, None] * points + points[:, None]).sum(-1).amax(1))
 
 
 def leaky(left, right, attention):
@@ -158,6 +226,72 @@ CASES = [
     (absolute, lambda: (normal(90, 24), normal(80, 24)), LIBRARY, "torch.cdist(points, others, p=1.0)"),
     (embedded, lambda: (torch.arange(128) % 64, normal(64, 4)), LIBRARY, "table[numbers]"),
     (head, lambda: (normal(64, 8), normal(500, 8), torch.arange(64)), LIBRARY, "linear_cross_entropy(hidden, weight"),
+    (
+        mixture_made_elsewhere,
+        lambda: (mixed_normals(), normal(260, 24)),
+        NAMED,
+        "Mixture(mixed.mixture_distribution, mixed.component_distribution).log_prob(x)",
+    ),
+    (
+        mixture_made_by_a_method,
+        lambda: (Density(mixed_normals()), normal(260, 24)),
+        NAMED,
+        "Mixture(mixed.mixture_distribution, mixed.component_distribution).log_prob(x)",
+    ),
+    (
+        head_of_a_layer,
+        lambda: (nn.Linear(8, 500).double(), normal(64, 8), torch.arange(64)),
+        LIBRARY,
+        "linear_cross_entropy(hidden, layer.weight, targets, linear_bias=layer.bias, options",
+    ),
+    (
+        next_positions,
+        lambda: (nn.Linear(8, 500, bias=False).double(), normal(4, 17, 8), torch.arange(68).view(4, 17)),
+        LIBRARY,
+        "linear_cross_entropy(hidden[:, :-1].flatten(0, -2), layer.weight, targets[:, 1:].reshape(-1), ignore_index=0",
+    ),
+    (
+        classes_second,
+        lambda: (
+            nn.Linear(8, 500).double(),
+            normal(4, 16, 8),
+            torch.arange(64).view(4, 16),
+            nn.CrossEntropyLoss(ignore_index=3),
+        ),
+        LIBRARY,
+        "layer.weight, targets.flatten(), linear_bias=layer.bias, ignore_index=criterion.ignore_index",
+    ),
+    (
+        smoothed,
+        lambda: (
+            nn.Linear(8, 500).double(),
+            normal(64, 8),
+            torch.arange(64),
+            nn.CrossEntropyLoss(label_smoothing=0.1),
+        ),
+        LOOP,
+        "part_of(hidden, targets, layer, criterion)",
+    ),
+    (
+        printed,
+        lambda: (normal(20, 33, 24), normal(18, 33, 24)),
+        NAMED,
+        "print(f'{effops.broadcast_dot(loc, x.unsqueeze(1)).mean():.3f}', flush=True)",
+    ),
+    (
+        stored,
+        lambda: (normal(20, 33, 24), normal(18, 33, 24), []),
+        NAMED,
+        "losses.append(effops.broadcast_dot(loc, x.unsqueeze(1)).mean())",
+    ),
+    (
+        differentiated,
+        lambda: (normal(20, 33, 24), normal(18, 33, 24)),
+        NAMED,
+        "effops.broadcast_dot(loc, x.unsqueeze(1)).mean().backward()",
+    ),
+    (read_as_a_number, lambda: (normal(160, 3),), LOOP, ".item()"),
+    (printed_of_pairs, lambda: (normal(160, 3),), LOOP, "print(torch."),
     (leaky, lambda: (normal(64, 24), normal(60, 24), normal(24)), LOOP, "checkpoint(part_of, part, "),
     (triplets, lambda: (normal(40, 40), 0.5), LOOP, "part_1 / part_2"),
     (pairs_of_one, lambda: (normal(160, 3),), LOOP, "points_part"),
@@ -179,6 +313,7 @@ def test_fix(program, arguments, how, code):
     assert code in fix.code
     assert 2 * fix.after_bytes <= found.now_bytes
     known = {**dict(zip(inspect.signature(program).parameters, given)), "part": normal(8, 4), "loss": normal()}
+    known |= {"mixed": given[0].mixed} if isinstance(given[0], Density) else {}
     known |= {"found": normal(5992), "windows": normal(5992, 9, grad=False)}
     mended, original = (
         outcome(run, {name: known[name] for name in fix.names}) for run in (fix.function(), fix.original())
@@ -188,10 +323,31 @@ def test_fix(program, arguments, how, code):
         torch.testing.assert_close(mended[name], value, rtol=1e-6, atol=1e-9, msg=f"{name}: {fix.code}")
 
 
+def test_statements_without_tensors_are_not_run_at_full_size():
+    """The whole program was run for real, at its own sizes, where one statement did all of it."""
+    runs = []
+
+    def program():
+        def whole():
+            x = torch.randn(2000, 64)
+            runs.append(type(x))
+            return (x[:, None] * x).sum(-1).amax()
+
+        return whole()
+
+    def outer():
+        return program()
+
+    assert fixes(outer)
+    assert {one for one in runs if one is torch.Tensor} == set()
+
+
 def outcome(function, arguments):
     """The result of a function, and its gradients by the names of the arguments."""
     copies = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in arguments.items()}
     result = function(**copies)
+    if isinstance(result, float):
+        return {"result": torch.tensor(result)}
     weights = torch.linspace(1, 2, result.numel(), dtype=result.dtype).view(result.shape)
     wanted = {name: one for name, one in arguments.items() if getattr(one, "requires_grad", False)}
     gradients = torch.autograd.grad(result, list(wanted.values()), weights, allow_unused=True)

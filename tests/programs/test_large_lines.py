@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import math
+import pickle
 import resource
 import threading
 from pathlib import Path
@@ -133,6 +136,78 @@ def test_a_branch_on_a_value_is_named() -> None:
 
     with pytest.raises(CannotFollow, match=r"lint: a branch on a value .*x\.sum\(\) > 0"):
         effops.lint(branches, torch.randn(10_000))
+
+
+def test_a_branch_on_a_number_is_shown() -> None:
+    """The true branch was never run, and a line among others at the end was all that told so."""
+
+    def branches(x: Tensor) -> Tensor:
+        loss = x.square().mean()
+        best = 2 * loss.item() + 1
+        if best > 5:
+            return distances(x, x)
+        return loss if math.isnan(best) else -loss
+
+    report = effops.lint(branches, torch.randn(10_000, 64))
+    (place,) = report.unseen
+    assert place.line == branches.__code__.co_firstlineno + 3
+    assert not report.findings
+    text = str(report)
+    assert f"comparisons with them are false:\n  {place}: if best > 5:" in text
+    assert text.index("only one branch") < text.index("assumed: numbers that are read are taken to be NaN at ")
+    assert report.github().startswith("::notice file=")
+    assert f"line={place.line}," in report.github()
+    assert report.to_json()["unseen"] == [{"file": place.file, "line": place.line, "source": "best > 5"}]
+
+
+def test_a_branch_on_a_tensor_as_a_number_is_shown() -> None:
+    def branches(x: Tensor) -> Tensor:
+        if float(x.sum()) > 5:
+            return -x
+        return x
+
+    (place,) = effops.lint(branches, torch.randn(10_000)).unseen
+    assert place.line == branches.__code__.co_firstlineno + 1
+
+
+def test_a_number_that_is_read_is_a_plain_one_elsewhere() -> None:
+    def reads(x: Tensor) -> list[float]:
+        return [x.sum().item(), -x.sum().item(), round(x.sum().item(), 3)]
+
+    with effops.lint():
+        numbers = reads(torch.randn(10_000, 64))
+    assert all(math.isnan(one) for one in numbers)
+    assert json.dumps(numbers[0]) == "NaN"
+    assert type(copy.deepcopy(numbers)[0]) is type(numbers[0])
+    assert type(pickle.loads(pickle.dumps(numbers[0]))) is float
+
+
+def test_layers_after_scores_that_are_small() -> None:
+    """Rows of scores counted as rows of a product with a parameter, so that the layers of a vision model were named."""
+    layers = [nn.Linear(768, 768) for _ in range(4)]
+    first, second = nn.Linear(768, 3072), nn.Linear(3072, 768)
+
+    def block(x: Tensor) -> Tensor:
+        q, k, v = (one(x).view(32, 197, 12, 64).transpose(1, 2) for one in layers[:3])
+        x = x + layers[3](((q @ k.mT) / 8).softmax(-1).matmul(v).transpose(1, 2).reshape(x.shape))
+        return second(nn.functional.gelu(first(x))).mean()
+
+    assert not effops.lint(block, torch.randn(32, 197, 768), fixes=False).findings
+
+
+def test_operators_that_create_tensors_read_none() -> None:
+    """`new_zeros` was told as what reads the values of edges."""
+    x, index = torch.randn(10_000, 128), torch.randint(10_000, (400_000,))
+
+    def summed(x: Tensor, index: Tensor) -> Tensor:
+        values = x[index].sigmoid()
+        counts = values.new_zeros(10_000)
+        sums = values.new_zeros(10_000, 128).index_add_(0, index, values)
+        return sums / (1 + counts[:, None])
+
+    (found,) = effops.lint(summed, x, index, fixes=False).findings
+    assert found.reducer.startswith("index_add_")
+    assert found.after_bytes == 4 * 10_000 * 128
 
 
 def test_arguments() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from effops.prediction.known_values import CHECK, READS, KnownValues, is_small
 from effops.prediction.recorder import ITEM
 from effops.prediction.shared import Shared
-from effops.programs.capture.places import Place, Sites, place_of
+from effops.programs.capture.places import Place, Sites, innermost, place_of, statement
+from effops.programs.capture.unknown_numbers import BRANCH, UnknownNumber
 from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_dispatch_mode_stack
 
 aten = torch.ops.aten
@@ -22,6 +24,7 @@ HOLDS = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.defaul
 FAILS = {aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default}
 NOT_FINITE = {aten.isnan.default, aten.isinf.default}
 PERMUTATIONS = {aten.randperm.default, aten.randperm.generator}
+BRANCHES = "if ", "elif ", "while "
 FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -71,7 +74,17 @@ class AssumedValues(KnownValues):
             raise self.cannot("a branch on a value", "decide it by shapes, or leave it out here")
         # NaN is no size and no index, so that an integer that matters is not taken for another one.
         self.assume("numbers that are read are taken to be NaN")
+        place = self._place()
+        if place is not None and statement(place).startswith(BRANCHES):  # `float(loss) > 5` tells nobody
+            self.assumed[BRANCH, place] += 1
         return complex("nan") if args[0].is_complex() else float("nan")
+
+    def number(self, tensor: FakeTensor) -> Any:
+        """What `tensor.item()` gives."""
+        value = _item_of_fakes(tensor)
+        if self.knows(tensor) or not isinstance(value, float):
+            return value
+        return UnknownNumber(lambda what: self.assumed.update([(what, innermost(sys._getframe(1)).place)]))
 
     def cannot(self, what: str, remedy: str) -> CannotFollow:
         site = self.sites.current()[0]
@@ -121,12 +134,29 @@ TO_ARRAY: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 def _list(tensor: FakeTensor) -> Any:
     """What `tolist` gives in a thread that follows a program; PyTorch's own reads each number by itself."""
-    values = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, AssumedValues)), None)
+    values = _follower()
     return _list_of_fakes(tensor) if values is None else values.in_python(Tensor.tolist, tensor)
 
 
-_list_of_fakes = FakeTensor.tolist
-LISTS = Shared(lambda: mock.patch.object(FakeTensor, "tolist", _list))
+def _item(tensor: FakeTensor) -> Any:
+    """A number that tells where a branch depends on it."""
+    values = _follower()
+    return _item_of_fakes(tensor) if values is None else values.number(tensor)
+
+
+def _formatted(tensor: FakeTensor, form: str) -> str:
+    """`f"{loss:.3f}"`, which PyTorch allows plain tensors alone."""
+    is_number = tensor.dim() == 0 and _follower() is not None
+    return format(tensor.item(), form) if is_number else _format_of_fakes(tensor, form)
+
+
+def _follower() -> AssumedValues | None:
+    """What follows a program in this thread."""
+    return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, AssumedValues)), None)
+
+
+_list_of_fakes, _item_of_fakes, _format_of_fakes = FakeTensor.tolist, FakeTensor.item, FakeTensor.__format__
+READ_IN_PYTHON = Shared(lambda: mock.patch.multiple(FakeTensor, tolist=_list, item=_item, __format__=_formatted))
 
 
 def _of_finite_numbers(func: Any, args: Any) -> bool | None:

@@ -23,7 +23,7 @@ from effops.prediction.named_devices import (
 from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES, SKIPPED_INITIALISATION
 from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError, without_logged_failures
-from effops.programs.capture.assumed_values import LISTS, AssumedValues, CannotFollow, ValuesInPython, at
+from effops.programs.capture.assumed_values import READ_IN_PYTHON, AssumedValues, CannotFollow, ValuesInPython, at
 from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import raised_at
 from effops.programs.capture.untouched import ZEROED, EndingMode, VersionedRecorder, untouched
@@ -112,7 +112,7 @@ def faked(
                 COMPILED_REFUSED,
                 KNOWN_TO_TRANSFORMERS,
                 SKIPPED_INITIALISATION,
-                LISTS,
+                READ_IN_PYTHON,
                 _devices(recorder, values),
                 ZEROED,
             ):

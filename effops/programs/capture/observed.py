@@ -23,6 +23,10 @@ from effops.programs.capture.places import Site, Sites
 from effops.programs.capture.scopes import Scope, outermost, scopes
 from effops.pytorch import FakeTensor, tree_leaves
 
+# They take dtype and device from what they are given, and perhaps its shape. They read no element of it.
+UNREAD = {"new_zeros", "new_ones", "new_empty", "new_empty_strided", "new_full"}
+UNREAD |= {"zeros_like", "ones_like", "empty_like", "full_like"}
+
 
 @dataclass(eq=False)
 class Storage:
@@ -108,6 +112,7 @@ class Observed:
         reads = [
             Read(self.storage_of(one), tuple(one.shape), one.stride(), one.itemsize)
             for one in _tensors((*call.args, *call.kwargs.values()))
+            if call.func._schema.name.partition("::")[2] not in UNREAD
         ]
         read = {id(one.storage) for one in reads}
         results = _tensors((result,))

@@ -13,10 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from effops.programs.capture.places import ENGINE, Place, Spot, kind_of, place_of
 
 DEPTH = 6  # frames, from the innermost outwards
+FIELDS = 2  # of fields within fields
+DISTRIBUTIONS = 4  # within each other, as the normals of a mixture are
+BARE = vars(nn.Module()).keys() - {"training"}  # the tables that every module has
 WIDTH = 64  # fields of an object, or elements of a sequence
 PLAIN = int, float, complex, str, type(None), torch.dtype, torch.device, slice, type(Ellipsis), ModuleType, type
 COMPREHENSIONS = {"<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>"}
@@ -84,8 +88,8 @@ def _scopes(frame: FrameType | None) -> Iterator[Scope]:
             inner = {**frame.f_locals, **inner}
         elif kind:
             names = {**frame.f_locals, **inner} if frame.f_locals is not frame.f_globals else inner
-            described = {name: _described(value, 2) for name, value in names.items()}
-            known = {name: value for name, value in described.items() if value is not NotImplemented}
+            values = {name: described(value) for name, value in names.items()}
+            known = {name: value for name, value in values.items() if value is not NotImplemented}
             yield Scope(frame.f_code, frame.f_lasti, known, frame.f_globals, kind == "library")
             count, inner = count + 1, {}
         frame = frame.f_back
@@ -93,10 +97,10 @@ def _scopes(frame: FrameType | None) -> Iterator[Scope]:
 
 def described(value: Any) -> Any:
     """A value without the memory of its tensors; NotImplemented if it cannot be described."""
-    return _described(value, 2)
+    return _described(value, FIELDS, DISTRIBUTIONS)
 
 
-def _described(value: Any, depth: int) -> Any:
+def _described(value: Any, depth: int, distributions: int) -> Any:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             return NotImplemented
@@ -106,16 +110,19 @@ def _described(value: Any, depth: int) -> Any:
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
         return weakref.ref(value)  # a function may hold tensors
     if isinstance(value, (list, tuple)) and depth and len(value) <= WIDTH:
-        elements = [_described(one, depth - 1) for one in value]
+        elements = [_described(one, depth - 1, distributions) for one in value]
         if any(one is NotImplemented for one in elements):
             return NotImplemented
-        return elements if isinstance(value, list) else tuple(elements)
+        return type(value)(elements) if isinstance(value, (list, torch.Size)) else tuple(elements)
+    if isinstance(value, Distribution) and distributions:  # all of it, so that it can be made again
+        depth, distributions = max(depth, FIELDS), distributions - 1
     fields = getattr(value, "__dict__", None)
     if not isinstance(fields, dict) or not depth:
         return NotImplemented
     if isinstance(value, nn.Module):
-        fields = {**fields, **value._parameters, **value._buffers}
+        own = {name: one for name, one in fields.items() if name not in BARE}
+        fields = {**own, **value._parameters, **value._buffers, **value._modules}
     if len(fields) > WIDTH:
         return NotImplemented
-    values = {name: _described(one, depth - 1) for name, one in fields.items()}
+    values = {name: _described(one, depth - 1, distributions) for name, one in fields.items()}
     return Fields(type(value), {name: one for name, one in values.items() if one is not NotImplemented})

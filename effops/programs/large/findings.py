@@ -12,10 +12,12 @@ from typing import Any
 from effops.prediction.timeline import highest
 from effops.programs.capture.observed import Call, Observed, Storage
 from effops.programs.capture.places import Place, place_of, statement
+from effops.programs.capture.unknown_numbers import UNSEEN
 from effops.programs.large import humps
 from effops.programs.large.proposals import Fix, propose
 from effops.text import counted, format_bytes
 
+UNSEEN_BRANCH = "only one branch was followed: numbers that are read are NaN here, and comparisons with them are false"
 SIGNS = {"mul": "*", "add": "+", "sub": "-", "div": "/"}
 BYTES_PER_SECOND, OPERATIONS_PER_SECOND = 1e10, 1e11  # of a core or two; only ratios matter
 
@@ -97,6 +99,8 @@ class LintReport:
         assumed: what was taken for granted without values, with the lines, and how often
         unknown: operators that may allocate more inside than is known
         with_fixes: whether fixes were looked for
+        unseen: the places of comparisons with numbers that were read, as `loss.item() > 5`: one branch was followed,
+            and what the other one takes is not known
     """
 
     findings: Sequence[Finding] = ()
@@ -104,6 +108,7 @@ class LintReport:
     assumed: Mapping[str, int] = field(default_factory=dict)
     unknown: Sequence[str] = ()
     with_fixes: bool = False
+    unseen: Sequence[Place] = ()
 
     def __str__(self) -> str:
         parts = [str(one) for one in self.findings]
@@ -117,6 +122,9 @@ class LintReport:
                 f"no fix was found for {without} of them: one must give the same results and gradients in half the "
                 "bytes; it is looked for in the statement that makes the tensor and those up to the one that reduces it"
             )
+        if self.unseen:
+            shown = [f"  {place}: {statement(place)}" for place in self.unseen]
+            parts.append("\n".join([f"{UNSEEN_BRANCH}:", *shown]))
         parts.append("\n".join(f"assumed: {what} ({counted(count, 'times')})" for what, count in self.assumed.items()))
         return "\n\n".join(part for part in parts if part)
 
@@ -132,17 +140,24 @@ class LintReport:
             "peak_bytes": self.peak_bytes,
             "assumed": dict(self.assumed),
             "unknown": list(self.unknown),
+            "unseen": [_placed(place) for place in self.unseen],
         }
 
     def github(self) -> str:
         """Lines that GitHub shows beside the code of a pull request."""
         found = [(one.place or one.library, one) for one in self.findings]
-        return "\n".join(
+        warnings = [
             f"::warning file={os.path.relpath(place.file)},line={place.line},endLine={place.last_line},"
             f"title={format_bytes(one.now_bytes)} now, {format_bytes(one.after_bytes)} after::{_escaped(str(one))}"
             for place, one in found
             if place is not None
-        )
+        ]
+        notices = [
+            f"::notice file={os.path.relpath(place.file)},line={place.line},endLine={place.last_line},"
+            f"title=only one branch was followed::{_escaped(UNSEEN_BRANCH)}"
+            for place in self.unseen
+        ]
+        return "\n".join([*warnings, *notices])
 
 
 def _placed(place: Place | None) -> dict[str, Any]:
@@ -165,7 +180,10 @@ def report_of(
     assert observed.recorder is not None
     peak, tick = highest(observed.recorder.records)
     findings = [_finding(one, tick, peak, propose(one) if with_fixes else None) for one in found]
-    return LintReport(findings, peak, _by_lines(assumed), tuple(sorted(observed.unknown)), with_fixes)
+    branches = [place for what, place in assumed if what in UNSEEN and place is not None]
+    unseen = list({(one.file, one.line): one for one in branches}.values())
+    rest = {key: count for key, count in assumed.items() if key[0] not in UNSEEN or key[1] is None}
+    return LintReport(findings, peak, _by_lines(rest), tuple(sorted(observed.unknown)), with_fixes, unseen)
 
 
 def _by_lines(assumed: Mapping[tuple[str, Place | None], int]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from effops.programs.capture.observed import Call, Observed, Read, Storage
+from effops.programs.capture.observed import UNREAD, Call, Observed, Read, Storage
 from effops.programs.capture.places import Place, Site, place_of
 
 LEAST_BYTES = 2**24
@@ -36,8 +36,20 @@ TRANSFORMS = {
     "_fft_c2r",
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm", "linear"}
-CONSTANTS = {"ones", "zeros", "full", "arange", "eye", "linspace", "tril_indices", "triu_indices", "scalar_tensor"}
+CONSTANTS = {
+    "ones",
+    "zeros",
+    "full",
+    "arange",
+    "eye",
+    "linspace",
+    "tril_indices",
+    "triu_indices",
+    "scalar_tensor",
+    *UNREAD,
+}
 CHECKS = {"all", "any", "_is_all_true", "_is_any_true"}  # of values, which can be switched off
+COPIES = {"clone", "_to_copy"}
 LOSSES = {"_log_softmax", "nll_loss_forward", "logsumexp"}
 
 
@@ -198,8 +210,7 @@ def _walk(large: Sequence[Storage], reducer: Call, *, through_products: bool) ->
             if not call.reads and not storage.writers and call.name not in CONSTANTS:  # random numbers are given
                 roots[id(storage)] = storage
                 continue
-            parameters = [read for read in call.reads if read.storage.is_parameter]
-            is_product = call.name in PRODUCTS and parameters
+            is_product = call.name in PRODUCTS and _has_parameter(call)
             is_logits = call.name in PRODUCTS and _is_head([storage])
             if not is_logits and (call.name in TRANSFORMS or (is_product and not through_products)):
                 roots[id(storage)] = storage
@@ -229,9 +240,12 @@ def _is_read_in_turns(storage: Storage, call: Call) -> bool:
 
 
 def _is_head(members: Iterable[Storage]) -> bool:
-    """Whether members are a product that a loss reads: the logits of a language model."""
+    """Whether members are a product that a loss reads, or a copy of it: the logits of a language model."""
     made = [one for one in members if one.maker is not None and one.maker.name in PRODUCTS]
-    return any(reader.name in LOSSES for one in made for reader in one.readers if not reader.in_backward)
+    readers = [reader for one in made for reader in one.readers if not reader.in_backward]
+    copies = [one for reader in readers if reader.name in COPIES for one in reader.makes]
+    readers += [reader for one in copies for reader in one.readers if not reader.in_backward]
+    return any(reader.name in LOSSES for reader in readers)
 
 
 def _has_rows_of_pairs(hump: Hump) -> bool:
@@ -239,7 +253,7 @@ def _has_rows_of_pairs(hump: Hump) -> bool:
     rows = [
         _rows(read)
         for member in hump.members
-        if member.maker is not None and member.maker.name in PRODUCTS
+        if member.maker is not None and member.maker.name in PRODUCTS and _has_parameter(member.maker)
         for read in member.maker.reads
         if not read.storage.is_parameter
     ]
@@ -252,6 +266,10 @@ def _has_rows_of_pairs(hump: Hump) -> bool:
         if id(read.storage) in roots and not read.storage.is_parameter
     ]
     return bool(rows) and max(rows) >= LEAST_TIMES * max(outside, default=1)
+
+
+def _has_parameter(call: Call) -> bool:
+    return any(read.storage.is_parameter for read in call.reads)
 
 
 def _rows(read: Read) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from effops.programs.capture.scopes import Fields
 from effops.programs.large.slices import Slice, copied
 
 
@@ -97,6 +98,16 @@ class Reader:
         if "input" in keywords:
             operands.insert(0, keywords.pop("input"))
         return Operation(name, operands, keywords) if operands else None
+
+    def described(self, node: ast.expr) -> Any:
+        """What a name or a field stands for; NotImplemented if that is unknown."""
+        if isinstance(node, ast.Name):
+            return self.found.value(node.id)
+        if isinstance(node, ast.Attribute):
+            value = self.described(node.value)
+            if isinstance(value, Fields):
+                return value.values.get(node.attr, NotImplemented)
+        return NotImplemented
 
     def is_module(self, node: ast.expr) -> bool:
         value: Any = None

@@ -7,6 +7,7 @@ if it gave the results and gradients of the user's own on small tensors, and mak
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,16 +114,13 @@ def _candidates(found: Found) -> Iterator[Slice]:
 
 
 def _operand_bytes(found: Slice) -> int:
-    total = 0
-    for name in found.free:
-        value = found.value(name)
-        for one in [value, *(value.values.values() if isinstance(value, Fields) else ())]:
-            if isinstance(one, Described):
-                elements = 1
-                for size, stride in zip(one.shape, one.stride):
-                    elements *= size if stride else 1
-                total += 8 * elements
-    return total
+    return 8 * sum(_elements(found.value(name)) for name in found.free)
+
+
+def _elements(value: Any) -> int:
+    if isinstance(value, Described):
+        return math.prod(size for size, stride in zip(value.shape, value.stride) if stride)
+    return sum(map(_elements, value.values.values())) if isinstance(value, Fields) else 0
 
 
 def _with_imports(found: Slice, rewrite: Rewrite) -> list[ast.stmt]:
@@ -141,7 +139,7 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
         return None
     if LESS * after > found.now_bytes:
         return None
-    code = _changed(statements, one.statements)
+    code = _changed(one.with_use(statements), one.statements)
     return Fix(rewrite.how, code, after, rewrite.why, one.free, sources, dict(one.scope.surroundings))
 
 

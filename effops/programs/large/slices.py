@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from torch.distributions import Distribution
+
 from effops.programs.capture.scopes import Described, Fields, Scope, described
 
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
 # What a slice may hold. Other statements, and stores into objects, do more than to make new tensors.
 STATEMENTS = ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.If, ast.For, ast.With, ast.FunctionDef
+SIMPLE = ast.Expr, ast.Assert, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return
+COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 REFUSED_CALLS = {
     "print",
     "open",
@@ -42,6 +46,7 @@ class Slice:
     scope: Scope
     results: tuple[str, ...]
     rest: Sequence[ast.stmt] = ()  # what the last statement does with the results, where it was taken apart
+    use: ast.stmt | None = None  # what does more than to make tensors of the last result, as a call of `print`
 
     @property
     def free(self) -> tuple[str, ...]:
@@ -52,10 +57,17 @@ class Slice:
         return isinstance(self.value(name), (Described, Fields))
 
     def value(self, name: str) -> Any:
-        """What a name stood for; NotImplemented if that is unknown."""
-        if name in self.scope.names:
-            return self.scope.names[name]
-        return described(self.scope.surroundings.get(name, NotImplemented))
+        """What a name stood for; NotImplemented if that is unknown. An object has the fields that are read."""
+        known = self.scope.names
+        value = known[name] if name in known else described(self.scope.surroundings.get(name, NotImplemented))
+        if not isinstance(value, Fields) or issubclass(value.kind, Distribution):
+            return value
+        nodes = [node for one in self.statements for node in ast.walk(one)]
+        reads = [node for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == name]
+        if len(reads) < sum(isinstance(node, ast.Name) and node.id == name for node in nodes):
+            return value  # it is used as a whole
+        fields = {node.attr for node in reads}
+        return Fields(value.kind, {name: one for name, one in value.values.items() if name in fields})
 
     def definition(self, statements: Sequence[ast.stmt], name: str = "part_of", free: Sequence[str] = ()) -> str:
         """Statements with the same results, as the source of a function."""
@@ -64,6 +76,26 @@ class Slice:
             body.append(ast.parse(f"return {', '.join(self.results)}").body[0])
         text = "\n".join(ast.unparse(ast.fix_missing_locations(one)) for one in body)
         return f"def {name}({', '.join(free or self.free)}):\n" + "\n".join(f"    {row}" for row in text.splitlines())
+
+    def with_use(self, statements: Sequence[ast.stmt]) -> Sequence[ast.stmt]:
+        """Statements with the same results, and what uses the last of them."""
+        if self.use is None:
+            return statements
+        *before, last = statements
+        if isinstance(last, ast.Assign) and [ast.unparse(one) for one in last.targets] == [self.results[-1]]:
+            whole = _Replaced(self.results[-1], last.value).visit(copied(self.use))
+            return [*before, whole]
+        return [*statements, self.use]
+
+
+class _Replaced(ast.NodeTransformer):
+    """Puts an expression in the place of a name."""
+
+    def __init__(self, name: str, value: ast.expr) -> None:
+        self.name, self.value = name, value
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.value if node.id == self.name else node
 
 
 def slices(first: Scope, last: Scope) -> Iterator[Slice]:
@@ -80,23 +112,25 @@ def slices(first: Scope, last: Scope) -> Iterator[Slice]:
         return
     begin, end = min(begin, end), max(begin, end)
     for stop in range(end, min(end + 3, len(statements))):  # a later statement may make less
-        start = _start(statements, begin, stop, first)
-        found = statements[start : stop + 1]
-        if not all(map(_is_plain, found)):
-            return
-        results = _results(found, function, inside_loop)
-        if results is not None:
-            yield Slice(found, first, results)
+        starts = [_start(statements, begin, stop, first, has) for has in (False, True)]
+        for start in dict.fromkeys(starts):
+            found = statements[start : stop + 1]
+            if not all(map(_is_plain, found[:-1])):
+                return
+            if not _is_plain(found[-1]):
+                yield from _before_use(found, first, last.place.source, function)
+                return
+            results = _results(found, function, inside_loop)
+            if results is not None:
+                yield Slice(found, first, results)
 
 
 def taken_apart(found: Slice, sources: Sequence[str]) -> Slice | None:
     """A slice up to the reducing expressions in its last statement, each with a name; `rest` is what uses them."""
     wanted = set()
     for source in sources:
-        try:
-            wanted.add(ast.unparse(ast.parse(source, mode="eval")))
-        except SyntaxError:  # a part of a line, where Python knows no columns
-            continue
+        if (unparsed := _unparsed(source)) is not None:
+            wanted.add(unparsed)
     last = copied(found.statements[-1])
     whole = None if isinstance(last, ast.AugAssign) else getattr(last, "value", None)
     names = [f"part_{number}" for number in range(1, 9)]
@@ -108,6 +142,61 @@ def taken_apart(found: Slice, sources: Sequence[str]) -> Slice | None:
     read = {node.id for node in ast.walk(rest) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     results = [name for name in assigned(statements) if name in read or name in found.results]
     return Slice(statements, found.scope, tuple(results), [rest])
+
+
+def _before_use(found: Sequence[ast.stmt], scope: Scope, source: str, function: ast.AST) -> Iterator[Slice]:
+    """The slice up to an expression inside of a statement that prints it, or stores it in an object.
+
+    Such a statement is not run in a trial.
+    """
+    *before, last = found
+    wanted = _unparsed(source)
+    if wanted is None or not isinstance(last, SIMPLE):
+        return
+    inside = [node for node in _always_evaluated(last) if ast.unparse(node) == wanted]
+    name = "taken"
+    while name in scope.names or name in scope.surroundings:
+        name += "_"
+    made = ast.parse(f"{name} = {wanted}").body[0]
+    if not inside or not _is_plain(made):
+        return
+    use = _Named(inside[0], name).visit(copied(last))
+    inner = {id(node) for one in before for node in ast.walk(one)}
+    nodes = [node for tree in (function, use) for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    later = {node.id for node in nodes if id(node) not in inner and not _is_in(node, last)}
+    results = [one for one in assigned(before) if one in later]
+    yield Slice([*before, made], scope, (*results, name), use=use)
+
+
+def _unparsed(source: str) -> str | None:
+    try:
+        return ast.unparse(ast.parse(source, mode="eval"))
+    except SyntaxError:  # a part of a line, where Python knows no columns
+        return None
+
+
+def _is_in(node: ast.AST, tree: ast.AST) -> bool:
+    return any(one is node for one in ast.walk(tree))
+
+
+def _always_evaluated(node: ast.AST) -> Iterator[ast.expr]:
+    """The expressions in a statement that are evaluated once whenever it runs."""
+    if isinstance(node, (ast.Lambda, ast.comprehension, ast.IfExp, ast.BoolOp, *COMPREHENSIONS)):
+        return
+    if isinstance(node, ast.expr):
+        yield node
+    for one in ast.iter_child_nodes(node):
+        yield from _always_evaluated(one)
+
+
+class _Named(ast.NodeTransformer):
+    def __init__(self, old: ast.expr, name: str) -> None:
+        self.old, self.name = old, name
+
+    def visit(self, node: ast.AST) -> Any:
+        if getattr(node, "copy_of", node) is self.old:
+            return ast.Name(self.name, ast.Load())
+        return self.generic_visit(node)
 
 
 class _Apart(ast.NodeTransformer):
@@ -137,15 +226,20 @@ def _results(found: Sequence[ast.stmt], function: ast.AST, inside_loop: bool) ->
     return used or stored[-1:] or None
 
 
-def _start(statements: Sequence[ast.stmt], begin: int, stop: int, scope: Scope) -> int:
-    """An earlier statement, where a name stands for an object that it makes: a distribution, or a function."""
+def _start(statements: Sequence[ast.stmt], begin: int, stop: int, scope: Scope, has_distributions: bool) -> int:
+    """An earlier statement, where a name stands for an object that it makes: a distribution, or a function.
+
+    A distribution can be given as it is, too: it may have been made elsewhere.
+    """
     for name in read_first(statements[begin : stop + 1]):
         value = scope.names.get(name, NotImplemented)
-        is_known = value is not NotImplemented and not isinstance(value, Fields) and not callable(value)
+        is_known = value is not NotImplemented and not callable(value)
+        if is_known and isinstance(value, Fields):
+            is_known = has_distributions and issubclass(value.kind, Distribution)
         if not is_known and (name in scope.names or name not in scope.surroundings) and not hasattr(builtins, name):
             for index in reversed(range(begin)):
                 if name in assigned(statements[index : index + 1]):
-                    return _start(statements, index, stop, scope)
+                    return _start(statements, index, stop, scope, has_distributions)
     return begin
 
 

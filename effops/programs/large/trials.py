@@ -11,18 +11,43 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from effops.measure import tensors as tensors_of
 from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Call, Observed
 from effops.programs.capture.scopes import Described, Fields
 from effops.programs.large.slices import Slice, copied
-from effops.pytorch import FakeTensor, tree_map_only
+from effops.pytorch import FakeTensor, tree_leaves, tree_map_only
 
 REAL_BYTES = 2**25  # of a trial
 SMALL = 8  # sizes up to it are kept: coordinates, heads
 STAND_INS = 5, 6, 7, 9, 10, 11, 13, 14, 15
+# Modules that are called by themselves in a trial: they hold tensors and numbers alone.
+LAYERS = {
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Dropout,
+    nn.Identity,
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softmax,
+    nn.LogSoftmax,
+    nn.CrossEntropyLoss,
+    nn.NLLLoss,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.CosineSimilarity,
+    nn.PairwiseDistance,
+}
 Function = Callable[..., Any]
 
 
@@ -59,7 +84,7 @@ def sizes_of(values: Any) -> Iterator[int]:
 def shrunk(values: Mapping[str, Any], operand_bytes: int) -> Iterator[dict[int, int]]:
     """Smaller sizes in place of those of tensors, each size by one other; all as they are where they fit."""
     sizes = sorted({size for size in sizes_of(list(values.values())) if size > SMALL})
-    if len(sizes) <= len(STAND_INS):
+    if 0 < len(sizes) <= len(STAND_INS):  # without any, the statements make what is large of numbers alone
         yield dict(zip(sizes, STAND_INS))
     for factor in (64, 16, 4):  # ratios are kept
         smaller = {size: max(size // factor, 2) for size in sizes}
@@ -118,7 +143,7 @@ def _instance(value: Any, tensor: Callable[[Described], Tensor], sizes: Mapping[
         return tensor(value)
     if isinstance(value, Fields):
         values = {name: _instance(one, tensor, sizes) for name, one in value.values.items()}
-        return types.SimpleNamespace(**values)
+        return _object(value.kind, values)
     if isinstance(value, (list, tuple)):
         return type(value)([_instance(one, tensor, sizes) for one in value])
     if isinstance(value, weakref.ref):
@@ -128,9 +153,20 @@ def _instance(value: Any, tensor: Callable[[Described], Tensor], sizes: Mapping[
     return value
 
 
+def _object(kind: type, values: Mapping[str, Any]) -> Any:
+    """An object with these fields. Distributions and layers have their methods; of others code reads fields alone."""
+    if not issubclass(kind, Distribution) and kind not in LAYERS:
+        return types.SimpleNamespace(**values)
+    made = kind.__new__(kind)
+    if isinstance(made, nn.Module):
+        nn.Module.__init__(made)
+    made.__dict__.update(values)  # tensors in the places of parameters too
+    return made
+
+
 @dataclass
 class Outcome:
-    """What a function gave: its tensors, and the gradients of their weighted sum."""
+    """What a function gave: its tensors and numbers, and the gradients of their weighted sum."""
 
     results: list[Any]
     gradients: list[Tensor | None]
@@ -141,7 +177,9 @@ def outcome(function: Function, made: Made) -> Outcome:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         copies = made.copies()
         versions = [one._version for one in tensors_of(copies)]
-        leaves = tensors_of(function(**copies))
+        given = function(**copies)
+        leaves = tensors_of(given)
+        leaves += [torch.tensor(one, dtype=torch.float64) for one in tree_leaves(given) if type(one) is float]
         leaves += [one for one, version in zip(tensors_of(copies), versions) if one._version != version]
         wanted = [one for one in made.tensors if one.requires_grad]
         differentiable = [one for one in leaves if one.requires_grad]
