@@ -26,6 +26,10 @@ def lint(options: argparse.Namespace) -> int:
         check_json_file(options.json)
         own = {f"--{name.replace('_', '-')}" for name in vars(options).keys() - NO_OPTIONS}
         given = [one for one in options.arguments if one.partition("=")[0] in own]
+        if any(one.startswith("--fail-over") for one in given):  # a check that checks nothing
+            raise ValueError(
+                "argument --fail-over: options of effops must stand before the script; got it behind; move it"
+            )
         if given:
             print(f"effops lint: {given[0]} goes to the script; options of effops stand before it", file=sys.stderr)
         if options.json == "-" and options.format == "github":

@@ -352,3 +352,50 @@ def outcome(function, arguments):
     wanted = {name: one for name, one in arguments.items() if getattr(one, "requires_grad", False)}
     gradients = torch.autograd.grad(result, list(wanted.values()), weights, allow_unused=True)
     return {"result": result, **dict(zip(wanted, gradients))}
+
+
+class Edges(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.score = (torch.nn.Linear(size, to).double() for size, to in ((8, 8), (8, 8), (8, 1)))
+
+    def forward(self, h):
+        edges = torch.tanh(self.one(h)[:, None] + self.other(h))
+        return self.score(edges).squeeze(-1)
+
+
+def test_parameters_alone_need_gradients():
+    """The loop was not checkpointed: it kept as much as before."""
+    edges = Edges()
+    _, fix = fixes(edges.forward, normal(64, 8, grad=False))[0]
+    assert "checkpoint(part_of, part, " in fix.code
+
+
+def test_lines_that_a_fix_replaces_are_those_of_the_statements_that_change():
+    """All lines up to the reducing one were named, with those that stay."""
+
+    def loss(points, others):
+        products = points[:, None] * others
+        similarity = products.sum(-1)
+        shifted = similarity - 1
+        return torch.logsumexp(shifted, -1)
+
+    first = inspect.getsourcelines(loss)[1] + 1
+    _, fix = fixes(loss, normal(64, 24), normal(60, 24))[0]
+    assert fix.lines == (first, first + 1)
+
+
+def test_turns_that_each_keep_what_a_fix_makes():
+    """The largest tensor of one turn was compared with those of all turns: another product of as much was proposed."""
+
+    def layers(x, mask):
+        for _ in range(6):
+            scores = (x @ x.transpose(-2, -1)) / 3.0
+            scores = scores.masked_fill(~mask, -math.inf)
+            scores = scores.softmax(-1)
+            x = x + scores @ x
+        return x
+
+    found, fix = fixes(layers, normal(8, 64, 8), torch.ones(64, 64, dtype=torch.bool).tril())[0]
+    assert found.is_loop
+    assert fix is None or "checkpoint" in fix.code or "effops" in fix.code

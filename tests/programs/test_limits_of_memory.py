@@ -299,6 +299,13 @@ def test_the_fixture_of_a_toy_project(tmp_path: Path, expression: str, passes: b
         assert f"976.6 MiB  {file}:5  points[:, None] * centres" in found.stdout
 
 
+@pytest.mark.parametrize("arguments", [(torch.relu, "64 MiB"), ("64 MiB", torch.ones(3))], ids=["swapped", "called"])
+def test_arguments_of_the_fixture(memory_budget: Any, arguments: tuple[Any, Any]) -> None:
+    """The remedy was a decorator's, or none."""
+    with pytest.raises(TypeError, match=r'write memory_budget\("64 MiB", fn, \*args\), without calling the function'):
+        memory_budget(*arguments)
+
+
 def test_the_plugin_imports_torch_on_use_only() -> None:
     code = "import sys, effops_pytest; assert 'torch' not in sys.modules and 'effops' not in sys.modules"
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=ROOT)

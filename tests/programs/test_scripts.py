@@ -323,6 +323,9 @@ def test_the_command(script, capsys):
     assert shown.err.splitlines()[:2] == [f"effops lint: {one}" for one in told]
     assert main(["lint", "--fail-over", "1MiB", path]) == 1
     assert main(["lint", "--fail-over", "much", path]) == 2
+    capsys.readouterr()
+    assert main(["lint", path, "--fail-over", "1MiB"]) == 2  # it was the script's, and nothing failed
+    assert "argument --fail-over: options of effops must stand before the script" in capsys.readouterr().err
 
 
 def test_errors_in_the_command(script, capsys):

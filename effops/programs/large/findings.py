@@ -39,7 +39,6 @@ class Finding:
         peak_share: the part of the program's peak that is made here and alive then, from 0 to 1
         seconds: a rough time for what makes and reads the large tensors, by their bytes and operations
         fix: what to write instead, as code that was run; None if nothing was found that is equal and takes half
-        replaced: the user's places on the way, from what is small to what is small
     """
 
     place: Place | None
@@ -54,30 +53,29 @@ class Finding:
     peak_share: float
     seconds: float
     fix: Fix | None
-    replaced: Sequence[Place]
 
     def __str__(self) -> str:
         place = self.place or self.library
-        kept = f"; these lines keep {format_bytes(self.kept_bytes)} for backward" if self.kept_bytes else ""
+        shares = [f"{self.peak_share:.0%} of the peak"] if self.peak_share >= 0.005 else []
+        if self.kept_bytes:
+            shares.append(f"these lines keep {format_bytes(self.kept_bytes)} for backward")
         turns = f" in {self.turns} turns" if self.turns >= humps.TURNS else ""
         parts = [
             f"{place}: {format_bytes(self.now_bytes)} now{turns}, {format_bytes(self.after_bytes)} after"
-            f" ({self.peak_share:.0%} of the peak{kept})",
+            + (f" ({'; '.join(shares)})" if shares else ""),
             f"    {statement(place) if place else ''}",
         ]
         if self.library is not None and self.place is not None:
             parts.append(f"  which calls {self.library}\n    {statement(self.library)}")
         parts.append(f"  {self.expression}, which {self.reducer} reads")
         if self.fix is not None:
-            numbers = sorted({line for one in self.replaced for line in range(one.line, one.last_line + 1)})
-            where = f", in place of lines {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else ""
-            parts.append(f"  {self.fix.how}{where}: {self.fix.why}")
+            parts.append(f"  {self.fix.how}{_in_place_of(self.fix.lines)}: {self.fix.why}")
             parts += [f"    {line}" for line in self.fix.code.splitlines()]
         return "\n".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold of it."""
-        fix = self.fix and {name: getattr(self.fix, name) for name in ("how", "code", "after_bytes", "why")}
+        fix = self.fix and {name: getattr(self.fix, name) for name in ("how", "code", "lines", "after_bytes", "why")}
         lines = [{**_placed(place), "bytes": nbytes} for place, nbytes in self.lines.items()]
         names = ("expression", "reducer", "now_bytes", "after_bytes", "kept_bytes", "turns", "peak_share", "seconds")
         return {
@@ -160,6 +158,19 @@ class LintReport:
         return "\n".join([*warnings, *notices])
 
 
+def _in_place_of(lines: Sequence[int]) -> str:
+    if not lines:
+        return ""
+    runs: list[list[int]] = []
+    for line in lines:
+        if runs and line == runs[-1][-1] + 1:
+            runs[-1].append(line)
+        else:
+            runs.append([line])
+    told = [f"{one[0]} to {one[-1]}" if len(one) > 1 else str(one[0]) for one in runs]
+    return f", in place of {'line' if len(lines) == 1 else 'lines'} {' and '.join(told)}"
+
+
 def _placed(place: Place | None) -> dict[str, Any]:
     return {} if place is None else {"file": place.file, "line": place.line, "source": place.source}
 
@@ -215,7 +226,6 @@ def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None) -> Findi
         peak_share=sum(one.nbytes for one in members if one.allocation.is_there(tick)) / max(peak, 1),
         seconds=seconds_of({id(call): call for one in members for call in _calls_of(one)}.values()),
         fix=fix,
-        replaced=humps.user_places(found),
     )
 
 

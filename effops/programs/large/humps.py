@@ -336,15 +336,6 @@ def _merged(groups: Sequence[Found]) -> list[Found]:
     return merged
 
 
-def user_places(group: Found) -> list[Place]:
-    """The places in the file of the user's main line at which members are made or reduced, in the order of lines."""
-    calls = [one.maker for one in group.members] + [group.top.reducer]
-    places = {place_of(call.site.user) for call in calls if call is not None and call.site.user is not None}
-    main = group.main.site.user
-    own = [one for one in places if main is not None and one.file == main.code.co_filename]
-    return sorted(own, key=lambda one: one.line)
-
-
 def lines(group: Found) -> dict[Place, int]:
     """The places at which the members are made, in their order, and the bytes of each, as those of a finding."""
     made: dict[Place, list[Storage]] = defaultdict(list)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from effops.measure import tensors as tensors_of
-from effops.programs.capture.scopes import Described
+from effops.programs.capture.scopes import Described, Fields
 from effops.programs.large.rewrites import Rewrite
 from effops.programs.large.slices import Slice, assigned, copied
 from effops.programs.large.trials import Trial, compiled
@@ -234,7 +235,20 @@ def _loop(found: Slice, cut: Cut, rows: int, forms: Sequence[str]) -> list[ast.s
 
 
 def _is_differentiable(found: Slice) -> bool:
-    return any(getattr(found.value(name), "requires_grad", False) for name in found.free)
+    return any(_needs_gradient(found.value(name)) for name in found.free)
+
+
+def _needs_gradient(value: Any) -> bool:
+    """Whether a tensor requires a gradient, or one in an object or a layer does."""
+    if isinstance(value, Described):
+        return value.requires_grad
+    if isinstance(value, weakref.ref):
+        value = value()
+    if isinstance(value, nn.Module):
+        return any(one.requires_grad for one in value.parameters())
+    if isinstance(value, Fields):
+        return any(map(_needs_gradient, value.values.values()))
+    return isinstance(value, (list, tuple)) and any(map(_needs_gradient, value))
 
 
 def _again(found: Slice) -> str:

@@ -34,6 +34,7 @@ class Fix:
         after_bytes: the largest tensor that the code makes, its result included
         why: why it takes less, and what it costs
         names: those that the code reads and the user's function has made
+        lines: the numbers of the lines that the code replaces; none if it replaces no line
     """
 
     how: str
@@ -41,6 +42,7 @@ class Fix:
     after_bytes: int
     why: str
     names: tuple[str, ...] = ()
+    lines: tuple[int, ...] = ()
     _sources: tuple[str, str] = field(default=("", ""), repr=False)
     _surroundings: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -137,10 +139,27 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
         after = largest_bytes(compiled(sources[0], one.scope.surroundings), one)
     except Exception:  # code that does not run on fake tensors is not proposed
         return None
+    if found.is_loop and not _keeps_operands_alone(statements):
+        after *= len(found.turns)  # all of which keep what is made
     if LESS * after > found.now_bytes:
         return None
-    code = _changed(one.with_use(statements), one.statements)
-    return Fix(rewrite.how, code, after, rewrite.why, one.free, sources, dict(one.scope.surroundings))
+    used = one.with_use(statements)
+    code, lines = _changed(used, one.statements), _replaced(used, one.statements)
+    surroundings = dict(one.scope.surroundings)
+    return Fix(rewrite.how, code, after, rewrite.why, one.free, lines, sources, surroundings)
+
+
+def _keeps_operands_alone(statements: Sequence[ast.stmt]) -> bool:
+    """Whether statements compute again in backward what they make."""
+    names = {node.id for one in statements for node in ast.walk(one) if isinstance(node, ast.Name)}
+    return not names.isdisjoint({"checkpoint", "effops"})
+
+
+def _replaced(statements: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> tuple[int, ...]:
+    """The numbers of the lines of the statements before that are not among the new ones."""
+    new = {ast.unparse(ast.fix_missing_locations(one)) for one in statements}
+    gone = [one for one in before if ast.unparse(one) not in new and hasattr(one, "lineno")]
+    return tuple(sorted({line for one in gone for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}))
 
 
 def _changed(statements: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> str:
@@ -163,7 +182,7 @@ def _patched(found: Found) -> Fix | None:
         return None
     code = "import effops\neffops.patch_power_spherical()  # once, before the first call"
     sources = fix._sources[0], whole.definition(own)
-    return Fix(NAMED, code, fix.after_bytes, rewrite.why, ("self", "value"), sources, fix._surroundings)
+    return Fix(NAMED, code, fix.after_bytes, rewrite.why, ("self", "value"), (), sources, fix._surroundings)
 
 
 def _is_power_spherical(scope: Scope) -> bool:
