@@ -12,17 +12,18 @@ def memory_budget() -> Callable[..., Any]:
 
     Nothing is computed, and no GPU is needed. It returns the report, which has `peak_bytes` and `lines`.
     """
-
-    def check(limit: str | float, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if callable(limit) or not callable(fn):
-            got = f"{type(limit).__name__}, {type(fn).__name__}"
-            raise TypeError(
-                "memory_budget: arguments must be a limit, a function, and the arguments of the function; "
-                f'got {got}; write memory_budget("64 MiB", fn, *args), without calling the function'
-            )
-        from effops.programs.limits_of_memory import budget
-
-        return budget(limit).check(fn, *args, **kwargs)
-
     return check
+
+
+def check(limit: str | float, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What the fixture gives."""
+    __tracebackhide__ = True
+    if callable(limit) or not callable(fn):
+        raise TypeError(
+            "memory_budget: arguments must be a limit, a function, and the arguments of the function; got "
+            f'{type(limit).__name__}, {type(fn).__name__}; write memory_budget("64 MiB", fn, *args), without calling '
+            "the function"
+        )
+    from effops.programs.limits_of_memory import budget
+
+    return budget(limit).check(fn, *args, **kwargs)

@@ -47,7 +47,14 @@ class AssumedValues(KnownValues):
             self.assume("values that are counted are taken to be below `minlength`")
             weights = args[1] if len(args) > 1 else (kwargs or {}).get("weights")
             dtype = torch.int64 if weights is None else torch.promote_types(weights.dtype, torch.float32)
-            func, args, kwargs = aten.new_empty.default, (args[0], [least]), {"dtype": dtype}
+            # An operator that reads what is counted, and gives as many numbers.
+            read = args[0] if weights is None else weights
+            cut = super().__torch_dispatch__(aten.constant_pad_nd.default, types, (read, [0, least - read.numel()]), {})
+            return (
+                cut
+                if cut.dtype is dtype
+                else super().__torch_dispatch__(aten._to_copy.default, types, (cut,), {"dtype": dtype})
+            )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func is FINITE:
             self._take_to_be(args[1], torch.zeros_like)
