@@ -388,8 +388,8 @@ def _linear(reader: Reader, node: ast.expr | None) -> Linear | None:
     if read is None:
         return None
     if read.name == "linear" and len(read.operands) >= 2:
-        bias = read.argument(2, "bias")
-        more = () if bias is None else (f"linear_bias={ast.unparse(bias)}",)
+        added = read.argument(2, "bias")
+        more = () if added is None else (f"linear_bias={ast.unparse(added)}",)
         return Linear(text(read.operands[0]), ast.unparse(read.operands[1]), more)
     sizes = [literal(one) for one in read.operands[1:]]
     flat = read.name in ("view", "reshape") and len(sizes) == 2 and sizes[0] == -1

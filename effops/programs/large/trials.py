@@ -157,7 +157,7 @@ def _object(kind: type, values: Mapping[str, Any]) -> Any:
     """An object with these fields. Distributions and layers have their methods; of others code reads fields alone."""
     if not issubclass(kind, Distribution) and kind not in LAYERS:
         return types.SimpleNamespace(**values)
-    made = kind.__new__(kind)
+    made: Any = object.__new__(kind)
     if isinstance(made, nn.Module):
         nn.Module.__init__(made)
     made.__dict__.update(values)  # tensors in the places of parameters too
