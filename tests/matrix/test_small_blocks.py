@@ -54,7 +54,7 @@ def test_a_triangle_of_another_corner(op, queries, keys, generator):
     triangle = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     bias = causal_lower_right(queries, keys)
     cost = op.variants["chunked"].cost(op.prepare(**args, attn_mask=bias))
-    used = memory(Pass(lambda *tensors: op.function(*tensors, attn_mask=bias, variant="chunked"), args.values()))
+    used = memory(Pass(lambda *tensors: op.function(*tensors, attn_mask=bias, variant="chunked"), tuple(args.values())))
     assert 0 <= cost.temporary_bytes - used.temporary_bytes <= 64  # a prediction sees the masks of the first rows alone
     out, expected = (
         op.function(**args, attn_mask=mask, variant=variant)
