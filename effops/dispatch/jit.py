@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from effops.dispatch.custom_op import requires_grad
 from effops.pytorch import TracingContext, _disabled_torch_function_impl, reset_code
 
 
@@ -39,14 +40,15 @@ FORMS = 64  # signatures whose compiled forms are kept, far more than a program 
 
 
 def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function compiled by torch.compile, twice at most for each signature.
+    """The function compiled by torch.compile with dynamic sizes, once for each signature; twice without gradients.
 
     The signature of a call has the rank, broadcast pattern, order of strides, dtype, device and need of gradients of
     its tensors. It also has the values of the other arguments. The forms of the `FORMS` signatures that were called
     last are kept.
 
-    The sizes of a signature's first call have a form of their own: code for given sizes takes less time, by up to a
-    fifth on CPUs. All other sizes share a second form.
+    Where no gradients are needed, the sizes of a signature's first call have a form of their own: code for given sizes
+    takes less time on CPUs. All other sizes share a second form. With gradients PyTorch would copy those from above to
+    the strides that it has compiled for, and raises there if they are differentiated (`create_graph=True`).
     """
 
     @functools.lru_cache(maxsize=FORMS)
@@ -63,14 +65,14 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
             result: Tensor = plain.as_subclass(next(returned, Tensor))
             return result
         grad = torch.is_grad_enabled()
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
         signature = tuple(
             (_layout(arg.shape, arg.stride()), arg.dtype, arg.device, grad and arg.requires_grad)
             if isinstance(arg, Tensor)
             else _constant(arg)
             for arg in args
         )
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        sizes = tuple((arg.shape, arg.stride()) for arg in tensors)
+        sizes = ANY if requires_grad(tensors) else tuple((arg.shape, arg.stride()) for arg in tensors)
         forms = kept(signature)
         of_sizes = sizes if sizes in forms or not forms else ANY
         if of_sizes not in forms:

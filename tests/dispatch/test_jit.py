@@ -100,7 +100,11 @@ def test_orders_of_strides_are_compiled_once_each(compilations):
 
 
 def test_the_first_sizes_have_a_form_of_their_own_and_all_others_share_one(compilations):
-    """Code for given sizes takes less time. Sizes that change at each call are not compiled at each call."""
+    """Code for given sizes takes less time. Sizes that change at each call are not compiled at each call.
+
+    With gradients there is one form: PyTorch raises where a gradient from above has other strides than those that it
+    has compiled for, and is differentiated.
+    """
     compiled = jit.compile_by_signature(product)
     wide = torch.randn(40, 50)
     views = [wide[: 3 + count, : 5 + 2 * count] for count in range(8)]
@@ -108,6 +112,11 @@ def test_the_first_sizes_have_a_form_of_their_own_and_all_others_share_one(compi
         for x in views:
             assert torch.equal(compiled(x, x, 2.0), product(x, x, 2.0))
         assert len(compilations) == 2
+    for x in views:
+        own = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(compiled(own, own, 2.0).sum(), own, create_graph=True)
+        assert torch.equal(gradient, 4 * x)
+    assert len(compilations) == 3
 
 
 def test_what_no_signature_has_is_compiled_without_limit(compilations):
