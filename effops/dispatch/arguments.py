@@ -153,13 +153,17 @@ def check_float64(function: str, argument: str, tensor: Tensor) -> None:
 
 
 def check_order(
-    function: str, arguments: Mapping[str, Any], vectors: Sequence[str], check: Callable[..., object]
+    function: str,
+    arguments: Mapping[str, Any],
+    vectors: Sequence[str],
+    check: Callable[..., object],
+    error: TypeError | ValueError,
 ) -> None:
     """Raise if arguments are in another order: one that is no vector stands in the place of a vector, and reversely.
 
-    It is asked where `check`, a function of the arguments, has failed. They are in another order too if it accepts them
-    in another one. `arguments` are all operands in the order of the function. `vectors` names those that share their
-    last dimension.
+    It is asked where `check`, a function of the arguments, has raised `error`. Unless that is about a type, they are in
+    another order too if it accepts them in another one. `arguments` are all operands in the order of the function.
+    `vectors` names those that share their last dimension.
     """
     for name, other in ((name, other) for name in vectors for other in arguments if other not in vectors):
         given, candidate = arguments[name], arguments[other]
@@ -170,7 +174,7 @@ def check_order(
         ndim = given.ndim if isinstance(given, Tensor) else 0
         if candidate.ndim > ndim or (candidate.ndim == ndim and given.shape[-1] == 1):
             raise_order(function, arguments, f"`{other}` has the last dimension of `{alike[0]}`, and `{name}` has not")
-    for order in itertools.permutations(arguments.values()):
+    for order in itertools.permutations(arguments.values()) if isinstance(error, ValueError) else ():
         try:
             check(*order)
         except (TypeError, ValueError):

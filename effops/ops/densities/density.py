@@ -169,9 +169,9 @@ def prepare(
     """Validate shapes, dtypes and devices (never values)."""
     try:
         return validated(density, function, loc, scale, x, kept=kept)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
         check = functools.partial(validated, density, function)
-        check_order(function, {"loc": loc, density.scale_name: scale, "x": x}, ("loc", "x"), check)
+        check_order(function, {"loc": loc, density.scale_name: scale, "x": x}, ("loc", "x"), check, error)
         raise
 
 

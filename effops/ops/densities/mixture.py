@@ -102,9 +102,9 @@ def prepare_mixture(
     """Validate shapes, dtypes and devices (never values)."""
     try:
         inner, plan = _validated(density, function, log_weights, loc, scale, x)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
         arguments = {"log_weights": log_weights, "loc": loc, density.scale_name: scale, "x": x}
-        check_order(function, arguments, ("loc", "x"), functools.partial(_validated, density, function))
+        check_order(function, arguments, ("loc", "x"), functools.partial(_validated, density, function), error)
         raise
     rank = len(plan.shape)
     if not isinstance(dim, Integral) or isinstance(dim, bool):
