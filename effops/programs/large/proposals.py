@@ -143,8 +143,7 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
         after *= len(found.turns)  # all of which keep what is made
     if LESS * after > found.now_bytes:
         return None
-    used = one.with_use(statements)
-    code, lines = _changed(used, one.statements), _replaced(used, one.statements)
+    code, lines = _changed(one.with_use(statements), one.statements)
     surroundings = dict(one.scope.surroundings)
     return Fix(rewrite.how, code, after, rewrite.why, one.free, lines, sources, surroundings)
 
@@ -155,17 +154,13 @@ def _keeps_operands_alone(statements: Sequence[ast.stmt]) -> bool:
     return not names.isdisjoint({"checkpoint", "effops"})
 
 
-def _replaced(statements: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> tuple[int, ...]:
-    """The numbers of the lines of the statements before that are not among the new ones."""
-    new = {ast.unparse(ast.fix_missing_locations(one)) for one in statements}
-    gone = [one for one in before if ast.unparse(one) not in new and hasattr(one, "lineno")]
-    return tuple(sorted({line for one in gone for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}))
-
-
-def _changed(statements: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> str:
-    old = {ast.unparse(one) for one in before}
-    lines = [ast.unparse(ast.fix_missing_locations(one)) for one in statements]
-    return "\n".join(one for one in lines if one not in old)
+def _changed(statements: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> tuple[str, tuple[int, ...]]:
+    """The statements that are new, as code, and the numbers of the lines of those before that are gone."""
+    new = [ast.unparse(ast.fix_missing_locations(one)) for one in statements]
+    old = [ast.unparse(one) for one in before]
+    gone = [one for one, source in zip(before, old) if source not in new and hasattr(one, "lineno")]
+    lines = {line for one in gone for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+    return "\n".join(source for source in new if source not in old), tuple(sorted(lines))
 
 
 def _patched(found: Found) -> Fix | None:
