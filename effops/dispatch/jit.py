@@ -156,9 +156,9 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     Views of operands are not saved, but computed again from the operands. Compiled code makes views that do not share
     the version of their operand, so that PyTorch would not see that an operand was changed before the backward pass.
 
-    A backward pass asks for a contiguous gradient from above, not for one with the strides of the result. PyTorch copies
-    others, and raises "a leaf Variable that requires grad is being used in an in-place operation" where it copies to
-    given strides and the copy is differentiated (`create_graph=True`).
+    A backward pass asks for a contiguous gradient from above, not for one with the strides of the result. PyTorch
+    copies others. Where it copies to given strides and the copy is differentiated (`create_graph=True`), it raises "a
+    leaf Variable that requires grad is being used in an in-place operation".
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # takes seconds to import
