@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
+from torch.utils.hooks import unserializable_hook
 
 from effops.pytorch import TracingContext, _disabled_torch_function_impl, reset_code
 
@@ -76,13 +77,31 @@ def compile_by_signature(function: Callable[..., Tensor]) -> Callable[..., Tenso
         if of_sizes not in forms:
             forms[of_sizes] = _compile(function, args, dynamic=of_sizes is ANY)
         try:
-            return forms[of_sizes](*tensors)
+            result = forms[of_sizes](*tensors)
         except _recompile_limit():
             # PyTorch compiles a form anew for more than the signature has, as the number of threads, but not for ever.
             forms[of_sizes] = _compile(function, args, dynamic=of_sizes is ANY)
-            return forms[of_sizes](*tensors)
+            result = forms[of_sizes](*tensors)
+        if result.requires_grad and of_sizes is not ANY:
+            result.register_hook(_copied_to(result.stride()))
+        return result
 
     return call
+
+
+def _copied_to(strides: Sequence[int]) -> Callable[[Tensor], Tensor | None]:
+    """A hook that gives a gradient the strides that code for given sizes takes, if it is to be differentiated.
+
+    PyTorch would copy it into a leaf, and raises "a leaf Variable that requires grad is being used in an in-place
+    operation". It copies others well.
+    """
+
+    def copied(gradient: Tensor) -> Tensor | None:
+        if not gradient.requires_grad or gradient.stride() == strides:
+            return None
+        return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
+
+    return unserializable_hook(copied)  # so that `torch.save` of the result does not warn that it loses a hook
 
 
 def _is_of_a_subclass(arg: Any) -> bool:
@@ -155,10 +174,6 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
 
     Views of operands are not saved, but computed again from the operands. Compiled code makes views that do not share
     the version of their operand, so that PyTorch would not see that an operand was changed before the backward pass.
-
-    A backward pass asks for a contiguous gradient from above, not for one with the strides of the result. PyTorch
-    copies others. Where it copies to given strides and the copy is differentiated (`create_graph=True`), it raises "a
-    leaf Variable that requires grad is being used in an in-place operation".
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # takes seconds to import
@@ -174,5 +189,5 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         with tagged():  # a backward pass may be compiled later, when it first runs
             return compile_fx_inner(*args, **settings)
 
-    with tagged(), functorch_config.patch(recompute_views=True, guess_tangent_strides_as_outputs=False):
+    with tagged(), functorch_config.patch(recompute_views=True):
         return compile_fx(graph, inputs, inner_compile=compile_pass)
