@@ -15,11 +15,12 @@ from .draw import Operand, RandomCall, random_calls
 from .law import Tally, hold, hold_bytes
 
 SLICES = 200  # of all calls, each with random numbers of its own
-RUNS = 50  # of a slice; the default makes the first ones
+RUNS = 50  # of a slice; the default and `--ci` make the first ones
+RUNS_OF_EVERY_COMMIT = 25
 # Calls of a run. After ten, hypothesis would vary each call five times, and leave its op, variant and transform as they
 # are: short runs are of more kinds.
 CALLS = 10
-RUNS_OF_LARGE = 5  # of a slice, of calls with many blocks, whose bytes alone are compared
+RUNS_OF_LARGE = 5  # of a slice, all of them in `--ci`, of calls with many blocks, whose bytes alone are compared
 MOST_REFUSED = 0.02  # of the calls that the plain expression accepts
 MOST_MARKED = 0.01  # of the predictions of bytes
 
@@ -34,8 +35,9 @@ def runs(number, request):
     """How many runs of random calls, of those that a slice has, and the number of the first."""
     option = request.config.option
 
-    def chosen(count, by_default):
-        return range(number * count, number * count + (count if option.ci or option.exhaustive else by_default))
+    def chosen(count, of_every_commit, by_default):
+        runs = count if option.exhaustive else of_every_commit if option.ci else by_default
+        return range(number * count, number * count + runs)
 
     return chosen
 
@@ -58,7 +60,7 @@ def holding(law, tally, **drawn):
 
 def test_calls(runs, record_property):
     tally = Tally()
-    for run in runs(RUNS, 3):
+    for run in runs(RUNS, RUNS_OF_EVERY_COMMIT, 3):
         seed(run)(holding(hold, tally))()
     record_property("tally", str(tally))
     print(tally)
@@ -68,7 +70,7 @@ def test_calls(runs, record_property):
 def test_predicted_bytes(runs, record_property):
     """They were others where operands had unusual strides, expanded axes or two dtypes, and where values were rare."""
     tally = Tally()
-    for run in runs(RUNS, 3):
+    for run in runs(RUNS, RUNS_OF_EVERY_COMMIT, 3):
         seed(run)(holding(hold_bytes, tally))()
     record_property("tally", str(tally))
     print(tally)
@@ -76,7 +78,7 @@ def test_predicted_bytes(runs, record_property):
 
 
 def test_predicted_bytes_of_many_blocks(runs):
-    for run in runs(RUNS_OF_LARGE, 1):
+    for run in runs(RUNS_OF_LARGE, RUNS_OF_LARGE, 1):
         seed(run)(holding(hold_bytes, Tally(), large=True))()
 
 
