@@ -26,10 +26,14 @@ def item(function: str, *words: str, **markers: Any) -> Item:
     return Item(name=name, nodeid=f"tests/test_toy.py::{name}", markers=markers)
 
 
-def default(items: list[Item]) -> list[str]:
-    config = SimpleNamespace(option=SimpleNamespace(ci=False, exhaustive=False))
+def names(items: list[Item], **options: bool) -> list[str]:
+    config = SimpleNamespace(option=SimpleNamespace(**{"ci": False, "exhaustive": False, **options}))
     chosen = tiers.tier(config, items)  # type: ignore[arg-type]
     return [one.name for one in items if one in chosen]
+
+
+def default(items: list[Item]) -> list[str]:
+    return names(items)
 
 
 def test_each_value_of_each_parameter_once() -> None:
@@ -85,6 +89,38 @@ def test_a_new_test_moves_none_of_another_function() -> None:
 def test_other_tiers_leave_out_no_repeats(option: str, more: list[str]) -> None:
     items = [item("test_op", op, variant) for op, variant in itertools.product(OPS, VARIANTS)]
     items += [item("test_slow", "1", slow=True), item("test_slow", "2", slow=True)]
-    config = SimpleNamespace(option=SimpleNamespace(**{"ci": False, "exhaustive": False, option: True}))
-    chosen = tiers.tier(config, [*items, item("test_rare", "2", exhaustive=True)])  # type: ignore[arg-type]
-    assert sorted(one.name for one in chosen) == sorted([*(one.name for one in items), *more])
+    found = names([*items, item("test_rare", "2", exhaustive=True)], **{option: True})
+    assert sorted(found) == sorted([*(one.name for one in items), *more])
+
+
+def test_each_value_of_interpreted_cases() -> None:
+    """`--ci` has each value of two parameters, and each pair of values of three."""
+    markers = {"interpreted": True, "each_value": True}
+    items = [item("test_two", op, case, **markers) for op, case in itertools.product(OPS, CASES)]
+    found = names(items, ci=True)
+    assert len(found) == max(len(OPS), len(CASES))
+    assert all(any(word in name for name in found) for word in (*OPS, *CASES))
+    assert len(names(items, exhaustive=True)) == len(items)
+    items = [item("test_three", *words, **markers) for words in itertools.product(OPS, CASES, DTYPES)]
+    found = names(items, ci=True)
+    assert len(found) < len(items) / 2
+    for one, other in itertools.combinations((OPS, CASES, DTYPES), 2):
+        for pair in itertools.product(one, other):
+            assert any(all(word in name for word in pair) for name in found), pair
+
+
+def test_each_value_leaves_out_no_quick_case() -> None:
+    """On a machine with a device no kernel is interpreted."""
+    items = [item("test_two", op, case, each_value=True) for op, case in itertools.product(OPS, CASES)]
+    assert len(names(items, ci=True)) == len(items)
+
+
+def test_turns_of_compiled_and_of_interpreted_cases() -> None:
+    turns = pytest.mark.turns(12, interpreted=3).mark
+    for markers, count in (
+        ({"compiled": True}, 12),
+        ({"interpreted": True}, 3),
+        ({"compiled": True, "interpreted": True}, 36),
+        ({}, 1),
+    ):
+        assert tiers.count_of_turns(item("test_one", **markers), turns) == count  # type: ignore[arg-type]

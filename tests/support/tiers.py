@@ -2,11 +2,14 @@
 
 The default leaves out what repeats: it has one case of each kind, and few of the slow ones. Which these are follows
 from the names of a function's cases alone, so that a new test moves none of another function. A test that is given by
-its path or its id is in every tier. Of a test marked `turns(count)`, one in `count` of its compiled cases is in `--ci`.
+its path or its id is in every tier. Of a test marked `turns(count)`, one in `count` of its compiled cases is in `--ci`,
+and of one marked `turns(count, interpreted=many)` one in `many` of the interpreted ones. Of a test marked `each_value`,
+`--ci` has so few of the compiled cases, and of the interpreted ones, that each value of each parameter still occurs.
 """
 
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -30,15 +33,21 @@ def mark(item: pytest.Item) -> None:
     named = [one for group in parameters for one in (group if isinstance(group, tuple) else (group,))]
     if {"compile", "flex"} & {one for one in named if isinstance(one, str)}:
         item.add_marker("compiled")
-        turns = item.get_closest_marker("turns")
-        if turns and turn(item.name, *turns.args):
-            item.add_marker("exhaustive")
     elif name == "test_ahead_of_time":
         item.add_marker("ahead_of_time")
     elif name == "test_sharding":
         item.add_marker("sharded")
     elif not torch.cuda.is_available() and (folder == "kernels" or "triton" in named):
         item.add_marker("interpreted")
+    turns = item.get_closest_marker("turns")
+    if turns and turn(item.name, count_of_turns(item, turns)):
+        item.add_marker("exhaustive")
+
+
+def count_of_turns(item: pytest.Item, turns: pytest.Mark) -> int:
+    """How many cases like this one take turns in `--ci`."""
+    compiled = turns.args[0] if item.get_closest_marker("compiled") else 1
+    return int(compiled * (turns.kwargs.get("interpreted", 1) if item.get_closest_marker("interpreted") else 1))
 
 
 def slowness(item: pytest.Item) -> int:
@@ -48,10 +57,15 @@ def slowness(item: pytest.Item) -> int:
     return counts[0] * (turns.args[0] if turns else 1) if counts else 0
 
 
+def parameter_words(item: pytest.Item) -> list[str]:
+    """The words that tell a case's parameters, each with its place."""
+    parameters = item.nodeid.partition("[")[2].removesuffix("]")
+    return [f"{place} {word}" for place, word in enumerate(parameters.split("-"))]
+
+
 def kinds(item: pytest.Item) -> set[tuple[str, ...]]:
     """What a test is a case of: its function; if it is quick, also each half of the words that tell its parameters."""
-    function, _, parameters = item.nodeid.partition("[")
-    words = [f"{place} {word}" for place, word in enumerate(parameters.removesuffix("]").split("-"))]
+    function, words = item.nodeid.partition("[")[0], parameter_words(item)
     halves = itertools.combinations(words, max(1, len(words) // 2)) if not slowness(item) else ()
     return {(function,), *((function, *half) for half in halves)}
 
@@ -67,10 +81,42 @@ def without_repeats(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     return chosen
 
 
+def covering(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Few of a function's cases, with each value of each parameter; with each pair of values if three of them vary."""
+    words = {item: parameter_words(item) for item in items}
+    counts = Counter(itertools.chain.from_iterable(words.values()))
+    varying = {word.partition(" ")[0] for word, count in counts.items() if count < len(items)}
+    size = 2 if len(varying) > 2 else 1
+    has = {item: set(itertools.combinations(words[item], min(size, len(words[item])))) for item in items}
+    cases: dict[tuple[str, ...], list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda item: zlib.crc32(item.name.encode())):
+        for one in has[item]:
+            cases.setdefault(one, []).append(item)
+    chosen, known = set(), set()
+    for rare in sorted(cases, key=lambda one: (len(cases[one]), one)):
+        if rare not in known:
+            best = max(cases[rare], key=lambda item: len(has[item] - known))
+            chosen.add(best)
+            known |= has[best]
+    return chosen
+
+
+def repeated(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """The compiled and the interpreted cases of functions marked `each_value` that `--ci` leaves out."""
+    groups: dict[tuple[str, bool], list[pytest.Item]] = {}
+    for item in items:
+        is_compiled = item.get_closest_marker("compiled") is not None
+        if item.get_closest_marker("each_value") and (is_compiled or item.get_closest_marker("interpreted")):
+            groups.setdefault((item.nodeid.partition("[")[0], is_compiled), []).append(item)
+    return {item for group in groups.values() for item in set(group) - covering(group)}
+
+
 def tier(config: pytest.Config, items: Sequence[pytest.Item]) -> set[pytest.Item]:
     if config.option.exhaustive:
         return set(items)
     of_every_commit = [item for item in items if not item.get_closest_marker("exhaustive")]
+    left_out = repeated(of_every_commit)
+    of_every_commit = [item for item in of_every_commit if item not in left_out]
     return set(of_every_commit) if config.option.ci else without_repeats(of_every_commit)
 
 
