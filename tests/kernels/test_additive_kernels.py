@@ -79,6 +79,7 @@ def upstream(shape, generator, dtype=f32, place=padded):
     return place(torch.randn(B, M, N, generator=generator, dtype=f64).to(DEVICE, dtype))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [f32, f64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape(shape, dtype, generator):

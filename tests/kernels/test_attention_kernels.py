@@ -153,6 +153,7 @@ class Attention:
 
 
 @pytest.mark.usefixtures("whole_sums")
+@pytest.mark.each_value
 @pytest.mark.parametrize("result", RESULTS)
 @pytest.mark.parametrize("diagonal", [None, 0, 4, -3], ids=["full", "causal", "above", "below"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -173,6 +174,7 @@ def test_masks(mask, diagonal, result):
     operands.check()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("along", ["", "b", "n", "bn", "hm", "hmn", "bmn", "bh"])
 @pytest.mark.parametrize("result", RESULTS)
 def test_masks_vary_along_some_axes(result, along):

@@ -186,6 +186,7 @@ def make_mixture(name, *args, **kwargs):
 
 
 @pytest.mark.usefixtures("whole_sums")
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", MIXTURES, ids=str)
 @pytest.mark.parametrize("name", [*MAPS, "normal"])
 def test_mixture(name, shape):

@@ -135,6 +135,7 @@ def check_backward(x, loc, scale, dout, grads):
         assert_padding_untouched(got)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_and_scales(shape, scale):
@@ -175,6 +176,7 @@ def test_expanded_inputs(shape):
     check_backward(x, loc, s, dout, run_backward(x, loc, s, dout))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(2, 70, 34, 7), (2, 70, 1, 7), (3, 1, 9, 40), (19, 1, 1, 7)], ids=str)
 @pytest.mark.parametrize("scale", ["rows", "columns", "full"])
 def test_wanted_gradients(shape, scale):

@@ -33,6 +33,7 @@ def interpreted():
 
 
 @pytest.mark.interpreted
+@pytest.mark.each_value
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
