@@ -25,8 +25,15 @@ def scores(normal):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("case", [density, scores])
-@pytest.mark.parametrize("donated", [True, False])
+@pytest.mark.parametrize(
+    ("case", "donated"),
+    [
+        (density, True),
+        (scores, False),
+        pytest.param(density, False, marks=pytest.mark.exhaustive),
+        pytest.param(scores, True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_compiled_backward_passes_run_again(case, donated, generator):
     """It raised "compiled with non-empty donated buffers": compiled backward passes wrote into what they had saved."""
 

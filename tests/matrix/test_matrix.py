@@ -42,8 +42,31 @@ def chosen(op, variant, index, case, dtype):
     return True
 
 
+def takes_turns(op, variant, index, case, dtype):
+    """Whether a case is left to `--exhaustive`: it takes seconds, and `--ci` has others of its op, case and dtype.
+
+    Compiled, `--ci` has the first case of each op, and another one of some ops, of which one has each dtype.
+    Interpreted, it has each case in one dtype, and two ops in several blocks.
+    """
+    number = NUMBERS[op.name]
+    if variant == "compile":
+        return index > 0 and number % 5 != 1
+    if variant == "triton" and INTERPRETED:
+        if case == "several blocks":
+            return number % 12 > 0
+        return (dtype == torch.float32) != ((number + index) % 2 == 0)
+    return False
+
+
 EVERYTHING = [
-    pytest.param(op, variant, case, dtype, id=f"{op.name}-{variant}-{case}-{str(dtype)[6:]}")
+    pytest.param(
+        op,
+        variant,
+        case,
+        dtype,
+        id=f"{op.name}-{variant}-{case}-{str(dtype)[6:]}",
+        marks=pytest.mark.exhaustive if takes_turns(op, variant, index, case, dtype) else (),
+    )
     for op in ops().values()
     for variant, (index, case), dtype in itertools.product(op.variants, enumerate(reference_of(op).cases), DTYPES)
     if chosen(op, variant, index, case, dtype)
@@ -122,6 +145,7 @@ LAYOUTS = ("transposed", "sliced", "expanded")
 
 
 @pytest.mark.turns(12)
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", LAYOUTS)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_any_strides(op, variant, how, device, generator):
@@ -244,7 +268,7 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
                 assert out.requires_grad == any(needs), case
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_operands_changed_before_backward(op, variant, device, generator):
     """PyTorch raises, or the change touches no gradient. Compiled forms saved views, whose changes it did not see.
@@ -272,6 +296,7 @@ def test_operands_changed_before_backward(op, variant, device, generator):
             assert all(torch.equal(one, right) for one, right in zip(found, expected)), (needs, changed)
 
 
+@pytest.mark.turns(1, interpreted=3)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_derivatives_against_finite_differences(op, variant, device, generator):
     if variant == "compile":
@@ -373,7 +398,7 @@ def test_compiled_functions_refuse_transforms(op, device, generator):
             transform(lambda first: op(first, *args[1:], variant="compile").sum())(args[0].unsqueeze(0))
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(7)
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)

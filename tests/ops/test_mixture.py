@@ -94,6 +94,7 @@ def far_away(op, shared, device, generator):
     return log_weights, loc, scale, x
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shared", [False, True], ids=["a batch", "rows"])
 @pytest.mark.parametrize(
     ("op", "variant", "context"),
