@@ -16,6 +16,7 @@ from ..support.calls import BOUND, NUMBERS, OPS, Operators, arguments, interpret
 
 
 @pytest.mark.compiled
+@pytest.mark.turns(2, interpreted=3)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(("op", "variant"), BOUND)

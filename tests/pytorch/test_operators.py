@@ -25,6 +25,7 @@ def check_operators(function, args, checks):
         torch.library.opcheck(operator, operands, test_utils=checks)
 
 
+@pytest.mark.turns(1, interpreted=2)
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_operators_are_what_they_say(op, variant, device, generator):
     """Schema, and shape, dtype and strides of the fake results, in every case; the rest of opcheck in the first."""
@@ -123,6 +124,7 @@ def test_make_fx_and_jit_trace(op, tracing_mode, device, generator):
     assert error_ratio(op, other, scripted(*other)) <= 1
 
 
+@pytest.mark.turns(1, interpreted=3)
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_a_result_may_be_changed_in_place(op, variant, device, generator):
     for case in list(reference_of(op).cases)[:3]:

@@ -20,7 +20,7 @@ from effops.reference import reference_of
 
 from ..support.calls import same
 
-pytestmark = pytest.mark.turns(6)  # what is compiled takes half a minute
+pytestmark = pytest.mark.turns(6, interpreted=3)  # what is compiled takes half a minute
 torch.fx.wrap("broadcast_dot")
 CALLS = [
     pytest.param((op, variant), id=f"{op.name}-{variant}")
@@ -121,6 +121,7 @@ class Counted(torch.nn.Module):
         return self.function(*args)
 
 
+@pytest.mark.turns(12, interpreted=3)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_checkpoint_runs_each_block_as_often_as_for_an_operation_of_pytorch(call, reentrant, depth):
@@ -198,7 +199,7 @@ def test_saved_on_cpu(call):
         torch.testing.assert_close(one, other, equal_nan=True)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(12, interpreted=3)
 def test_operands_that_overlap_themselves(call):
     """Windows over one row of numbers, each of which begins where the last one has its second number."""
     function, args = call

@@ -32,8 +32,10 @@ def test_checkpoint(op, how, device, generator):
     assert gradient_error_ratio(op, args, dout, tuple(copy.grad for copy in copies)) <= 1
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.turns(5)
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.compiled)]
+)
 @pytest.mark.parametrize("op", OPS)
 def test_autocast_rounds_no_operand(op, compiled, device, generator):
     """In eager mode and compiled, entered outside and inside, forward and backward.

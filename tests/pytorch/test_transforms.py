@@ -55,6 +55,7 @@ JACOBIANS = {"jacrev", "jacfwd"} | SECOND_JACOBIANS
 
 
 @pytest.mark.slow
+@pytest.mark.turns(1, interpreted=3)
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_transforms(op, variant, device, generator):
     """Every transform of `torch.func` gives what it gives of the naive form, in every case at smaller sizes."""
