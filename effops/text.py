@@ -175,35 +175,44 @@ def how_to_install(extra: str) -> str:
 
 
 def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
-    """Bytes of a number, as 6e9, or of a text, as "6G", "6 GiB" or "512 MB".
+    """Bytes of a number, as 6e9, or of a text with a unit, as "6G", "6 GiB" or "512 MB".
 
     K, M, G and T are binary, alone and in KiB to TiB; KB to TB are powers of 1000. `name` begins the error: the
     function and the argument that was given.
 
     Raises:
-        ValueError: that is no amount of bytes
+        ValueError: that is no amount of bytes: another text, one without a unit but "0", or below 0
 
     Example:
         >>> parse_bytes("1.5 GiB"), parse_bytes("6G"), parse_bytes(6e9)
         (1610612736, 6442450944, 6000000000)
     """
     nbytes = _bytes_or_nan(amount)
-    if not 0 <= nbytes < math.inf:
+    if nbytes < 0:
+        raise ValueError(f"{name}: expected at least 0 bytes; got {amount!r}; write it without the sign")
+    if not nbytes < math.inf:
         raise ValueError(
             f"{name}: expected a number and B, KB, MB, GB or TB (powers of 1000), or K, M, G or T (binary, as KiB to "
-            f'TiB), as 6e9 or "6G"; got {amount!r}'
+            f'TiB), as "6G"; got {amount!r}'
+        )
+    if isinstance(amount, str) and nbytes and not amount.strip()[-1].isalpha():
+        number = amount.strip()
+        larger = f'"{number}MiB", or ' if nbytes < 2**20 else ""
+        raise ValueError(
+            f"{name}: expected a unit behind the number; got {amount!r}; write {larger}"
+            f'"{number}B" for bytes (in Python also {number} as a number)'
         )
     return int(nbytes)
 
 
 def _bytes_or_nan(amount: str | float) -> float:
-    """The bytes of a number or a text, or NaN if it is no amount."""
+    """The bytes of a number, or of a text whose unit may be lacking; NaN if it is no amount."""
     if isinstance(amount, bool):
         return math.nan
     if isinstance(amount, Real):
         return float(amount)
     found = re.fullmatch(
-        r"(?P<number>(\d+\.?\d*|\.\d+)(e\d+)?)\s*(?P<unit>[kmgt]?)(?P<ending>i?b)?", str(amount).strip().lower()
+        r"(?P<number>-?(\d+\.?\d*|\.\d+)(e\d+)?)\s*(?P<unit>[kmgt]?)(?P<ending>i?b)?", str(amount).strip().lower()
     )
     if found is None or (found["ending"] == "ib" and not found["unit"]):
         return math.nan

@@ -227,7 +227,7 @@ def _budget_too_small(size: int, nbytes: int | None, budget_bytes: int | None, p
     given = "none" if budget_bytes is None else next(shown)
     most = ", ".join(f"{name} {format_bytes(parts[name])}" for name in sorted(parts, key=lambda name: -parts[name])[:3])
     remedy = "raise it, or see what `advise` says of the workload"
-    if budget_bytes is not None and budget_bytes < 2**20:
+    if budget_bytes is not None and budget_bytes < 1024:  # of another unit, it would be one of the next
         remedy = f'a number alone is bytes: give a unit too, as "{budget_bytes}G"'
     return (
         f"max_batch_size: `budget` must hold a step of batch size {size}, which takes {took}"

@@ -179,6 +179,9 @@ def test_workloads_of_ones_own(content, own):
     [
         (["max-batch", *ARCHITECTURE, "--budget", "1KiB"], "`budget` must hold a step of batch size 1"),
         (["max-batch", *ARCHITECTURE, "--budget", "1 furlong"], "expected a number and B, KB"),
+        (["max-batch", *ARCHITECTURE, "--budget", "64"], "expected a unit behind the number; got '64'"),
+        (["max-batch", *ARCHITECTURE, "--budget=-1GiB"], "expected at least 0 bytes; got '-1GiB'"),
+        (["max-batch", *ARCHITECTURE, "--budget", "1GiB", "--context", "64"], "--context: expected a unit behind the"),
         (["max-batch", *ARCHITECTURE, "--budget", "1GiB", "--budget-means", "device"], 'give device="cuda"'),
         (["anatomy", *ARCHITECTURE, "--batch-size", "0"], "`batch_size` must be at least 1; got 0"),
         (
@@ -305,7 +308,7 @@ def test_progress_is_told_in_lines(memory, content, own):
     code, _, err = memory("max-batch", *step, "--budget", "1KiB", "--mode", "probe", "--power-of-two")
     assert code == 0
     assert set(err.splitlines()) >= {"running a step of batch size 1", "running a step of batch size 2"}
-    code, out, err = memory("advise", *step, "--batch-size", "4", "--budget", "500")
+    code, out, err = memory("advise", *step, "--batch-size", "4", "--budget", "500B")
     assert code == 0
     lines = err.splitlines()
     assert lines[0] == "predicting the step as it is"

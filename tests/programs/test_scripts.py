@@ -323,6 +323,12 @@ def test_the_command(script, capsys):
     assert shown.err.splitlines()[:2] == [f"effops lint: {one}" for one in told]
     assert main(["lint", "--fail-over", "1MiB", path]) == 1
     assert main(["lint", "--fail-over", "much", path]) == 2
+    for option in ("--fail-over", "--least"):
+        capsys.readouterr()
+        assert main(["lint", option, "64", path]) == 2
+        assert f"lint: argument {option}: expected a unit behind the number; got '64'; write" in capsys.readouterr().err
+        assert main(["lint", f"{option}=-1MiB", path]) == 2
+        assert f"argument {option}: expected at least 0 bytes; got '-1MiB'; write it without" in capsys.readouterr().err
     capsys.readouterr()
     assert main(["lint", path, "--fail-over", "1MiB"]) == 2  # it was the script's, and nothing failed
     assert "argument --fail-over: options of effops must stand before the script" in capsys.readouterr().err
