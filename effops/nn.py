@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from effops.dispatch.arguments import check_dense, check_mask, squeezed
+from effops.dispatch.arguments import check_dense, check_mask, reshaped
 from effops.ops.attention.additive import additive_attention
 from effops.ops.attention.dot_product import attention, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention
@@ -197,7 +197,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dims = {"key": (key, query.ndim), "value": (value, query.ndim), "key_padding_mask": (padding, query.ndim - 1)}
         for name, (tensor, ndim) in dims.items():
             if tensor is not None and tensor.ndim != ndim:
-                remedy = squeezed(name, tensor.shape, lambda shape: len(shape) == ndim)  # noqa: B023
+                remedy = reshaped(name, tensor.shape, lambda shape: len(shape) == ndim)  # noqa: B023
                 raise ValueError(
                     f"MultiheadAttention: `{name}` must have {counted(ndim, 'dimensions')}, as `query` "
                     f"{tuple(query.shape)} has {query.ndim}; got {tuple(tensor.shape)}; "
@@ -232,17 +232,20 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if given is not None:
                 check_mask(layer, name, given, "for what is left out")
         if padding is not None and padding.shape != (batch, keys):
+            remedy = reshaped("key_padding_mask", padding.shape, lambda shape: shape == (batch, keys))
             raise ValueError(
                 f"{layer}: `key_padding_mask` must have the shape (batch, keys) = {(batch, keys)}; got "
-                f"{tuple(padding.shape)}; give a mask of pairs by name, as attn_mask"
+                f"{tuple(padding.shape)}; {remedy or 'give a mask of pairs by name, as attn_mask'}"
             )
         pairs = query.shape[-2], keys
         per_head = (batch * self.num_heads, *pairs)
         if mask is not None and mask.shape not in (pairs, per_head):
+            remedy = reshaped("attn_mask", mask.shape, lambda shape: shape in (pairs, per_head))
+            repeated = f"attn_mask.repeat_interleave({self.num_heads}, 0)"
             raise ValueError(
                 f"{layer}: `attn_mask` must have the shape (queries, keys) = {pairs} or (batch * heads, queries, keys) "
-                f"= {per_head}; got {tuple(mask.shape)}; expand it to all pairs, and repeat one mask a batch entry by "
-                f"attn_mask.repeat_interleave({self.num_heads}, 0)"
+                f"= {per_head}; got {tuple(mask.shape)}; "
+                + (remedy or f"expand it to all pairs, and repeat one mask a batch entry by {repeated}")
             )
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

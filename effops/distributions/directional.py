@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from effops.dispatch.arguments import check_float64, squeezed
+from effops.dispatch.arguments import check_float64, reshaped
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import is_plain
 from effops.distributions.constraints import unit_vector
@@ -54,7 +54,7 @@ class Directional(Distribution):
                 batch_shape = broadcast_shapes(batch_shape, concentration.shape)
         except RuntimeError:
             given = self._concentration_name
-            remedy = squeezed(given, concentration.shape, lambda shape: do_broadcast(shape, loc.shape[:-1]))
+            remedy = reshaped(given, concentration.shape, lambda shape: do_broadcast(shape, loc.shape[:-1]))
             raise ValueError(
                 f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {given} "
                 f"{tuple(concentration.shape)}; {remedy or 'unsqueeze the axes that should pair up'}"

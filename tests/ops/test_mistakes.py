@@ -317,6 +317,46 @@ MISTAKES = {
         ValueError,
         "`key_padding_mask` must have the shape (batch, keys) = (2, 10); got (10, 10); give a mask of pairs by name",
     ),
+    "a transposed padding mask": (  # it was said to be a mask of pairs
+        lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, torch.zeros(10, 2, dtype=torch.bool)),
+        ValueError,
+        "`key_padding_mask` must have the shape (batch, keys) = (2, 10); got (10, 2); give key_padding_mask.mT",
+    ),
+    "a transposed mask of pairs of a layer": (  # the advice was to expand it
+        lambda: layer(SEQUENCE[:, :4], SEQUENCE, SEQUENCE, attn_mask=PAIRS[:, :4]),
+        ValueError,
+        "(batch * heads, queries, keys) = (8, 4, 10); got (10, 4); give attn_mask.mT",
+    ),
+    "transposed masks of the heads of a layer": (
+        lambda: layer(SEQUENCE[:, :4], SEQUENCE, SEQUENCE, attn_mask=PAIRS[:, :4].expand(8, 10, 4)),
+        ValueError,
+        "(batch * heads, queries, keys) = (8, 4, 10); got (8, 10, 4); give attn_mask.mT",
+    ),
+    "a transposed mask of pairs": (  # the advice was to unsqueeze it
+        lambda: effops.attention(QUERY[..., :4, :], QUERY, QUERY, PAIRS[:, :4]),
+        ValueError,
+        "`attn_mask` must broadcast to (queries, keys) = (4, 10); got (10, 4); give attn_mask.mT",
+    ),
+    "transposed keys": (  # the advice was to project them
+        lambda: effops.attention(QUERY, QUERY.mT, QUERY),
+        ValueError,
+        "must be equal; .*; give key.mT",
+    ),
+    "transposed values": (  # the advice was to cut or pad them
+        lambda: effops.attention(QUERY, QUERY, QUERY.mT),
+        ValueError,
+        "there must be one value for each key; .*; give value.mT",
+    ),
+    "transposed weights of a mixture": (
+        lambda: mixture(torch.zeros(4, 10), LOC, SCALE, X.unsqueeze(1)),
+        ValueError,
+        "log_weights.* give log_weights.mT",
+    ),
+    "transposed scales of a distribution": (
+        lambda: effops.distributions.PowerSpherical(torch.ones(2, 4, 3), torch.ones(4, 2)),
+        ValueError,
+        "got loc (2, 4) + (D,), scale (4, 2); give scale.mT",
+    ),
     "a mask for each batch entry": (
         lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, attn_mask=PAIRS.expand(2, 10, 10)),
         ValueError,
