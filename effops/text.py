@@ -72,6 +72,13 @@ OTHER_NAMES = {
     "width": "d_model",
     "hidden_size": "d_model",
     "embed_dim": "d_model",
+    "dim": "embed_dim",
+    "dimension": "dim",
+    "mu": "loc",
+    "kappa": "concentration",
+    "concentration": "scale",
+    "value": "x",
+    "values": "x",
     "depth": "layers",
     "length": "seq_len",
 }
@@ -97,7 +104,8 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = "") -> FunctionT:
     """The same function, whose TypeError for arguments that it does not take names what it takes, and the nearest name.
 
-    `name` is that of the function in the error, and `remedy` is added to it.
+    `name` is that of the function in the error, and `remedy` is added to it. A method is told with the class of its
+    object, and a class by its name alone.
     """
 
     @functools.wraps(function)
@@ -113,11 +121,19 @@ def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = 
             problem = why_not_bound(function, args, kwargs)
             if not problem:
                 raise
-        raise TypeError(f"{name or function.__name__}: {problem}{remedy}")
+        raise TypeError(f"{name or _name_of(function, args)}: {problem}{remedy}")
 
     result: Any = told
     result.__code__ = told.__code__.replace()  # type: ignore[attr-defined]  # Dynamo limits compilations of each code
     return result  # type: ignore[no-any-return]
+
+
+def _name_of(function: Callable[..., Any], args: Sequence[Any]) -> str:
+    """The name of a function in an error."""
+    if next(iter(inspect.signature(function).parameters), "") != "self":
+        return function.__name__
+    owner = type(args[0]).__name__
+    return owner if function.__name__ == "__init__" else f"{owner}.{function.__name__}"
 
 
 def why_not_bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from effops.prediction.known_values import KnownValues
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
 from effops.prediction.timeline import Timeline
 from effops.pytorch import FakeTensorMode, _BatchNorm
-from effops.text import aligned, counted, format_bytes, format_distinct_bytes, parse_bytes
+from effops.text import aligned, counted, format_bytes, format_distinct_bytes, parse_bytes, tells_wrong_arguments
 
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -122,6 +122,7 @@ class Advice:
         return "\n".join((head, aligned(list(zip(peaks, shown))), *left_out))
 
 
+@tells_wrong_arguments
 def advise(
     workload: Workload,
     batch_size: int,

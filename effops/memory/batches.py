@@ -12,7 +12,7 @@ from effops.memory.measured import measured_timeline
 from effops.memory.workload import Step, Workload, check_step
 from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.prediction.inside import caution
-from effops.text import aligned, did_you_mean, format_bytes, format_distinct_bytes, parse_bytes
+from effops.text import aligned, did_you_mean, format_bytes, format_distinct_bytes, parse_bytes, tells_wrong_arguments
 
 SIZES_BY_LINE = 12  # batch sizes that are read off a line through two peaks; the sizes tried after them halve a gap
 PROBED_STEPS = 3  # steps that run to find the peak of a batch size
@@ -67,6 +67,7 @@ def _distinct(peaks: Iterable[int | None], budget_bytes: int | None) -> list[str
     return format_distinct_bytes(*counts)
 
 
+@tells_wrong_arguments
 def max_batch_size(
     workload: Workload,
     budget: str | float | None = None,

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors
 from effops.pytorch import tree_leaves
-from effops.text import frames_of, integer_remedy, line_of_program
+from effops.text import frames_of, integer_remedy, line_of_program, tells_wrong_arguments
 
 # These can be raised again with another text. Subclasses of them may take other arguments than a text.
 TOLD_WITH_CALL = AttributeError, IndexError, RuntimeError, TypeError, ValueError
@@ -135,6 +135,9 @@ class Workload:
         if callable(chosen):
             return chosen
         return lambda module: False
+
+
+Workload.__init__ = tells_wrong_arguments(Workload.__init__)  # type: ignore[method-assign]
 
 
 def check_step(function: str, workload: Any, batch_size: Any = 1) -> None:

@@ -92,6 +92,24 @@ def test_budgets():
             function()
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Workload(modle=LAYER), r'Workload: it takes model, .*; got `modle`; did you mean "model"\?'),
+        (lambda: Workload(LAYER), "Workload: it takes .*; got no `batch`; give each of these"),
+        (lambda: advise(WORKLOAD), "advise: it takes workload, batch_size, .*; got no `batch_size`"),
+        (lambda: anatomy(WORKLOAD, batchsize=1), r'anatomy: it takes .*; did you mean "batch_size"\?'),
+        (lambda: max_batch_size(WORKLOAD, budgt="1G"), r'max_batch_size: it takes .*; did you mean "budget"\?'),
+        (lambda: sweep(WORKLOAD), "sweep: it takes .*; got no `axes`"),
+        (lambda: estimate_transformer(1), "estimate_transformer: it takes blocks, .*; got no `heads` and no"),
+    ],
+)
+def test_arguments_that_are_not_taken(call, message):
+    """The texts were Python's."""
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+
+
 def test_the_name_of_a_class_is_no_class():
     """It was said to choose none of the modules, of which it named one."""
     with pytest.raises(TypeError, match=r"`checkpoint` must be classes .* got 'Linear'; give the class itself"):

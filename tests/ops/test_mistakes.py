@@ -408,6 +408,63 @@ MISTAKES = {
         TypeError,
         'attention: it takes query, key, value, attn_mask, .*, variant; got `mask`; did you mean "attn_mask"?',
     ),
+    "a keyword of a layer": (
+        lambda: effops.nn.MultiheadAttention(16, heads=4),
+        TypeError,
+        'MultiheadAttention: it takes embed_dim, num_heads, .*, restart; got `heads`; did you mean "num_heads"?',
+    ),
+    "the width of a layer by another name": (
+        lambda: effops.nn.MultiheadAttention(dim=16, num_heads=4),
+        TypeError,
+        'MultiheadAttention: it takes .*; got `dim`; did you mean "embed_dim"?',
+    ),
+    "a layer of no size": (lambda: effops.nn.MultiheadAttention(), TypeError, "got no `embed_dim` and no `num_heads`"),
+    "a keyword of the call of a layer": (
+        lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, mask=PAIRS),
+        TypeError,
+        'MultiheadAttention.forward: it takes query, .*; got `mask`; did you mean "attn_mask"?',
+    ),
+    "a layer that is called with one tensor": (
+        lambda: layer(SEQUENCE),
+        TypeError,
+        "MultiheadAttention.forward: it takes .*; got no `key` and no `value`; give each of these",
+    ),
+    "no keys": (
+        lambda: layer(SEQUENCE, None, None),
+        TypeError,
+        "MultiheadAttention: `key` must be a tensor; got NoneType; give query for self-attention",
+    ),
+    "heads that do not divide the width": (
+        lambda: effops.nn.MultiheadAttention(16, 3),
+        ValueError,
+        "`embed_dim` must be a multiple of `num_heads`; got 16 and 3; give num_heads=2, or embed_dim=18",
+    ),
+    "a width that is no integer": (
+        lambda: effops.nn.MultiheadAttention(16.0, 4),
+        TypeError,
+        "MultiheadAttention: `embed_dim` must be an integer; got float; convert it with int()",
+    ),
+    "no heads": (
+        lambda: effops.nn.MultiheadAttention(16, 0),
+        ValueError,
+        "MultiheadAttention: `num_heads` must be at least 1; got 0",
+    ),
+    "a sequence in another dtype": (
+        lambda: layer(SEQUENCE, SEQUENCE.double(), SEQUENCE),
+        TypeError,
+        "`key` must have the dtype of the layer, torch.float32; got torch.float64; convert one, as key.to(torch.float",
+    ),
+    "another keyword of a budget": (
+        lambda: effops.budget(lmit="64 MiB"),
+        TypeError,
+        'budget: it takes limit; got `lmit`; did you mean "limit"?',
+    ),
+    "another keyword of lint as a block": (
+        lambda: effops.lint(lest="64 MiB"),
+        TypeError,
+        'lint: without a function it takes least, times, fixes; got `lest`; give the function first; did you mean "le',
+    ),
+    "nothing for variants": (lambda: effops.variants(), TypeError, "variants: it takes function; got no `function`"),
     "an argument too few": (
         lambda: effops.attention(QUERY, QUERY),
         TypeError,
