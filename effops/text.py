@@ -236,6 +236,12 @@ def _bytes_or_nan(amount: str | float) -> float:
     return float(found["number"]) * base ** (UNITS.index(found["unit"]) + 1 if found["unit"] else 0)
 
 
+def told_syntax_error(error: SyntaxError) -> str:
+    """What is wrong with Python code, and where: "SyntaxError in a.py, line 2: '(' was never closed: x = (1,"."""
+    text = f": {error.text.strip()}" if error.text and error.text.strip() else ""
+    return f"{type(error).__name__} in {error.filename}, line {error.lineno}: {error.msg}{text}"
+
+
 def line_of_program(frames: Frames) -> str:
     """The place of the innermost frame that is neither PyTorch's, effops' nor Python's; empty if there is none.
 

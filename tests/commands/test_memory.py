@@ -401,7 +401,7 @@ def test_a_missing_extra_is_named(memory, monkeypatch):
 
 
 BROKEN = {
-    "x = 1\ndef f(: pass\n": "got SyntaxError in {file}, line 2: invalid syntax; mend it",
+    "x = 1\ndef f(: pass\n": "got SyntaxError in {file}, line 2: invalid syntax: def f\\(: pass; mend it",
     "import torch\n\nraise KeyError('x')\n": "got KeyError in {file}, line 3: 'x'; mend it",
     "from own_workloads import nothing\n": "got ImportError in {file}, line 1: cannot import name 'nothing'",
 }
