@@ -236,6 +236,11 @@ def _bytes_or_nan(amount: str | float) -> float:
     return float(found["number"]) * base ** (UNITS.index(found["unit"]) + 1 if found["unit"] else 0)
 
 
+def text_of(error: Exception) -> str:
+    """The text of an error: that of a KeyError without the quotes that Python sets around it."""
+    return str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+
+
 def told_syntax_error(error: SyntaxError) -> str:
     """What is wrong with Python code, and where: "SyntaxError in a.py, line 2: '(' was never closed: x = (1,"."""
     text = f": {error.text.strip()}" if error.text and error.text.strip() else ""

@@ -256,16 +256,20 @@ def test_a_workload_named_by_its_file(capsys):
 @pytest.mark.parametrize(
     ("given", "error", "answer"),
     [
-        ({"batch": lambda: torch.zeros(2, 3)}, TypeError, r"Workload: batch\(batch_size\) raised: .*0 positional"),
+        (
+            {"batch": lambda: torch.zeros(2, 3)},
+            TypeError,
+            r"Workload: batch\(batch_size\) raised TypeError: .*0 positional",
+        ),
         (
             {"loss": lambda batch, model: model(batch).sum()},
             TypeError,
-            r"Workload: loss\(model, batch\) raised in .*test_mistakes.py, line \d+: .*Tensor",
+            r"Workload: loss\(model, batch\) raised [A-Za-z]+ in .*test_mistakes.py, line \d+: .*Tensor",
         ),
         (
             {"optimizer": lambda model: torch.optim.SGD(model.parameters())},
             AttributeError,
-            r"Workload: optimizer\(model\.parameters\(\)\) raised in .*test_mistakes.py, line \d+: .*generator",
+            r"Workload: optimizer\(model\.parameters\(\)\) raised [A-Za-z]+ in .*es.py, line \d+: .*generator",
         ),
     ],
     ids=["batch", "loss", "optimizer"],
