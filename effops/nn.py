@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from effops.dispatch.arguments import check_dense, check_mask, squeezed
+from effops.dispatch.arguments import check_dense, check_mask, conversion, reshaped
 from effops.ops.attention.additive import additive_attention
 from effops.ops.attention.dot_product import attention, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention
-from effops.text import counted, did_you_mean
+from effops.text import counted, did_you_mean, integer_remedy, tells_wrong_arguments
 
 __all__ = ["MultiheadAttention"]
 
@@ -55,6 +55,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         torch.Size([2, 100, 64])
     """
 
+    @tells_wrong_arguments
     def __init__(
         self,
         embed_dim: int,
@@ -73,6 +74,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         local: int = 1,
         restart: int | None = None,
     ) -> None:
+        _check_sizes(embed_dim=embed_dim, num_heads=num_heads)
         if attention not in KINDS:
             raise ValueError(
                 f"MultiheadAttention: `attention` must be one of {', '.join(KINDS)}; got {attention!r}"
@@ -130,6 +132,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             "state"
         )
 
+    @tells_wrong_arguments
     def forward(
         self,
         query: Tensor,
@@ -153,7 +156,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         self._check(query, key, value, key_padding_mask, attn_mask)
         keys = key.shape[-2]
-        query, key, value = (self._heads(tensor) for tensor in self._projected(query, key, value))
+        try:
+            projected = self._projected(query, key, value)
+        except RuntimeError:
+            self._check_dtypes(query=query, key=key, value=value)
+            raise
+        query, key, value = (self._heads(tensor) for tensor in projected)
         # With a mask, `is_causal` only hints that the mask is causal.
         causal = is_causal if attn_mask is None else False
         if causal and (key_padding_mask is not None or self.attention == "additive" or key.shape[-2] > keys):
@@ -183,6 +191,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> None:
         """Raise unless all tensors are dense, and all have a batch axis, or none has."""
         for name, given in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(given, Tensor):
+                remedy = "give query for self-attention" if given is None else conversion(given)
+                raise TypeError(f"MultiheadAttention: `{name}` must be a tensor; got {type(given).__name__}; {remedy}")
             if given.is_nested:
                 raise TypeError(
                     f"MultiheadAttention: `{name}` must be dense; got a nested tensor; pad it and give a "
@@ -197,7 +208,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dims = {"key": (key, query.ndim), "value": (value, query.ndim), "key_padding_mask": (padding, query.ndim - 1)}
         for name, (tensor, ndim) in dims.items():
             if tensor is not None and tensor.ndim != ndim:
-                remedy = squeezed(name, tensor.shape, lambda shape: len(shape) == ndim)  # noqa: B023
+                remedy = reshaped(name, tensor.shape, lambda shape: len(shape) == ndim)  # noqa: B023
                 raise ValueError(
                     f"MultiheadAttention: `{name}` must have {counted(ndim, 'dimensions')}, as `query` "
                     f"{tuple(query.shape)} has {query.ndim}; got {tuple(tensor.shape)}; "
@@ -232,18 +243,31 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if given is not None:
                 check_mask(layer, name, given, "for what is left out")
         if padding is not None and padding.shape != (batch, keys):
+            remedy = reshaped("key_padding_mask", padding.shape, lambda shape: shape == (batch, keys))
             raise ValueError(
                 f"{layer}: `key_padding_mask` must have the shape (batch, keys) = {(batch, keys)}; got "
-                f"{tuple(padding.shape)}; give a mask of pairs by name, as attn_mask"
+                f"{tuple(padding.shape)}; {remedy or 'give a mask of pairs by name, as attn_mask'}"
             )
         pairs = query.shape[-2], keys
         per_head = (batch * self.num_heads, *pairs)
         if mask is not None and mask.shape not in (pairs, per_head):
+            remedy = reshaped("attn_mask", mask.shape, lambda shape: shape in (pairs, per_head))
+            repeated = f"attn_mask.repeat_interleave({self.num_heads}, 0)"
             raise ValueError(
                 f"{layer}: `attn_mask` must have the shape (queries, keys) = {pairs} or (batch * heads, queries, keys) "
-                f"= {per_head}; got {tuple(mask.shape)}; expand it to all pairs, and repeat one mask a batch entry by "
-                f"attn_mask.repeat_interleave({self.num_heads}, 0)"
+                f"= {per_head}; got {tuple(mask.shape)}; "
+                + (remedy or f"expand it to all pairs, and repeat one mask a batch entry by {repeated}")
             )
+
+    def _check_dtypes(self, **tensors: Tensor) -> None:
+        """Raise if a tensor, which could not be projected, has not the dtype of the parameters."""
+        dtype = self.out_proj.weight.dtype
+        for name, tensor in tensors.items():
+            if tensor.dtype != dtype:
+                raise TypeError(
+                    f"MultiheadAttention: `{name}` must have the dtype of the layer, {dtype}; got {tensor.dtype}; "
+                    f"convert one, as {name}.to({dtype})"
+                ) from None
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         if self.attention == "log_sparse":
@@ -300,3 +324,22 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             for one in masks
         ]
         return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+def _check_sizes(**sizes: int) -> None:
+    """Raise unless the width of the layer and the number of its heads are integers above 0 that fit each other."""
+    for name, size in sizes.items():
+        if not hasattr(size, "__index__"):
+            raise TypeError(
+                f"MultiheadAttention: `{name}` must be an integer; got {type(size).__name__}; {integer_remedy(size)}"
+            )
+        if size < 1:
+            raise ValueError(f"MultiheadAttention: `{name}` must be at least 1; got {size}; give a larger one")
+    embed_dim, num_heads = sizes.values()
+    if embed_dim % num_heads:
+        heads = [count for count in range(1, embed_dim + 1) if embed_dim % count == 0]
+        near = min(heads, key=lambda count: abs(count - num_heads))
+        raise ValueError(
+            f"MultiheadAttention: `embed_dim` must be a multiple of `num_heads`; got {embed_dim} and {num_heads}; give "
+            f"num_heads={near}, or embed_dim={-(-embed_dim // num_heads) * num_heads}"
+        )

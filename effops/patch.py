@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from effops.ops.densities.power_spherical import power_spherical_log_prob
+from effops.text import tells_wrong_arguments
 
 
 class _Replacement:
@@ -84,6 +85,7 @@ class Patch:
             self._undo(stacklevel=2)
 
 
+@tells_wrong_arguments
 def patch_power_spherical(target: type | None = None) -> Patch:
     """Replace `log_prob` of a class, or of the installed package's `power_spherical.PowerSpherical`, by the op.
 

@@ -72,6 +72,13 @@ OTHER_NAMES = {
     "width": "d_model",
     "hidden_size": "d_model",
     "embed_dim": "d_model",
+    "dim": "embed_dim",
+    "dimension": "dim",
+    "mu": "loc",
+    "kappa": "concentration",
+    "concentration": "scale",
+    "value": "x",
+    "values": "x",
     "depth": "layers",
     "length": "seq_len",
 }
@@ -97,7 +104,8 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = "") -> FunctionT:
     """The same function, whose TypeError for arguments that it does not take names what it takes, and the nearest name.
 
-    `name` is that of the function in the error, and `remedy` is added to it.
+    `name` is that of the function in the error, and `remedy` is added to it. A method is told with the class of its
+    object, and a class by its name alone.
     """
 
     @functools.wraps(function)
@@ -113,11 +121,19 @@ def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = 
             problem = why_not_bound(function, args, kwargs)
             if not problem:
                 raise
-        raise TypeError(f"{name or function.__name__}: {problem}{remedy}")
+        raise TypeError(f"{name or _name_of(function, args)}: {problem}{remedy}")
 
     result: Any = told
     result.__code__ = told.__code__.replace()  # type: ignore[attr-defined]  # Dynamo limits compilations of each code
     return result  # type: ignore[no-any-return]
+
+
+def _name_of(function: Callable[..., Any], args: Sequence[Any]) -> str:
+    """The name of a function in an error."""
+    if next(iter(inspect.signature(function).parameters), "") != "self":
+        return function.__name__
+    owner = type(args[0]).__name__
+    return owner if function.__name__ == "__init__" else f"{owner}.{function.__name__}"
 
 
 def why_not_bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -175,40 +191,60 @@ def how_to_install(extra: str) -> str:
 
 
 def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
-    """Bytes of a number, as 6e9, or of a text, as "6G", "6 GiB" or "512 MB".
+    """Bytes of a number, as 6e9, or of a text with a unit, as "6G", "6 GiB" or "512 MB".
 
     K, M, G and T are binary, alone and in KiB to TiB; KB to TB are powers of 1000. `name` begins the error: the
     function and the argument that was given.
 
     Raises:
-        ValueError: that is no amount of bytes
+        ValueError: that is no amount of bytes: another text, one without a unit but "0", or below 0
 
     Example:
         >>> parse_bytes("1.5 GiB"), parse_bytes("6G"), parse_bytes(6e9)
         (1610612736, 6442450944, 6000000000)
     """
     nbytes = _bytes_or_nan(amount)
-    if not 0 <= nbytes < math.inf:
+    if nbytes < 0:
+        raise ValueError(f"{name}: expected at least 0 bytes; got {amount!r}; write it without the sign")
+    if not nbytes < math.inf:
         raise ValueError(
             f"{name}: expected a number and B, KB, MB, GB or TB (powers of 1000), or K, M, G or T (binary, as KiB to "
-            f'TiB), as 6e9 or "6G"; got {amount!r}'
+            f'TiB), as "6G"; got {amount!r}'
+        )
+    if isinstance(amount, str) and nbytes and not amount.strip()[-1].isalpha():
+        number = amount.strip()
+        larger = f'"{number}MiB", or ' if nbytes < 2**20 else ""
+        raise ValueError(
+            f"{name}: expected a unit behind the number; got {amount!r}; write {larger}"
+            f'"{number}B" for bytes (in Python also {number} as a number)'
         )
     return int(nbytes)
 
 
 def _bytes_or_nan(amount: str | float) -> float:
-    """The bytes of a number or a text, or NaN if it is no amount."""
+    """The bytes of a number, or of a text whose unit may be lacking; NaN if it is no amount."""
     if isinstance(amount, bool):
         return math.nan
     if isinstance(amount, Real):
         return float(amount)
     found = re.fullmatch(
-        r"(?P<number>(\d+\.?\d*|\.\d+)(e\d+)?)\s*(?P<unit>[kmgt]?)(?P<ending>i?b)?", str(amount).strip().lower()
+        r"(?P<number>-?(\d+\.?\d*|\.\d+)(e\d+)?)\s*(?P<unit>[kmgt]?)(?P<ending>i?b)?", str(amount).strip().lower()
     )
     if found is None or (found["ending"] == "ib" and not found["unit"]):
         return math.nan
     base = 1000.0 if found["ending"] == "b" else 1024.0
     return float(found["number"]) * base ** (UNITS.index(found["unit"]) + 1 if found["unit"] else 0)
+
+
+def text_of(error: Exception) -> str:
+    """The text of an error: that of a KeyError without the quotes that Python sets around it."""
+    return str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+
+
+def told_syntax_error(error: SyntaxError) -> str:
+    """What is wrong with Python code, and where: "SyntaxError in a.py, line 2: '(' was never closed: x = (1,"."""
+    text = f": {error.text.strip()}" if error.text and error.text.strip() else ""
+    return f"{type(error).__name__} in {error.filename}, line {error.lineno}: {error.msg}{text}"
 
 
 def line_of_program(frames: Frames) -> str:

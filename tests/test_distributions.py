@@ -5,6 +5,7 @@ import doctest
 import io
 import math
 import pickle
+import re
 import warnings
 
 import pytest
@@ -493,9 +494,9 @@ def test_shapes_and_expand(family):
     assert torch.equal(wide.log_prob(x), p.log_prob(x))
     assert wide.log_prob(x[0, 0, 0]).shape == wide.entropy().shape == (6, 4, 5)
     assert wide.mean.shape == (6, 4, 5, 3)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="one to which"):
         p.expand([4, 6])
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="one to which"):
         family(p.loc[0, 0], 1.0).expand([4]).expand([5])
     assert Independent(p, 1).log_prob(p.sample()).shape == (4,)
     assert family(directions(0, 3), 1.0).sample((2,)).shape == (2, 0, 3)
@@ -680,7 +681,7 @@ def test_mixture_says_what_it_takes():
             Mixture(Categorical(torch.ones(4)), components)
     with pytest.raises(TypeError, match="Categorical"):
         Mixture(Normal(0.0, 1.0), PowerSpherical(loc, 1.0))
-    with pytest.raises(ValueError, match="component"):
+    with pytest.raises(ValueError, match=r"as many components as `mixture_distribution` has weights, 3; got 4"):
         Mixture(Categorical(torch.ones(3)), PowerSpherical(loc, 1.0))
     mixture = Mixture(Categorical(torch.ones(4)), PowerSpherical(loc, 1.0))
     with pytest.raises(ValueError, match="support"):
@@ -702,3 +703,183 @@ def test_leaves_can_be_copied():
     for distribution in (component, Mixture(Categorical(torch.ones(4)), component)):
         x = distribution.sample((2,))
         assert torch.equal(copy.deepcopy(distribution).log_prob(x), distribution.log_prob(x))
+
+
+LOC = torch.eye(4, 3)
+LOC[3, 0] = 1.0
+SPHERICAL = PowerSpherical(LOC, 1.0)
+UNIFORM = HypersphericalUniform(3)
+MIXTURE = Mixture(Categorical(torch.ones(4)), SPHERICAL)
+NORMALS = Mixture(Categorical(torch.ones(4)), Independent(Normal(LOC, 1.0), 1))
+FAMILIES = {
+    "PowerSpherical": SPHERICAL,
+    "VonMisesFisher": VonMisesFisher(LOC, 1.0),
+    "HypersphericalUniform": UNIFORM,
+    "Mixture": MIXTURE,
+}
+# What was PyTorch's or Python's text, and named no remedy.
+MISTAKES = {
+    "a keyword of another family": (
+        lambda: PowerSpherical(LOC, concentration=1.0),
+        TypeError,
+        'PowerSpherical: it takes loc, scale, validate_args; got `concentration`; did you mean "scale"?',
+    ),
+    "the letter of a book": (
+        lambda: VonMisesFisher(LOC, kappa=1.0),
+        TypeError,
+        'VonMisesFisher: it takes loc, concentration, validate_args; got `kappa`; did you mean "concentration"?',
+    ),
+    "no scale": (lambda: PowerSpherical(LOC), TypeError, "PowerSpherical: it takes .*; got no `scale`; give each of"),
+    "the former name of dim": (
+        lambda: HypersphericalUniform(dimension=3),
+        TypeError,
+        'HypersphericalUniform: it takes dim, .*; got `dimension`; did you mean "dim"?',
+    ),
+    "a keyword of a mixture": (
+        lambda: Mixture(Categorical(torch.ones(4)), components=SPHERICAL),
+        TypeError,
+        'Mixture: it takes .*; got `components`; did you mean "component_distribution"?',
+    ),
+    "no components": (
+        lambda: Mixture(Categorical(torch.ones(4)), LOC),
+        TypeError,
+        "`component_distribution` must be .*; got Tensor; use torch.distributions.MixtureSameFamily",
+    ),
+    "a negative scale": (
+        lambda: PowerSpherical(LOC, -1.0),
+        ValueError,
+        "PowerSpherical: `scale` must be at least 0; got -1; softplus, for one, gives only such numbers",
+    ),
+    "a scale that is nan": (
+        lambda: VonMisesFisher(LOC, math.nan),
+        ValueError,
+        "VonMisesFisher: `concentration` must be at least 0; got nan; look where it comes from",
+    ),
+    "a scale that is a text": (
+        lambda: PowerSpherical(LOC, "1"),
+        TypeError,
+        "PowerSpherical: `scale` must be a tensor or a number; got str; give a number",
+    ),
+    "a location that is not normalised": (
+        lambda: PowerSpherical(2 * LOC[:3], 1.0),
+        ValueError,
+        "`loc` must hold unit vectors; got one of length 2; give torch.nn.functional.normalize(loc, dim=-1)",
+    ),
+    "a dimension that is no integer": (
+        lambda: HypersphericalUniform(3.0),
+        TypeError,
+        "HypersphericalUniform: `dim` must be an integer; got float; convert it with int()",
+    ),
+    "a dtype in the place of the device": (
+        lambda: HypersphericalUniform(3, torch.float64),
+        TypeError,
+        "HypersphericalUniform: `device` must be a device; got torch.float64; give dtype=torch.float64",
+    ),
+    "a dtype of integers": (
+        lambda: HypersphericalUniform(3, dtype=torch.int64),
+        TypeError,
+        "HypersphericalUniform: `dtype` must be real floating point; got torch.int64",
+    ),
+    "values outside the support": (
+        lambda: SPHERICAL.log_prob(torch.ones(4, 4, 3)),
+        ValueError,
+        "PowerSpherical.log_prob: `value` must hold unit vectors, the support; got one of length 1.732051; give "
+        "torch.nn.functional.normalize(value, dim=-1)",
+    ),
+    "values that are nan": (
+        lambda: NORMALS.log_prob(torch.tensor([1.0, math.nan, 1.0])),
+        ValueError,
+        "Mixture.log_prob: `x` must hold numbers, the support; got nan; look where it comes from",
+    ),
+    "values outside the support of a mixture": (
+        lambda: MIXTURE.log_prob(torch.ones(3)),
+        ValueError,
+        "Mixture.log_prob: `x` must hold unit vectors, the support; got one of length 1.732051",
+    ),
+    "integers": (
+        lambda: UNIFORM.log_prob(torch.tensor([1, 0, 0])),
+        TypeError,
+        "HypersphericalUniform.log_prob: `value` must be real floating point; got torch.int64; convert it to one of",
+    ),
+    "a list": (
+        lambda: SPHERICAL.log_prob([1.0, 0.0, 0.0]),
+        TypeError,
+        "PowerSpherical.log_prob: `value` must be a tensor; got list; use torch.as_tensor",
+    ),
+    "values of another dimension": (
+        lambda: SPHERICAL.log_prob(torch.ones(3, 4)),
+        ValueError,
+        "`value` must have a last dimension of 3, as event_shape says; got (3, 4); give value.mT",
+    ),
+    "values for every pair": (
+        lambda: SPHERICAL.log_prob(LOC[:3]),
+        ValueError,
+        "must broadcast with batch_shape + event_shape = (4, 3); got (3, 3); for every pair give value.unsqueeze(-2)",
+    ),
+    "a batch shape that does not fit": (
+        lambda: SPHERICAL.expand((7,)),
+        ValueError,
+        "PowerSpherical.expand: `batch_shape` must be one to which (4,) expands; got (7,); put new axes first",
+    ),
+    "a batch shape that does not fit a mixture": (
+        lambda: MIXTURE.expand((7,)).expand((6,)),
+        ValueError,
+        "Mixture.expand: `batch_shape` must be one to which (7,) expands; got (6,); put new axes first",
+    ),
+    "a number for a batch shape": (
+        lambda: MIXTURE.expand(7),
+        TypeError,
+        "Mixture.expand: `batch_shape` must be a tuple of integers; got 7; give (7,)",
+    ),
+    "the entropy of a mixture": (
+        lambda: MIXTURE.entropy(),
+        NotImplementedError,
+        "Mixture.entropy has no closed form; estimate it: x = p.sample((1000,)); -p.log_prob(x).mean(0)",
+    ),
+    "gradients of draws of a mixture": (
+        lambda: MIXTURE.rsample(),
+        NotImplementedError,
+        "Mixture.rsample: a draw must have a gradient; got the choice of a component, which has none; draw by sample",
+    ),
+    "the mode of a mixture": (lambda: MIXTURE.mode, NotImplementedError, "Mixture.mode has no closed form; seek the"),
+    "the mode of the uniform distribution": (lambda: UNIFORM.mode, NotImplementedError, "got all alike; draw one by"),
+    "the divergence of a mixture": (
+        lambda: kl_divergence(SPHERICAL, MIXTURE),
+        NotImplementedError,
+        "kl_divergence(PowerSpherical, Mixture) has no closed form for a mixture; estimate it: x = p.sample((1000,))",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake):
+    call, kind, told = MISTAKES[mistake]
+    pattern = re.escape(told).replace(re.escape(".*"), ".*")
+    with pytest.raises(kind, match=pattern):
+        call()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mistakes_in_what_all_families_have(name):
+    p = FAMILIES[name]
+    drawing = [method for method in (p.sample, p.rsample) if name != "Mixture" or method == p.sample]
+    for draw in drawing:
+        for given, remedy in ((5, r"give \(5,\)"), (5.0, "give "), ("a", "give "), ((1.5,), "give ")):
+            with pytest.raises(
+                TypeError, match=f"^{name}: `sample_shape` must be a tuple of integers; got .*; {remedy}"
+            ):
+                draw(given)
+        with pytest.raises(ValueError, match=f"^{name}: `sample_shape` must hold sizes of at least 0; got .-1,.;"):
+            draw((-1,))
+        with pytest.raises(
+            TypeError, match=rf'^{name}\.r?sample: it takes sample_shape; got `shape`; did you mean "sa'
+        ):
+            draw(shape=(5,))
+        assert draw([2]).shape[0] == draw(torch.Size((2,))).shape[0] == 2
+    with pytest.raises(TypeError, match=rf"^{name}\.log_prob: it takes (value|x); got `data`"):
+        p.log_prob(data=LOC)
+    for method in (p.cdf, p.icdf, lambda value: p.enumerate_support()):
+        with pytest.raises(
+            NotImplementedError, match=rf"^{name}\..* must be one of numbers; got one of vectors of 3 coo"
+        ):
+            method(LOC)

@@ -13,7 +13,6 @@ from effops.programs.large_lines import report_of_block
 from effops.programs.scripts import ScriptRun, own_traceback, run_script
 from effops.text import parse_bytes
 
-NO_OPTIONS = {"script", "arguments", "run"}  # among what argparse gives
 FAILED = 2
 OVER = 1
 
@@ -24,8 +23,7 @@ def lint(options: argparse.Namespace) -> int:
         least = parse_bytes(options.least, "argument --least")
         limit = None if options.fail_over is None else parse_bytes(options.fail_over, "argument --fail-over")
         check_json_file(options.json)
-        own = {f"--{name.replace('_', '-')}" for name in vars(options).keys() - NO_OPTIONS}
-        given = [one for one in options.arguments if one.partition("=")[0] in own]
+        given = [one for one in options.arguments if one.partition("=")[0] in options.flags]
         if any(one.startswith("--fail-over") for one in given):  # a check that checks nothing
             raise ValueError(
                 "argument --fail-over: options of effops must stand before the script; got it behind; move it"

@@ -38,7 +38,7 @@ def argument_parser() -> argparse.ArgumentParser:
     line = "the lines of a script that make large tensors, and what to write"
     lint_parser = commands.add_parser("lint", help=line, description=f"Tell {what}. {LINT}", epilog=LINT_CODES)
     lint_arguments(lint_parser)
-    lint_parser.set_defaults(run=lint)
+    lint_parser.set_defaults(run=lint, flags=lint_parser.flags())
     return parser
 
 
@@ -95,6 +95,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": Formatter, **options})
         self.fill = fill
         self.given: list[str] = []
+
+    def flags(self) -> set[str]:
+        """The options, as --json, without that of the help, which a script has too."""
+        actions = (action for action in self._actions if action.default is not argparse.SUPPRESS)
+        return {flag for action in actions for flag in action.option_strings}
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

@@ -22,7 +22,7 @@ from effops.memory.plot import check_picture, plot_anatomy
 from effops.memory.sweep import sweep
 from effops.memory.workload import Workload
 from effops.prediction.cuda_forms import CONTEXT_BYTES
-from effops.text import did_you_mean, frames_of, line_of_program, parse_bytes
+from effops.text import did_you_mean, frames_of, line_of_program, parse_bytes, text_of
 
 EXPECTED_ERRORS = ValueError, NotImplementedError, ImportError, OSError, NVMLUnavailableError
 # The functions of the subcommands whose names are others; their errors begin with these names.
@@ -59,10 +59,9 @@ def _run(run: Run, options: argparse.Namespace) -> int:
     except EXPECTED_ERRORS as error:
         return _failed(options.command, error)
     except Exception as error:
-        is_told = str(error).startswith("Workload: ")
-        if not is_told and not line_of_program(frames_of(error)):
+        if not text_of(error).startswith("Workload: ") and not line_of_program(frames_of(error)):
             raise  # no program of the user's has raised it
-        return _failed(options.command, error, "" if is_told else f"{type(error).__name__}: ")
+        return _failed(options.command, error)
     code = 0
     try:
         shown_result(options.json, content, lambda console: console.print(str(found), soft_wrap=True))
@@ -79,12 +78,14 @@ def _run(run: Run, options: argparse.Namespace) -> int:
     return code
 
 
-def _failed(command: str, error: Exception, kind: str = "") -> int:
+def _failed(command: str, error: Exception) -> int:
     """Tell an error; returns the exit code. The function of the subcommand is not named beside it."""
-    text = str(error).removeprefix(f"{FUNCTIONS.get(command, command)}: ")
+    text = text_of(error).removeprefix(f"{FUNCTIONS.get(command, command)}: ")
     place = line_of_program(frames_of(error))
-    told = f"; raised {place}" if place and place not in text else ""
-    print(f"effops memory {command}: {kind}{text}{told}", file=sys.stderr)
+    if place and place not in text:
+        is_told = text.startswith("argument ")
+        text = f"{text}; raised {place}" if is_told else f"Workload: it raised {type(error).__name__} {place}: {text}"
+    print(f"effops memory {command}: {text}", file=sys.stderr)
     return 2
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from effops.memory.models import Configuration, bert_large, workload_parts
 from effops.memory.workload import Workload, called_as
-from effops.text import did_you_mean, frames_of, line_of_program, why_not_bound
+from effops.text import did_you_mean, frames_of, line_of_program, told_syntax_error, why_not_bound
 
 CONFIGURATION_TYPES = {field.name: type(field.default) for field in dataclasses.fields(Configuration)}
 BERT_OPTIONS = ("layers", "seq_len", "attention")
@@ -81,9 +81,8 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
             f"import does, without .py, in the current directory or an installed package{near}"
         ) from None
     except SyntaxError as error:
-        place_of_error = f"in {error.filename}, line {error.lineno}"
         raise ImportError(
-            f"argument --workload: {place!r} must be importable; got SyntaxError {place_of_error}: {error.msg}; mend it"
+            f"argument --workload: {place!r} must be importable; got {told_syntax_error(error)}; mend it"
         ) from error
     except Exception as error:
         place_of_error = line_of_program(frames_of(error)) or "in PyTorch"

@@ -62,9 +62,12 @@ def _dtype_as_tensor(given: Any) -> torch.dtype | None:
         return None
 
 
-def squeezed(argument: str, shape: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> str:
-    """Ask for an argument without its last axis, if that is of size 1 and its shape fits without; else empty."""
-    return f"give {argument}.squeeze(-1)" if tuple(shape[-1:]) == (1,) and fits(shape[:-1]) else ""
+def reshaped(argument: str, shape: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> str:
+    """Ask for an argument without its last axis of size 1, or transposed, if its shape fits so; else empty."""
+    if tuple(shape[-1:]) == (1,) and fits(shape[:-1]):
+        return f"give {argument}.squeeze(-1)"
+    *batch, rows, columns = shape if len(shape) > 1 else (0, 0)
+    return f"give {argument}.mT" if rows != columns and fits((*batch, columns, rows)) else ""
 
 
 def check_mask(function: str, argument: str, mask: Any, meaning: str) -> None:

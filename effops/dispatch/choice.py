@@ -13,7 +13,7 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from effops.dispatch.op import Call, Op, Variant, find_op, ops
-from effops.text import did_you_mean
+from effops.text import did_you_mean, tells_wrong_arguments
 
 AUTO = "auto"  # the name of the automatic choice, which None also means where no `use_variant` is entered
 
@@ -51,6 +51,7 @@ def _best(op: Op, call: Call) -> Variant | None:
     return None
 
 
+@tells_wrong_arguments
 def variants(function: Callable[..., Any] | str) -> list[str]:
     """The names of the variants of an op, in order of preference.
 

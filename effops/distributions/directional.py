@@ -14,21 +14,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 
-from effops.dispatch.arguments import check_float64, squeezed
+from effops.dispatch.arguments import check_float64, conversion, reshaped
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import is_plain
 from effops.distributions.constraints import unit_vector
+from effops.distributions.told import TellingDistribution, checked_sizes, length_problem
 from effops.numerics.directions import have_length_one, lengths
 from effops.numerics.layout import repeated
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
 from effops.numerics.shapes import broadcast_shapes, do_broadcast, is_known
 from effops.ops.densities.density import KeptNormaliser
 from effops.pytorch import _size
+from effops.text import tells_wrong_arguments
 
 
-class Directional(Distribution):
+class Directional(TellingDistribution):
     """The part of a distribution with log density W(s) + s phi(<loc, x>) that does not depend on phi."""
 
     support = unit_vector
@@ -47,14 +48,14 @@ class Directional(Distribution):
                 "put the coordinates of a direction into the last dimension"
             )
         if not isinstance(concentration, Tensor) or not concentration.is_floating_point():
-            concentration = torch.as_tensor(concentration, dtype=loc.dtype, device=loc.device)
+            concentration = _as_tensor(name, self._concentration_name, concentration, loc)
         try:
             batch_shape = loc.shape[:-1]
             if concentration.ndim:
                 batch_shape = broadcast_shapes(batch_shape, concentration.shape)
         except RuntimeError:
             given = self._concentration_name
-            remedy = squeezed(given, concentration.shape, lambda shape: do_broadcast(shape, loc.shape[:-1]))
+            remedy = reshaped(given, concentration.shape, lambda shape: do_broadcast(shape, loc.shape[:-1]))
             raise ValueError(
                 f"{name}: batch shapes must broadcast; got loc {tuple(loc.shape[:-1])} + (D,), {given} "
                 f"{tuple(concentration.shape)}; {remedy or 'unsqueeze the axes that should pair up'}"
@@ -71,19 +72,31 @@ class Directional(Distribution):
         if validate_args is not None:
             self._validate_args = validate_args
         if self._validate_args and not _are_surely_parameters(loc, concentration):
-            super().__init__(batch_shape, loc.shape[-1:], validate_args)
+            try:
+                super().__init__(batch_shape, loc.shape[-1:], validate_args)
+            except ValueError as error:
+                raise ValueError(_parameter_problem(name, self._concentration_name, loc, concentration)) from error
 
     def _expand_parameters(self, loc: Tensor, concentration: Tensor, batch_shape: torch.Size) -> None:
         self._batch_shape = batch_shape
         self.loc = _expanded(loc, batch_shape + loc.shape[-1:])
         setattr(self, self._concentration_name, _expanded(concentration, batch_shape))
 
+    @tells_wrong_arguments
     def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
+        shape = checked_sizes(f"{type(self).__name__}.expand", "batch_shape", batch_shape)
         new = self.__new__(type(self)) if _instance is None else _instance
         new.__dict__.update(self.__dict__)
-        new._expand_parameters(self.loc, getattr(self, self._concentration_name), torch.Size(batch_shape))
+        try:
+            new._expand_parameters(self.loc, getattr(self, self._concentration_name), shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{type(self).__name__}.expand: `batch_shape` must be one to which {tuple(self._batch_shape)} expands; "
+                f"got {tuple(shape)}; put new axes first"
+            ) from None
         return new
 
+    @tells_wrong_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args and not self._surely_supports(value):
             self._validate_sample(value)
@@ -175,8 +188,27 @@ def _warn_of_pairs(name: str, concentration_name: str) -> None:
         f"{name}: `{concentration_name}` (B, 1) beside `loc` (B, D) gives a batch (B, B), every pair of the two; "
         f"for one {concentration_name} a direction give (B,), as {concentration_name}.squeeze(-1); for every pair "
         "give loc.unsqueeze(-3) and (B, 1). This warning comes once",
-        stacklevel=4,
+        stacklevel=5,
     )
+
+
+def _as_tensor(name: str, concentration_name: str, concentration: Any, loc: Tensor) -> Tensor:
+    try:
+        return torch.as_tensor(concentration, dtype=loc.dtype, device=loc.device)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name}: `{concentration_name}` must be a tensor or a number; got {type(concentration).__name__}; "
+            + conversion(concentration, "give a number")
+        ) from None
+
+
+def _parameter_problem(name: str, concentration_name: str, loc: Tensor, concentration: Tensor) -> str:
+    """What is wrong with parameters of which PyTorch says that they are not in their domains."""
+    if problem := length_problem("loc", loc):
+        return f"{name}: `loc` {problem}"
+    least = concentration.detach().amin()
+    remedy = "look where it comes from" if least.isnan() else "softplus, for one, gives only such numbers"
+    return f"{name}: `{concentration_name}` must be at least 0; got {least:.7g}; {remedy}"
 
 
 def _lengthened(loc: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.distributions.kl import register_kl
 
+from effops.distributions.mixture import Mixture
 from effops.distributions.power_spherical import PowerSpherical
 from effops.distributions.uniform import HypersphericalUniform
 from effops.distributions.von_mises_fisher import VonMisesFisher
@@ -55,6 +57,15 @@ def _no_kl_to_power_spherical(p: Any, q: PowerSpherical) -> Tensor:
     )
 
 
+def _no_kl_of_mixtures(p: Any, q: Any) -> Tensor:
+    raise NotImplementedError(
+        f"kl_divergence({type(p).__name__}, {type(q).__name__}) has no closed form for a mixture; estimate it: "
+        "x = p.sample((1000,)); (p.log_prob(x) - q.log_prob(x)).mean(0)"
+    )
+
+
+for _pair in ((Mixture, Distribution), (Distribution, Mixture), (Mixture, Mixture)):
+    register_kl(*_pair)(_no_kl_of_mixtures)
 for _p in (PowerSpherical, VonMisesFisher, HypersphericalUniform):
     register_kl(_p, HypersphericalUniform)(_kl_to_uniform)
     register_kl(_p, VonMisesFisher)(_kl_to_von_mises_fisher)

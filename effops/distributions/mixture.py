@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,13 +11,15 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 
 from effops.distributions.directional import Directional
 from effops.distributions.power_spherical import PowerSpherical
+from effops.distributions.told import TellingDistribution, checked_sizes
 from effops.distributions.von_mises_fisher import VonMisesFisher
 from effops.numerics.shapes import broadcast_shapes
 from effops.ops.densities import normal, power_spherical, von_mises_fisher
 from effops.pytorch import _size
+from effops.text import tells_wrong_arguments
 
 
-class Mixture(MixtureSameFamily):
+class Mixture(TellingDistribution, MixtureSameFamily):
     """A `torch.distributions.MixtureSameFamily` that never holds the log densities of the components.
 
         log p(x) = logsumexp_k(log weight_k + log p_k(x))
@@ -43,6 +45,9 @@ class Mixture(MixtureSameFamily):
         torch.Size([1000, 3])
     """
 
+    _value_name: ClassVar[str] = "x"
+
+    @tells_wrong_arguments
     def __init__(
         self,
         mixture_distribution: Categorical,
@@ -66,12 +71,26 @@ class Mixture(MixtureSameFamily):
                 f"Mixture: `component_distribution` must have a batch shape (*B, K) that broadcasts with (*B) of "
                 f"`mixture_distribution`; got {tuple(shape)} and {tuple(weights_shape)}; put the components last"
             ) from None
+        if mixture_distribution.logits.shape[-1] != count:
+            raise ValueError(
+                "Mixture: `component_distribution` must have as many components as `mixture_distribution` has weights, "
+                f"{mixture_distribution.logits.shape[-1]}; got {count}, the last of its batch shape; give one for each"
+            )
         components = component_distribution.expand((*batch_shape, count))
         super().__init__(mixture_distribution.expand(batch_shape), components, validate_args)
 
+    @tells_wrong_arguments
     def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
-        return super().expand(batch_shape, self.__new__(type(self)) if _instance is None else _instance)
+        shape = checked_sizes("Mixture.expand", "batch_shape", batch_shape)
+        try:
+            return super().expand(shape, self.__new__(type(self)) if _instance is None else _instance)
+        except (RuntimeError, ValueError):
+            raise ValueError(
+                f"Mixture.expand: `batch_shape` must be one to which {tuple(self._batch_shape)} expands; got "
+                f"{tuple(shape)}; put new axes first"
+            ) from None
 
+    @tells_wrong_arguments
     def log_prob(self, x: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(x)
@@ -80,7 +99,9 @@ class Mixture(MixtureSameFamily):
         return log_prob(log_weights, *parameters, self._pad(x), dim=-1)
 
     @torch.no_grad()
+    @tells_wrong_arguments
     def sample(self, sample_shape: _size = ()) -> Tensor:
+        sample_shape = checked_sizes("Mixture", "sample_shape", sample_shape)
         index = self.mixture_distribution.sample(sample_shape).unsqueeze(-1)
         base = _base(self.component_distribution)
         if isinstance(base, Normal):
@@ -89,6 +110,23 @@ class Mixture(MixtureSameFamily):
         concentration = concentration.expand((*index.shape[:-1], -1)).gather(-1, index).squeeze(-1)
         chosen: Directional = type(base)(_chosen(base.loc, index), concentration, validate_args=False)
         return chosen._sample(())
+
+    def rsample(self, sample_shape: _size = ()) -> NoReturn:
+        raise NotImplementedError(
+            "Mixture.rsample: a draw must have a gradient; got the choice of a component, which has none; draw by "
+            "sample, or weigh what rsample of component_distribution gives"
+        )
+
+    def entropy(self) -> NoReturn:
+        raise NotImplementedError(
+            "Mixture.entropy has no closed form; estimate it: x = p.sample((1000,)); -p.log_prob(x).mean(0)"
+        )
+
+    @property
+    def mode(self) -> NoReturn:
+        raise NotImplementedError(
+            "Mixture.mode has no closed form; seek the maximum of log_prob from component_distribution.mode"
+        )
 
     def __repr__(self) -> str:
         return f"Mixture(\n  {self.mixture_distribution},\n  {self.component_distribution})"
@@ -116,9 +154,10 @@ def _mixture_op(components: Distribution) -> tuple[Callable[..., Tensor], tuple[
     """The fused op for mixtures of these components, and the parameters that it takes."""
     base = _base(components)
     if type(base) not in _MIXTURE_OPS or len(components.event_shape) != 1:
+        given = components if isinstance(components, Distribution) else type(components).__name__
         raise TypeError(
             "Mixture: `component_distribution` must be PowerSpherical, VonMisesFisher or Independent(Normal, 1); "
-            f"got {components!r}; use torch.distributions.MixtureSameFamily"
+            f"got {given}; use torch.distributions.MixtureSameFamily"
         )
     parameters = base._parameters if isinstance(base, Directional) else (base.loc, base.scale)
     return _MIXTURE_OPS[type(base)], parameters

@@ -17,6 +17,7 @@ from effops.distributions.uniform import HypersphericalUniform
 from effops.numerics.special import digamma_ratio
 from effops.ops.densities import power_spherical
 from effops.pytorch import _size
+from effops.text import tells_wrong_arguments
 
 
 class MarginalT(TransformedDistribution):
@@ -101,9 +102,11 @@ class PowerSpherical(Directional):
     _concentration_name = "scale"
     _family: ClassVar[ModuleType] = power_spherical
 
+    @tells_wrong_arguments
     def __init__(self, loc: Tensor, scale: Tensor | float, validate_args: bool | None = None) -> None:
         super().__init__(loc, scale, validate_args)
 
+    @tells_wrong_arguments
     def rsample(self, sample_shape: _size = ()) -> Tensor:
         return self._sample(sample_shape)
 

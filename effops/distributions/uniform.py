@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
 
 from effops.distributions.constraints import unit_vector
+from effops.distributions.told import TellingDistribution, checked_sizes
 from effops.numerics.directions import random_directions
-from effops.numerics.precision import arithmetic_dtype
+from effops.numerics.precision import FLOATS, arithmetic_dtype
 from effops.numerics.shapes import broadcast_shapes
 from effops.pytorch import _size
+from effops.text import integer_remedy, tells_wrong_arguments
 
 
-class HypersphericalUniform(Distribution):
+class HypersphericalUniform(TellingDistribution):
     """The uniform distribution of directions.
 
         log p(x) = lgamma(D / 2) - log 2 - D / 2 log pi
@@ -30,7 +31,7 @@ class HypersphericalUniform(Distribution):
     there are no parameters. Arguments are named and ordered as in the package power_spherical.
 
     Raises:
-        TypeError: `dim` is a tensor
+        TypeError: `dim` is no integer; `dtype` is none of real floating-point numbers
         ValueError: `dim` is below 2; with validation, which is torch's, a value outside the sphere
 
     Example:
@@ -43,6 +44,7 @@ class HypersphericalUniform(Distribution):
     support = unit_vector
     has_rsample = True
 
+    @tells_wrong_arguments
     def __init__(
         self,
         dim: int,
@@ -52,6 +54,16 @@ class HypersphericalUniform(Distribution):
     ) -> None:
         if isinstance(dim, Tensor):
             raise TypeError("HypersphericalUniform: `dim` must be an integer; got a tensor; give loc.shape[-1]")
+        if not hasattr(dim, "__index__"):
+            raise TypeError(
+                f"HypersphericalUniform: `dim` must be an integer; got {type(dim).__name__}; {integer_remedy(dim)}"
+            )
+        if dtype is not None and dtype not in FLOATS:
+            raise TypeError(
+                f"HypersphericalUniform: `dtype` must be real floating point; got {dtype}; give torch.float32"
+            )
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"HypersphericalUniform: `device` must be a device; got {device}; give dtype={device}")
         if dim < 2:
             raise ValueError(
                 f"HypersphericalUniform: `dim` must be at least 2, a circle; got {dim}; "
@@ -62,19 +74,29 @@ class HypersphericalUniform(Distribution):
         self._device = torch.get_default_device() if device is None else torch.device(device)
         super().__init__(torch.Size(), torch.Size((dim,)), validate_args)
 
+    @tells_wrong_arguments
     def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
         new = self.__new__(type(self)) if _instance is None else _instance
         new.__dict__.update(self.__dict__)
-        new._batch_shape = torch.empty(self._batch_shape, device="meta").expand(batch_shape).shape
+        shape = checked_sizes("HypersphericalUniform.expand", "batch_shape", batch_shape)
+        try:
+            new._batch_shape = torch.empty(self._batch_shape, device="meta").expand(shape).shape
+        except RuntimeError:
+            raise ValueError(
+                f"HypersphericalUniform.expand: `batch_shape` must be one to which {tuple(self._batch_shape)} expands; "
+                f"got {tuple(shape)}; put new axes first"
+            ) from None
         return new
 
     def __repr__(self) -> str:
         return f"HypersphericalUniform(dim: {self.dim}, batch_shape: {self._batch_shape})"
 
+    @tells_wrong_arguments
     def rsample(self, sample_shape: _size = ()) -> Tensor:
         shape, arithmetic = self._extended_shape(sample_shape), arithmetic_dtype(self._dtype)
         return random_directions(shape, dtype=arithmetic, device=self._device).to(self._dtype)
 
+    @tells_wrong_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
@@ -95,6 +117,12 @@ class HypersphericalUniform(Distribution):
     @property
     def mean(self) -> Tensor:
         return torch.zeros(self._batch_shape + self._event_shape, dtype=self._dtype, device=self._device)
+
+    @property
+    def mode(self) -> NoReturn:
+        raise NotImplementedError(
+            "HypersphericalUniform.mode: one direction must be the likeliest; got all alike; draw one by sample()"
+        )
 
     @property
     def variance(self) -> Tensor:

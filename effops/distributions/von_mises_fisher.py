@@ -14,6 +14,7 @@ from effops.distributions.directional import Directional
 from effops.numerics.special import bessel_ratio
 from effops.ops.densities import von_mises_fisher
 from effops.pytorch import _size
+from effops.text import tells_wrong_arguments
 
 
 class VonMisesFisher(Directional):
@@ -60,9 +61,11 @@ class VonMisesFisher(Directional):
     _concentration_name = "concentration"
     _family: ClassVar[ModuleType] = von_mises_fisher
 
+    @tells_wrong_arguments
     def __init__(self, loc: Tensor, concentration: Tensor | float, validate_args: bool | None = None) -> None:
         super().__init__(loc, concentration, validate_args)
 
+    @tells_wrong_arguments
     def rsample(self, sample_shape: _size = ()) -> Tensor:
         return self._sample(sample_shape)
 

@@ -22,7 +22,7 @@ from effops.prediction.known_values import KnownValues
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
 from effops.prediction.timeline import Timeline
 from effops.pytorch import FakeTensorMode, _BatchNorm
-from effops.text import aligned, counted, format_bytes, format_distinct_bytes, parse_bytes
+from effops.text import aligned, counted, format_bytes, format_distinct_bytes, parse_bytes, tells_wrong_arguments
 
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -115,13 +115,11 @@ class Advice:
         peaks = {"as it is": self.peak_bytes, **{f"and {name}": peak for name, peak in self.combination.items()}}
         *shown, _ = format_distinct_bytes(*peaks.values(), self.budget_bytes)
         head = f"within {budget}:" if self.fits else f"no combination fits {budget}; the lowest peak found:"
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.left_out.items():
-            reasons.setdefault(reason, []).append(name)
-        left_out = (f"not in it, {reason}: {'; '.join(names)}" for reason, names in reasons.items())
+        left_out = ["left out:", aligned(list(self.left_out.items()), left=2)] if self.left_out else []
         return "\n".join((head, aligned(list(zip(peaks, shown))), *left_out))
 
 
+@tells_wrong_arguments
 def advise(
     workload: Workload,
     batch_size: int,
@@ -477,20 +475,20 @@ def _combination(
     for option, method in usable:
         if peak_bytes <= budget_bytes:
             saves = method.peak_bytes is not None and method.peak_bytes < first_bytes
-            left_out[option.name] = f"since {'the budget is met without it' if saves else 'it does not lower the peak'}"
+            left_out[option.name] = "not needed" if saves else "saves nothing"
             continue
         candidate = {**chosen, option.family: option}
         if (found := peak_of(candidate.values())) < peak_bytes:
             if option.family in chosen:
-                left_out[chosen[option.family].name] = f"since {option.name} takes its place and saves more"
+                left_out[chosen[option.family].name] = f"{option.name} saves more"
             chosen, peak_bytes = candidate, found
         else:
-            left_out[option.name] = "since it lowers the peak no further"
+            left_out[option.name] = "saves nothing beside the others"
     together = list(chosen.values())
     for option in reversed(together):
         others = [other for other in together if other is not option]
         if peak_of(others) <= max(peak_bytes, budget_bytes):
             together = others
-            left_out[option.name] = "since the others do without it"
+            left_out[option.name] = "not needed"
     combination = {option.name: peak_of(together[: index + 1]) for index, option in enumerate(together)}
     return combination, left_out

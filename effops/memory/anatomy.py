@@ -33,7 +33,7 @@ from effops.pytorch import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from effops.text import aligned, did_you_mean, format_bytes, frames_of, line_of_program
+from effops.text import aligned, did_you_mean, format_bytes, frames_of, line_of_program, tells_wrong_arguments
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 # What PyTorch says of fake tensors whose values are read, and what reads them; those errors have no class of their own.
@@ -171,6 +171,7 @@ class Anatomy:
         return aligned([["operations", *phases], *rows])
 
 
+@tells_wrong_arguments
 def anatomy(
     workload: Workload,
     batch_size: int,

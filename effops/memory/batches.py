@@ -12,7 +12,7 @@ from effops.memory.measured import measured_timeline
 from effops.memory.workload import Step, Workload, check_step
 from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.prediction.inside import caution
-from effops.text import aligned, did_you_mean, format_bytes, format_distinct_bytes, parse_bytes
+from effops.text import aligned, did_you_mean, format_bytes, format_distinct_bytes, parse_bytes, tells_wrong_arguments
 
 SIZES_BY_LINE = 12  # batch sizes that are read off a line through two peaks; the sizes tried after them halve a gap
 PROBED_STEPS = 3  # steps that run to find the peak of a batch size
@@ -67,6 +67,7 @@ def _distinct(peaks: Iterable[int | None], budget_bytes: int | None) -> list[str
     return format_distinct_bytes(*counts)
 
 
+@tells_wrong_arguments
 def max_batch_size(
     workload: Workload,
     budget: str | float | None = None,
@@ -227,7 +228,7 @@ def _budget_too_small(size: int, nbytes: int | None, budget_bytes: int | None, p
     given = "none" if budget_bytes is None else next(shown)
     most = ", ".join(f"{name} {format_bytes(parts[name])}" for name in sorted(parts, key=lambda name: -parts[name])[:3])
     remedy = "raise it, or see what `advise` says of the workload"
-    if budget_bytes is not None and budget_bytes < 2**20:
+    if budget_bytes is not None and budget_bytes < 1024:  # of another unit, it would be one of the next
         remedy = f'a number alone is bytes: give a unit too, as "{budget_bytes}G"'
     return (
         f"max_batch_size: `budget` must hold a step of batch size {size}, which takes {took}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from effops.text import aligned, did_you_mean, format_bytes
+from effops.text import aligned, did_you_mean, format_bytes, tells_wrong_arguments
 
 FORMULAS = ("rough", "detailed")
 STATES_PER_PARAMETER = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
@@ -111,6 +111,7 @@ class Estimate:
         return "\n".join([aligned(rows), *(f"not counted: {omission}" for omission in self.omissions)])
 
 
+@tells_wrong_arguments
 def estimate_transformer(
     blocks: int,
     heads: int,

@@ -11,7 +11,7 @@ from effops.memory.batches import BudgetTooSmallError, max_batch_size
 from effops.memory.plot import plot_sweep
 from effops.memory.workload import Workload
 from effops.prediction.inside import caution
-from effops.text import aligned, did_you_mean, format_bytes, parse_bytes
+from effops.text import aligned, did_you_mean, format_bytes, parse_bytes, tells_wrong_arguments
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Sweep:
         plot_sweep(self.axes, self.quantity, self.batch_size is not None, path)
 
 
+@tells_wrong_arguments
 def sweep(
     workload_of: Callable[..., Workload],
     axes: Mapping[str, Sequence[Any]],

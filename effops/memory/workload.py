@@ -15,10 +15,20 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors
 from effops.pytorch import tree_leaves
-from effops.text import frames_of, integer_remedy, line_of_program
+from effops.text import frames_of, integer_remedy, line_of_program, tells_wrong_arguments, text_of
 
 # These can be raised again with another text. Subclasses of them may take other arguments than a text.
-TOLD_WITH_CALL = AttributeError, IndexError, RuntimeError, TypeError, ValueError
+TOLD_WITH_CALL = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    ZeroDivisionError,
+)
 SIGNATURES = {
     "model()": "model=lambda: torch.nn.Linear(256, 1)",
     "batch(batch_size)": "batch=lambda batch_size: torch.randn(batch_size, 256)",
@@ -135,6 +145,9 @@ class Workload:
         if callable(chosen):
             return chosen
         return lambda module: False
+
+
+Workload.__init__ = tells_wrong_arguments(Workload.__init__)  # type: ignore[method-assign]
 
 
 def check_step(function: str, workload: Any, batch_size: Any = 1) -> None:
@@ -295,8 +308,7 @@ def called_as(call: str) -> Iterator[None]:
         place = line_of_program(frames_of(error))
         takes_others = isinstance(error, TypeError) and "positional argument" in str(error)
         hint = f"; it is called as {call}: write {SIGNATURES[call]}" if takes_others and call in SIGNATURES else ""
-        name = "" if type(error) in (AttributeError, TypeError) else f" {type(error).__name__}"
-        told = f"Workload: {call} raised{name}{f' {place}' if place else ''}: {error}{hint}"
+        told = f"Workload: {call} raised {type(error).__name__}{f' {place}' if place else ''}: {text_of(error)}{hint}"
         raise type(error)(told) from error
 
 

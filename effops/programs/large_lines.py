@@ -19,7 +19,7 @@ from effops.programs.capture.observed import Observed
 from effops.programs.large import humps
 from effops.programs.large.findings import LintReport, report_of
 from effops.pytorch import FakeTensor
-from effops.text import parse_bytes
+from effops.text import did_you_mean, parse_bytes
 
 LEAST = "16 MiB"
 
@@ -79,6 +79,13 @@ def lint(
         if isinstance(fn, str):
             remedy = f"for a script, run `effops lint {fn}` in a shell"
         raise TypeError(f"lint: `fn` must be a function; got {type(fn).__name__}; {remedy}")
+    if fn is None and (args or kwargs):
+        known = ("least", "times", "fixes")
+        given = next(iter(kwargs), "")
+        raise TypeError(
+            f"lint: without a function it takes {', '.join(known)}; got {f'`{given}`' if given else 'None'}; "
+            f"give the function first{did_you_mean(given, known)}"
+        )
     if fn is None:
         return _block(least_bytes, times, fixes)
     observed = Observed()

@@ -31,7 +31,7 @@ from effops.pytorch import (
     _get_dispatch_mode,
     _TorchDispatchModeKey,
 )
-from effops.text import aligned, format_bytes, format_distinct_bytes, parse_bytes
+from effops.text import aligned, format_bytes, format_distinct_bytes, parse_bytes, tells_wrong_arguments
 
 __all__ = ["LargeLine", "MemoryBudgetExceeded", "MemoryReport", "budget", "predict"]
 
@@ -175,6 +175,7 @@ class budget:
         (4040000, 40000)
     """
 
+    @tells_wrong_arguments
     def __init__(self, limit: str | float) -> None:
         if callable(limit):
             raise ValueError(

@@ -32,6 +32,7 @@ from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import EFFOPS, Place, raised_at
 from effops.programs.writes import watched
 from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_dispatch_mode_stack
+from effops.text import told_syntax_error
 
 DEEPEST = 8  # levels of a batch in which tensors are looked for
 # Python says so where NaN, which stands for an integer that was read, is taken for a size or an index.
@@ -116,6 +117,7 @@ def run_script(
         OSError: the script cannot be read
         CannotFollow: a line depends on values; names it, and the remedy
         RefusedWriteError: it writes a file; names the line
+        SyntaxError: it is no Python, or a module that it imports; names the line
         ScriptEndedError: it ended itself with an exit code
         Exception: those of the script are its own
     """
@@ -156,7 +158,18 @@ def _run(path: str, arguments: Sequence[str], name: str, values: AssumedValues) 
                 f"{name}: a script must run until its first optimizer step; got exit code {error.code!r}{_at(place)}"
                 f"{read}; give it the arguments that it needs, after its name, or leave that exit out"
             ) from error
+    except SyntaxError as error:
+        if own_traceback(error) is not None and not os.path.isfile(error.filename or ""):
+            raise  # of code that the script has made itself
+        told = told_syntax_error(error) if error.filename else f"{path!r}: {error}"
+        place = raised_at(error)
+        imported = f" (imported at {place})" if place is not None else ""
+        raise SyntaxError(
+            f"{name}: a script and what it imports must be Python; got {told}{imported}; mend it"
+        ) from error
     except (TypeError, ValueError) as error:
+        if own_traceback(error) is None:  # nothing of it has run: Python 3.10 says so of null bytes
+            raise ValueError(f"{name}: a script must be Python; got {path!r}: {error}; name the .py file") from error
         if not any(text in str(error) for text in NO_INTEGER) or not any("NaN" in what for what, _ in values.assumed):
             raise
         place = raised_at(error)

@@ -179,6 +179,9 @@ def test_workloads_of_ones_own(content, own):
     [
         (["max-batch", *ARCHITECTURE, "--budget", "1KiB"], "`budget` must hold a step of batch size 1"),
         (["max-batch", *ARCHITECTURE, "--budget", "1 furlong"], "expected a number and B, KB"),
+        (["max-batch", *ARCHITECTURE, "--budget", "64"], "expected a unit behind the number; got '64'"),
+        (["max-batch", *ARCHITECTURE, "--budget=-1GiB"], "expected at least 0 bytes; got '-1GiB'"),
+        (["max-batch", *ARCHITECTURE, "--budget", "1GiB", "--context", "64"], "--context: expected a unit behind the"),
         (["max-batch", *ARCHITECTURE, "--budget", "1GiB", "--budget-means", "device"], 'give device="cuda"'),
         (["anatomy", *ARCHITECTURE, "--batch-size", "0"], "`batch_size` must be at least 1; got 0"),
         (
@@ -305,7 +308,7 @@ def test_progress_is_told_in_lines(memory, content, own):
     code, _, err = memory("max-batch", *step, "--budget", "1KiB", "--mode", "probe", "--power-of-two")
     assert code == 0
     assert set(err.splitlines()) >= {"running a step of batch size 1", "running a step of batch size 2"}
-    code, out, err = memory("advise", *step, "--batch-size", "4", "--budget", "500")
+    code, out, err = memory("advise", *step, "--batch-size", "4", "--budget", "500B")
     assert code == 0
     lines = err.splitlines()
     assert lines[0] == "predicting the step as it is"
@@ -360,8 +363,8 @@ def test_what_a_workload_file_raises_is_said_with_its_line(memory, own, tmp_path
     later.write_text(OWN.replace("torch.nn.Linear(width, width)", "__import__('no_such_library')"))
     code, _, err = memory("anatomy", "--workload", "needs_more_later:given", "--batch-size", "2")
     assert code == 2
-    told = f"effops memory anatomy: No module named 'no_such_library'; raised in {later}, line 7"
-    assert err.splitlines()[1:] == [told]
+    told = f"Workload: it raised ModuleNotFoundError in {later}, line 7: No module named 'no_such_library'"
+    assert err.splitlines()[1:] == [f"effops memory anatomy: {told}"]
     code, _, err = memory("anatomy", "--workload", "own_workloads:given", "--batch-size", "0")
     assert err.endswith("\neffops memory anatomy: `batch_size` must be at least 1; got 0; give a larger one\n")
 
@@ -398,7 +401,7 @@ def test_a_missing_extra_is_named(memory, monkeypatch):
 
 
 BROKEN = {
-    "x = 1\ndef f(: pass\n": "got SyntaxError in {file}, line 2: invalid syntax; mend it",
+    "x = 1\ndef f(: pass\n": "got SyntaxError in {file}, line 2: invalid syntax: def f(: pass; mend it",
     "import torch\n\nraise KeyError('x')\n": "got KeyError in {file}, line 3: 'x'; mend it",
     "from own_workloads import nothing\n": "got ImportError in {file}, line 1: cannot import name 'nothing'",
 }
@@ -427,7 +430,17 @@ def shapes(model, batch):
 def names(model, batch):
     return {}["loss"]
 
-shaped, named = (dataclasses.replace(own_workloads.given, loss=loss) for loss in (shapes, names))
+def asserts(model, batch):
+    assert batch.shape[-1] == 5, "4 features"
+
+class Wrong(Exception):
+    pass
+
+def raises(model, batch):
+    raise Wrong("4 features")
+
+losses = shapes, names, asserts, raises
+shaped, named, asserted, of_its_own = (dataclasses.replace(own_workloads.given, loss=loss) for loss in losses)
 without_size = dataclasses.replace(own_workloads.given, batch=lambda: 3)
 
 def sized(width):
@@ -435,8 +448,10 @@ def sized(width):
 """
 FAILURES = {
     "shaped": r"Workload: loss\(model, batch\) raised RuntimeError in {file}, line 6: a and b must have same reduction",
-    "named": "KeyError: 'loss'; raised in {file}, line 9$",
-    "without_size": r"Workload: batch\(batch_size\) raised: .* write batch=lambda batch_size: torch.randn\(",
+    "named": r"Workload: loss\(model, batch\) raised KeyError in {file}, line 9: loss$",
+    "asserted": r"Workload: loss\(model, batch\) raised AssertionError in {file}, line 12: 4 features$",
+    "of_its_own": r"Workload: it raised Wrong in {file}, line 18: 4 features$",
+    "without_size": r"Workload: batch\(batch_size\) raised TypeError: .* write batch=lambda batch_size: torch.randn\(",
     "sized": r"argument --workload: 'failing_workloads:sized': it takes width; got no `width`; give each of these,",
 }
 

@@ -160,7 +160,7 @@ def test_neighbours_look_different():
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("6 GiB", 6 * 2**30), ("5GiB", 5 * 2**30), ("1.5 kB", 1500), (7, 7), ("9", 9)]
+    ("text", "nbytes"), [("6 GiB", 6 * 2**30), ("5GiB", 5 * 2**30), ("1.5 kB", 1500), (7, 7), ("9 B", 9)]
 )
 def test_texts_of_bytes(text, nbytes):
     assert parse_bytes(text) == nbytes

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+import effops
+import effops_pytest
 from effops.commands import main as cli
 from effops.memory import Workload, advise, anatomy, estimate_transformer, max_batch_size, parse_bytes, sweep
 from effops.memory.formula import Details
@@ -29,7 +31,8 @@ WORKLOAD = Workload(lambda: nn.Linear(64, 1), lambda size: torch.randn(size, 64)
         ("1T", 2**40),
         (".5M", 2**19),
         ("7 B", 7),
-        ("6e9", 6 * 10**9),
+        ("6e9 B", 6 * 10**9),
+        ("0", 0),
         (6e9, 6 * 10**9),
         (7, 7),
         (torch.tensor(7).numpy()[()], 7),
@@ -39,9 +42,30 @@ def test_amounts_of_bytes(amount, nbytes):
     assert parse_bytes(amount) == nbytes
 
 
-@pytest.mark.parametrize("amount", ["", "6 gigs", "-6G", "6 iB", "6 G B", -1, math.inf, math.nan, True, [6]])
+@pytest.mark.parametrize("amount", ["", "-", "6 gigs", "- 6G", "6 iB", "6 G B", math.inf, math.nan, True, [6]])
 def test_no_amounts_of_bytes(amount):
     with pytest.raises(ValueError, match=r"parse_bytes: expected a number and B, KB.* K, M, G or T .* got "):
+        parse_bytes(amount)
+
+
+@pytest.mark.parametrize("amount", ["-6G", "-1MiB", "-1", -1, -0.5, -math.inf])
+def test_amounts_below_0_are_told_so(amount):
+    """They were told which units there are."""
+    with pytest.raises(ValueError, match=r"^parse_bytes: expected at least 0 bytes; got .*; write it without the sign"):
+        parse_bytes(amount)
+
+
+@pytest.mark.parametrize(
+    ("amount", "remedy"),
+    [
+        ("64", r'write "64MiB", or "64B" for bytes \(in Python also 64 as a number\)'),
+        (" .5 ", r'write ".5MiB", or ".5B" for bytes'),
+        ("6e9", r'write "6e9B" for bytes \(in Python also 6e9 as a number\)'),
+    ],
+)
+def test_a_text_of_a_number_alone_is_no_amount(amount, remedy):
+    """A budget of "64" meant 64 bytes."""
+    with pytest.raises(ValueError, match=rf"^parse_bytes: expected a unit behind the number; got '{amount}'; {remedy}"):
         parse_bytes(amount)
 
 
@@ -55,6 +79,35 @@ def test_budgets():
     }.items():
         with pytest.raises(ValueError, match=f"{name}: `budget`: expected a number and B.* got '6 gigs'"):
             function()
+    with pytest.raises(ValueError, match=r"^budget: `limit`: expected a unit .* got '64'; write \"64MiB\", or \"64B\""):
+        effops.budget("64")
+    for name, function in {
+        "max_batch_size: `budget`": lambda: max_batch_size(WORKLOAD, "6"),
+        "advise: `budget`": lambda: advise(WORKLOAD, 1, "6"),
+        "sweep: `budget`": lambda: sweep(lambda width: WORKLOAD, {"width": [1]}, "6"),
+        "budget: `limit`": lambda: effops_pytest.check("6", abs, LAYER.weight),
+        "lint: `least`": lambda: effops.lint(abs, LAYER.weight, least="6"),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected a unit behind the number; got '6'"):
+            function()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Workload(modle=LAYER), r'Workload: it takes model, .*; got `modle`; did you mean "model"\?'),
+        (lambda: Workload(LAYER), "Workload: it takes .*; got no `batch`; give each of these"),
+        (lambda: advise(WORKLOAD), "advise: it takes workload, batch_size, .*; got no `batch_size`"),
+        (lambda: anatomy(WORKLOAD, batchsize=1), r'anatomy: it takes .*; did you mean "batch_size"\?'),
+        (lambda: max_batch_size(WORKLOAD, budgt="1G"), r'max_batch_size: it takes .*; did you mean "budget"\?'),
+        (lambda: sweep(WORKLOAD), "sweep: it takes .*; got no `axes`"),
+        (lambda: estimate_transformer(1), "estimate_transformer: it takes blocks, .*; got no `heads` and no"),
+    ],
+)
+def test_arguments_that_are_not_taken(call, message):
+    """The texts were Python's."""
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
 
 
 def test_the_name_of_a_class_is_no_class():
@@ -66,7 +119,10 @@ def test_the_name_of_a_class_is_no_class():
 def test_a_budget_without_its_unit():
     """It was told to be raised."""
     with pytest.raises(ValueError, match='got 6 B; a number alone is bytes: give a unit too, as "6G"'):
-        max_batch_size(WORKLOAD, "6")
+        max_batch_size(WORKLOAD, 6)
+    wide = Workload(lambda: nn.Linear(640, 1), lambda size: torch.randn(size, 640))
+    with pytest.raises(ValueError, match=r"got 1\.0 KiB; raise it"):  # whose remedy was "1025G"
+        max_batch_size(wide, 1025)
 
 
 @pytest.mark.parametrize(
@@ -200,16 +256,20 @@ def test_a_workload_named_by_its_file(capsys):
 @pytest.mark.parametrize(
     ("given", "error", "answer"),
     [
-        ({"batch": lambda: torch.zeros(2, 3)}, TypeError, r"Workload: batch\(batch_size\) raised: .*0 positional"),
+        (
+            {"batch": lambda: torch.zeros(2, 3)},
+            TypeError,
+            r"Workload: batch\(batch_size\) raised TypeError: .*0 positional",
+        ),
         (
             {"loss": lambda batch, model: model(batch).sum()},
             TypeError,
-            r"Workload: loss\(model, batch\) raised in .*test_mistakes.py, line \d+: .*Tensor",
+            r"Workload: loss\(model, batch\) raised [A-Za-z]+ in .*test_mistakes.py, line \d+: .*Tensor",
         ),
         (
             {"optimizer": lambda model: torch.optim.SGD(model.parameters())},
             AttributeError,
-            r"Workload: optimizer\(model\.parameters\(\)\) raised in .*test_mistakes.py, line \d+: .*generator",
+            r"Workload: optimizer\(model\.parameters\(\)\) raised [A-Za-z]+ in .*es.py, line \d+: .*generator",
         ),
     ],
     ids=["batch", "loss", "optimizer"],

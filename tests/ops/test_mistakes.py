@@ -317,6 +317,46 @@ MISTAKES = {
         ValueError,
         "`key_padding_mask` must have the shape (batch, keys) = (2, 10); got (10, 10); give a mask of pairs by name",
     ),
+    "a transposed padding mask": (  # it was said to be a mask of pairs
+        lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, torch.zeros(10, 2, dtype=torch.bool)),
+        ValueError,
+        "`key_padding_mask` must have the shape (batch, keys) = (2, 10); got (10, 2); give key_padding_mask.mT",
+    ),
+    "a transposed mask of pairs of a layer": (  # the advice was to expand it
+        lambda: layer(SEQUENCE[:, :4], SEQUENCE, SEQUENCE, attn_mask=PAIRS[:, :4]),
+        ValueError,
+        "(batch * heads, queries, keys) = (8, 4, 10); got (10, 4); give attn_mask.mT",
+    ),
+    "transposed masks of the heads of a layer": (
+        lambda: layer(SEQUENCE[:, :4], SEQUENCE, SEQUENCE, attn_mask=PAIRS[:, :4].expand(8, 10, 4)),
+        ValueError,
+        "(batch * heads, queries, keys) = (8, 4, 10); got (8, 10, 4); give attn_mask.mT",
+    ),
+    "a transposed mask of pairs": (  # the advice was to unsqueeze it
+        lambda: effops.attention(QUERY[..., :4, :], QUERY, QUERY, PAIRS[:, :4]),
+        ValueError,
+        "`attn_mask` must broadcast to (queries, keys) = (4, 10); got (10, 4); give attn_mask.mT",
+    ),
+    "transposed keys": (  # the advice was to project them
+        lambda: effops.attention(QUERY, QUERY.mT, QUERY),
+        ValueError,
+        "must be equal; .*; give key.mT",
+    ),
+    "transposed values": (  # the advice was to cut or pad them
+        lambda: effops.attention(QUERY, QUERY, QUERY.mT),
+        ValueError,
+        "there must be one value for each key; .*; give value.mT",
+    ),
+    "transposed weights of a mixture": (
+        lambda: mixture(torch.zeros(4, 10), LOC, SCALE, X.unsqueeze(1)),
+        ValueError,
+        "log_weights.* give log_weights.mT",
+    ),
+    "transposed scales of a distribution": (
+        lambda: effops.distributions.PowerSpherical(torch.ones(2, 4, 3), torch.ones(4, 2)),
+        ValueError,
+        "got loc (2, 4) + (D,), scale (4, 2); give scale.mT",
+    ),
     "a mask for each batch entry": (
         lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, attn_mask=PAIRS.expand(2, 10, 10)),
         ValueError,
@@ -368,6 +408,63 @@ MISTAKES = {
         TypeError,
         'attention: it takes query, key, value, attn_mask, .*, variant; got `mask`; did you mean "attn_mask"?',
     ),
+    "a keyword of a layer": (
+        lambda: effops.nn.MultiheadAttention(16, heads=4),
+        TypeError,
+        'MultiheadAttention: it takes embed_dim, num_heads, .*, restart; got `heads`; did you mean "num_heads"?',
+    ),
+    "the width of a layer by another name": (
+        lambda: effops.nn.MultiheadAttention(dim=16, num_heads=4),
+        TypeError,
+        'MultiheadAttention: it takes .*; got `dim`; did you mean "embed_dim"?',
+    ),
+    "a layer of no size": (lambda: effops.nn.MultiheadAttention(), TypeError, "got no `embed_dim` and no `num_heads`"),
+    "a keyword of the call of a layer": (
+        lambda: layer(SEQUENCE, SEQUENCE, SEQUENCE, mask=PAIRS),
+        TypeError,
+        'MultiheadAttention.forward: it takes query, .*; got `mask`; did you mean "attn_mask"?',
+    ),
+    "a layer that is called with one tensor": (
+        lambda: layer(SEQUENCE),
+        TypeError,
+        "MultiheadAttention.forward: it takes .*; got no `key` and no `value`; give each of these",
+    ),
+    "no keys": (
+        lambda: layer(SEQUENCE, None, None),
+        TypeError,
+        "MultiheadAttention: `key` must be a tensor; got NoneType; give query for self-attention",
+    ),
+    "heads that do not divide the width": (
+        lambda: effops.nn.MultiheadAttention(16, 3),
+        ValueError,
+        "`embed_dim` must be a multiple of `num_heads`; got 16 and 3; give num_heads=2, or embed_dim=18",
+    ),
+    "a width that is no integer": (
+        lambda: effops.nn.MultiheadAttention(16.0, 4),
+        TypeError,
+        "MultiheadAttention: `embed_dim` must be an integer; got float; convert it with int()",
+    ),
+    "no heads": (
+        lambda: effops.nn.MultiheadAttention(16, 0),
+        ValueError,
+        "MultiheadAttention: `num_heads` must be at least 1; got 0",
+    ),
+    "a sequence in another dtype": (
+        lambda: layer(SEQUENCE, SEQUENCE.double(), SEQUENCE),
+        TypeError,
+        "`key` must have the dtype of the layer, torch.float32; got torch.float64; convert one, as key.to(torch.float",
+    ),
+    "another keyword of a budget": (
+        lambda: effops.budget(lmit="64 MiB"),
+        TypeError,
+        'budget: it takes limit; got `lmit`; did you mean "limit"?',
+    ),
+    "another keyword of lint as a block": (
+        lambda: effops.lint(lest="64 MiB"),
+        TypeError,
+        'lint: without a function it takes least, times, fixes; got `lest`; give the function first; did you mean "le',
+    ),
+    "nothing for variants": (lambda: effops.variants(), TypeError, "variants: it takes function; got no `function`"),
     "an argument too few": (
         lambda: effops.attention(QUERY, QUERY),
         TypeError,

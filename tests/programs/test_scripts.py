@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import sys
 import tempfile
 import textwrap
@@ -323,6 +324,12 @@ def test_the_command(script, capsys):
     assert shown.err.splitlines()[:2] == [f"effops lint: {one}" for one in told]
     assert main(["lint", "--fail-over", "1MiB", path]) == 1
     assert main(["lint", "--fail-over", "much", path]) == 2
+    for option in ("--fail-over", "--least"):
+        capsys.readouterr()
+        assert main(["lint", option, "64", path]) == 2
+        assert f"lint: argument {option}: expected a unit behind the number; got '64'; write" in capsys.readouterr().err
+        assert main(["lint", f"{option}=-1MiB", path]) == 2
+        assert f"argument {option}: expected at least 0 bytes; got '-1MiB'; write it without" in capsys.readouterr().err
     capsys.readouterr()
     assert main(["lint", path, "--fail-over", "1MiB"]) == 2  # it was the script's, and nothing failed
     assert "argument --fail-over: options of effops must stand before the script" in capsys.readouterr().err
@@ -339,6 +346,40 @@ def test_errors_in_the_command(script, capsys):
     assert main(["lint", script(STEP + "if loss > 1:\n    pass\n")]) == 2
     shown = capsys.readouterr().err.splitlines()[-1]
     assert shown.startswith("effops lint: a branch on a value cannot be followed")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import torch\nx = (1,\n", "SyntaxError in {path}, line 2: '(' was never closed: x = (1,; mend it"),
+        ("if x:\ny = 1\n", "IndentationError in {path}, line 2: expected an indented block .*: y = 1; mend it"),
+        ("\nimport slips\n", r"SyntaxError in .*slips.py, line 1: .*: def f\(:.* \(imported at {path}:2\); mend it"),
+    ],
+)
+def test_a_script_that_is_no_python(tmp_path, capsys, text, told):
+    """The text of the line was missing, and a module that was imported gave a traceback."""
+    (tmp_path / "slips.py").write_text("def f(:\n    pass\n")
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    assert main(["lint", str(path)]) == 2
+    _, line = capsys.readouterr().err.splitlines()
+    expected = told.replace("(1", r"\(1").replace("'('", r"'\('").format(path=path)
+    assert re.fullmatch(rf"effops lint: a script and what it imports must be Python; got {expected}", line), line
+
+
+def test_a_script_that_is_no_text(tmp_path, capsys):
+    """The file was not named."""
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"x = 1\0\n")
+    assert main(["lint", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[1:]
+    assert "must be Python; got" in line
+    assert str(path) in line
+
+
+def test_code_that_a_script_makes_is_its_own(script, capsys):
+    assert main(["lint", script("eval('1 +')\n")]) == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 NO_STEP = "the script ended after 0 of 1 optimizer steps; a script that trains may lack arguments, after its name"

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
-from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias, squeezed
+from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias, reshaped
 from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, promote, wider
@@ -232,13 +232,18 @@ def prepare(
     if any(tensor.shape[-1] != query.shape[-1] for tensor in scored.values()):
         *first, last = (f"`{name}`" for name in scored)
         features = query.shape[-1:]
-        remedies = (squeezed(name, one.shape, lambda shape: shape[-1:] == features) for name, one in scored.items())
+        remedies = (
+            reshaped(name, one.shape, lambda shape: tuple(shape[-1:]) == features) for name, one in scored.items()
+        )
         raise ValueError(
             f"{function}: last dimensions of {', '.join(first)} and {last} must be equal; got "
             f"{_shapes(tensors)}; {next(filter(None, remedies), 'project them alike')}"
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"{function}: there must be one value for each key; got {_shapes(tensors)}; cut or pad one")
+        remedy = reshaped("value", value.shape, lambda shape: shape[-2] == key.shape[-2])
+        raise ValueError(
+            f"{function}: there must be one value for each key; got {_shapes(tensors)}; {remedy or 'cut or pad one'}"
+        )
     for name, other in list(scored.items())[2:]:
         if _widens(other.shape[:-1], pairs):
             raise ValueError(
@@ -366,7 +371,7 @@ def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, 
         )
     check_mask(function, "attn_mask", mask, "for pairs that take part")
     if _widens(mask.shape, pairs):
-        remedy = squeezed("attn_mask", mask.shape, lambda shape: not _widens(shape, pairs))
+        remedy = reshaped("attn_mask", mask.shape, lambda shape: not _widens(shape, pairs))
         raise ValueError(
             f"{function}: `attn_mask` must broadcast to (queries, keys) = {pairs}; got {tuple(mask.shape)}; "
             + (remedy or "unsqueeze it: (*batch, 1, keys) masks keys for all queries")

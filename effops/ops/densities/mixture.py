@@ -23,7 +23,7 @@ from effops.blocks.cutting import broadcast_slice, fit, visited_pieces, whole
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.weighted import Weighted
-from effops.dispatch.arguments import check_devices, check_operand, check_order, squeezed
+from effops.dispatch.arguments import check_devices, check_operand, check_order, reshaped
 from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
@@ -131,7 +131,7 @@ def _validated(
     try:
         return inner, plan_of(density, *inner.tensors, log_weights)
     except RuntimeError:
-        remedy = squeezed("log_weights", log_weights.shape, lambda shape: do_broadcast(shape, inner.shape))
+        remedy = reshaped("log_weights", log_weights.shape, lambda shape: do_broadcast(shape, inner.shape))
         raise ValueError(
             f"{function}: `log_weights` must broadcast with the log densities; got log_weights "
             f"{tuple(log_weights.shape)}, log densities {inner.shape}; "

@@ -18,7 +18,9 @@ LEAST_TIMES = 8.0
 HEAD_TIMES = 4.0  # the weight of a language model's head is large itself
 SEED_SHARE = 256  # what is kept of a loop over chunks is large in sum alone
 TURNS = 4  # of a loop, at least
-STEP = 4  # members lie within so much of each other
+REDUCED_TIMES = 4  # a reducer's results are so many times smaller than what it reads, at least
+NEAR_TIMES = 4  # members lie within so many times of each other
+READ_SHARE = 4  # a reducer reads at least one in so many bytes of a tensor, or few of it are ever read
 # Whose results are what a program wants of its operands, not a step on the way.
 TRANSFORMS = {
     "convolution",
@@ -85,7 +87,7 @@ class Hump:
         """How many times as much is held as the largest of what goes in and comes out."""
         outside = max([1, self.result_bytes, *(root.nbytes for root in self.roots)])
         times = self.largest.nbytes / outside
-        return times if times < STEP and not self.is_head else self.held_bytes / outside
+        return times if times < REDUCED_TIMES and not self.is_head else self.held_bytes / outside
 
 
 @dataclass(eq=False)
@@ -170,7 +172,7 @@ def _humps(program: Observed, least: float) -> Iterator[Hump]:
         if not large:
             continue
         hump = _walk(large, call, through_products=False)
-        if not hump.members or hump.times < STEP:
+        if not hump.members or hump.times < REDUCED_TIMES:
             through = _walk(large, call, through_products=True)
             if _has_rows_of_pairs(through):
                 hump = through
@@ -185,12 +187,15 @@ def _reduced(call: Call, least: float) -> list[Storage]:
     large = {
         id(read.storage): read.storage
         for read in call.reads
-        if read.storage.nbytes >= max(least, STEP * call.result_bytes)
+        if read.storage.nbytes >= max(least, REDUCED_TIMES * call.result_bytes)
         and _is_made(read.storage)
-        and (STEP * read.nbytes > read.storage.nbytes or LEAST_TIMES * read.storage.read_bytes <= read.storage.nbytes)
+        and (
+            READ_SHARE * read.nbytes > read.storage.nbytes
+            or LEAST_TIMES * read.storage.read_bytes <= read.storage.nbytes
+        )
     }
     most = max((one.nbytes for one in large.values()), default=0)
-    return [one for one in large.values() if STEP * one.nbytes >= most]
+    return [one for one in large.values() if NEAR_TIMES * one.nbytes >= most]
 
 
 def _is_made(storage: Storage) -> bool:
@@ -219,7 +224,7 @@ def _walk(large: Sequence[Storage], reducer: Call, *, through_products: bool) ->
                 other = read.storage
                 if id(other) in members or other is storage:
                     continue
-                is_large = STEP * read.nbytes >= storage.nbytes and _is_made(other)
+                is_large = NEAR_TIMES * read.nbytes >= storage.nbytes and _is_made(other)
                 if is_large and not is_logits and not _is_read_in_turns(other, call):
                     members[id(other)] = other
                     waiting.append(other)

@@ -54,7 +54,7 @@ def loops(part: Slice, trial: Trial, now_bytes: int) -> Iterator[Rewrite]:
         why = f"a part of {axis} is made at a time{_again(part)}"
         if any("MEANS" in one for one in combined) and IGNORES & _called(part):
             why += "; right only where no target is ignored, since parts then weigh alike"
-        yield Rewrite("loop", [*statements, *part.rest], why)
+        yield Rewrite("loop", [*statements, *part.rest], why, _is_differentiable(part))
 
 
 def _called(found: Slice) -> set[str]:
@@ -71,7 +71,7 @@ def checkpointed(found: Slice) -> Rewrite | None:
     call = f"checkpoint({function}, {free}, use_reentrant=False)"
     source = f"{_imports(found)}\n{definition}\n{', '.join(found.results)} = {call}"
     why = "backward computes each turn again; what a turn makes is not kept"
-    return Rewrite("loop", ast.parse(source).body, why)
+    return Rewrite("loop", ast.parse(source).body, why, keeps_operands_alone=True)
 
 
 def _described(found: Slice, name: str) -> Described:

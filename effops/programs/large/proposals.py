@@ -7,6 +7,7 @@ if it gave the results and gradients of the user's own on small tensors, and mak
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class Fix:
 
 def propose(found: Found) -> Fix | None:
     """The fix of a finding; None if no code was found that is equal and takes half the bytes."""
-    fix = _patched(found)
+    fix = _patch_of_package(found)
     if fix is not None:
         return fix
     tried: list[tuple[Slice, Trial]] = []
@@ -72,32 +73,8 @@ def propose(found: Found) -> Fix | None:
                     fix = _measured(found, one, rewrite)
                     if fix is not None:
                         return fix
-    fixes = [fix for one, trial in tried for fix in _loops(found, one, trial)]
+    fixes = [fix for one, trial in tried for fix in _loop_fixes(found, one, trial)]
     return min(fixes, key=lambda one: (one.after_bytes, len(one.code)), default=None)
-
-
-def _loops(found: Found, one: Slice, trial: Trial) -> Iterator[Fix]:
-    if len(found.turns) >= TURNS:
-        again = checkpointed(one)
-        if again is not None and trial.agrees(again.statements):
-            fix = _measured(found, one, again)
-            if fix is not None:
-                yield fix
-                return
-    reducers = [hump.reducer for hump in found.humps]
-    sources = [scope.place.source for call in reducers for scope in call.scopes if scope.code is one.scope.code]
-    parts = [one, taken_apart(one, sources)]
-    measured = 0
-    for part in parts:
-        for rewrite in () if part is None else loops(part, trial, found.largest_bytes):
-            if not trial.agrees(rewrite.statements):
-                continue
-            measured += 1
-            fix = _measured(found, one, rewrite)
-            if fix is not None:
-                yield fix
-            if measured == MEASURED or (fix is not None and ENOUGH * fix.after_bytes <= found.now_bytes):
-                return
 
 
 def _candidates(found: Found) -> Iterator[Slice]:
@@ -113,6 +90,35 @@ def _candidates(found: Found) -> Iterator[Slice]:
             continue
         yield from slices(first, last)
         return
+
+
+def _loop_fixes(found: Found, one: Slice, trial: Trial) -> Iterator[Fix]:
+    """Loops in place of a slice that were run: over its turns, if it stands in a loop; else over parts of an axis."""
+    if len(found.turns) >= TURNS:
+        again = checkpointed(one)
+        fix = None if again is None or not trial.agrees(again.statements) else _measured(found, one, again)
+        if fix is not None:
+            yield fix
+            return
+    yield from _loops_over_parts(found, one, trial)
+
+
+def _loops_over_parts(found: Found, one: Slice, trial: Trial) -> Iterator[Fix]:
+    """Loops over parts of an axis: of the whole slice, then of what its reducing expression is made of.
+
+    Few are measured, since each takes a run at full size on fake tensors. One that takes far less ends the search.
+    """
+    reducers = [hump.reducer for hump in found.humps]
+    sources = [scope.place.source for call in reducers for scope in call.scopes if scope.code is one.scope.code]
+    parts = [part for part in (one, taken_apart(one, sources)) if part is not None]
+    tried = (rewrite for part in parts for rewrite in loops(part, trial, found.largest_bytes))
+    equal = (rewrite for rewrite in tried if trial.agrees(rewrite.statements))
+    for rewrite in itertools.islice(equal, MEASURED):
+        fix = _measured(found, one, rewrite)
+        if fix is not None:
+            yield fix
+            if ENOUGH * fix.after_bytes <= found.now_bytes:
+                return
 
 
 def _operand_bytes(found: Slice) -> int:
@@ -139,19 +145,13 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
         after = largest_bytes(compiled(sources[0], one.scope.surroundings), one)
     except Exception:  # code that does not run on fake tensors is not proposed
         return None
-    if found.is_loop and not _keeps_operands_alone(statements):
+    if found.is_loop and not rewrite.keeps_operands_alone:
         after *= len(found.turns)  # all of which keep what is made
     if LESS * after > found.now_bytes:
         return None
     code, lines = _changed(one.with_use(statements), one.statements)
     surroundings = dict(one.scope.surroundings)
     return Fix(rewrite.how, code, after, rewrite.why, one.free, lines, sources, surroundings)
-
-
-def _keeps_operands_alone(statements: Sequence[ast.stmt]) -> bool:
-    """Whether statements compute again in backward what they make."""
-    names = {node.id for one in statements for node in ast.walk(one) if isinstance(node, ast.Name)}
-    return not names.isdisjoint({"checkpoint", "effops"})
 
 
 def _changed(statements: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> tuple[str, tuple[int, ...]]:
@@ -163,20 +163,20 @@ def _changed(statements: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> tupl
     return "\n".join(source for source in new if source not in old), tuple(sorted(lines))
 
 
-def _patched(found: Found) -> Fix | None:
+def _patch_of_package(found: Found) -> Fix | None:
+    """The fix where the package power_spherical makes what is large: a patch of its `log_prob`."""
     calls = [one.maker for one in found.top.members if one.maker is not None]
     scope = next((scope for call in calls for scope in call.scopes if _is_power_spherical(scope)), None)
     if scope is None:
         return None
-    statement = ast.parse("return effops.power_spherical_log_prob(self.loc, self.scale, value)").body
-    own = ast.parse("return self.log_normalizer() + self.scale * torch.log1p((self.loc * value).sum(-1))").body
-    whole = Slice(own, scope, ())
-    rewrite = Rewrite(NAMED, statement, "the op takes the place of the package's `log_prob`, with the same results")
-    fix = _measured(found, Slice(statement, scope, ()), rewrite)
+    op = ast.parse("return effops.power_spherical_log_prob(self.loc, self.scale, value)").body
+    packages = ast.parse("return self.log_normalizer() + self.scale * torch.log1p((self.loc * value).sum(-1))").body
+    rewrite = Rewrite(NAMED, op, "the op takes the place of the package's `log_prob`, with the same results", True)
+    fix = _measured(found, Slice(op, scope, ()), rewrite)
     if fix is None:
         return None
     code = "import effops\neffops.patch_power_spherical()  # once, before the first call"
-    sources = fix._sources[0], whole.definition(own)
+    sources = fix._sources[0], Slice(packages, scope, ()).definition(packages)
     return Fix(NAMED, code, fix.after_bytes, rewrite.why, ("self", "value"), (), sources, fix._surroundings)
 
 

@@ -27,11 +27,18 @@ NAMED, CONTRACTION, LIBRARY = "named op", "contraction", "library function"
 
 @dataclass(frozen=True, eq=False)
 class Rewrite:
-    """Statements with the same results, and why they take less."""
+    """Statements with the same results, and why they take less.
+
+    Attributes:
+        how: "named op", "contraction", "library function" or "loop"
+        why: why they take less, and what they cost
+        keeps_operands_alone: whether backward finds what it needs in the operands, and what is made is not kept
+    """
 
     how: str
     statements: list[ast.stmt]
     why: str
+    keeps_operands_alone: bool = False
 
 
 def rewrites(found: Slice, trial: Trial) -> Iterator[Rewrite]:
@@ -47,7 +54,7 @@ def rewrites(found: Slice, trial: Trial) -> Iterator[Rewrite]:
     for wanted in (NAMED, CONTRACTION, LIBRARY):
         for how, node, source, why in proposals:
             if how == wanted:
-                yield Rewrite(how, with_replaced(found, node, source), why)
+                yield Rewrite(how, with_replaced(found, node, source), why, how == NAMED)
 
 
 Proposals = Iterator[tuple[str, str, str]]
