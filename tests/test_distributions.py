@@ -574,7 +574,7 @@ def test_hyperspherical_uniform(device):
     assert wide.log_prob(directions(3)).shape == wide.entropy().shape == kl_divergence(wide, wide).shape == (2, 4)
     assert wide.mean.shape == wide.variance.shape == (2, 4, 3)
     assert HypersphericalUniform(3, dtype=torch.bfloat16).sample().dtype == torch.bfloat16
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match=r"must be one to which \(2, 4\) expands; got \(3,\)"):
         wide.expand([3])
     with pytest.raises(ValueError, match="support"):
         wide.log_prob(torch.ones(3))

@@ -115,9 +115,10 @@ def missing_devices_named(recorder: OneDeviceRecorder) -> Iterator[None]:
         moved = re.search(r"not linked with support for (\w+) devices", str(error))
         if moved or NO_INDEX in str(error):
             raise recorder.refusal(moved[1] if moved else "cuda", place, MOVED) from error
+        own = error.__cause__ or error  # a workload names its function before PyTorch's text
         raise NotImplementedError(
             f"{recorder.reader}: a {recorder.program} must use a device by tensors, modules and autocast alone; got "
-            f'"{error}" {place}; leave that call out of the {recorder.program}, or make it where '
+            f'"{own}" {place}; leave that call out of the {recorder.program}, or make it where '
             "torch.cuda.is_available()"
         ) from error
 
