@@ -118,8 +118,8 @@ def _interpolation(taps: int) -> Rule:
 def _image_interpolation(taps: int) -> Rule:
     """It computes small images on copies with channels last. Such larger ones of few channels, and others, as they are.
 
-    A result is small where its height and width add up to `SMALL_IMAGE`. By two taps, one thread computes on such copies
-    of all images of three channels.
+    A result is small where its height and width add up to `SMALL_IMAGE`. By two taps, one thread computes on such
+    copies of all images of three channels.
     """
 
     def rule(args: Sequence[Any], result: Tensor) -> Workspace:
