@@ -118,12 +118,15 @@ def _interpolation(taps: int) -> Rule:
 def _image_interpolation(taps: int) -> Rule:
     """It computes small images on copies with channels last. Such larger ones of few channels, and others, as they are.
 
-    A result is small where its height and width add up to `SMALL_IMAGE`.
+    A result is small where its height and width add up to `SMALL_IMAGE`. By two taps, one thread computes on such
+    copies of all images of three channels.
     """
 
     def rule(args: Sequence[Any], result: Tensor) -> Workspace:
         is_last = args[0].is_contiguous(memory_format=torch.channels_last)
-        if sum(result.shape[2:]) <= SMALL_IMAGE or (is_last and result.shape[1] > FEW_CHANNELS):
+        by_one_thread = taps == 2 and result.shape[1] == FEW_CHANNELS and torch.get_num_threads() == 1
+        is_small = sum(result.shape[2:]) <= SMALL_IMAGE
+        if is_small or by_one_thread or (is_last and result.shape[1] > FEW_CHANNELS):
             return Workspace(0 if is_last else args[0].nbytes + result.nbytes)
         return _interpolation(taps)(args, result)._replace(known=True)
 

@@ -5,7 +5,7 @@ add its bias in place either.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -23,6 +23,7 @@ from effops.pytorch import (
 
 aten = torch.ops.aten
 
+COUNT_BYTES = 8
 # References to a tensor and to its storage, where autograd alone has it: each mode that sees a call holds one.
 SOLE_OWNER_COUNTS = 5, 2
 # Unobserved, autograd computes these in place where nobody else holds the first operand.
@@ -39,6 +40,9 @@ IN_PLACE_IN = {  # the same in one formula alone
     ("BinaryCrossEntropyWithLogitsBackward0", aten.mul.Tensor): (aten.mul_.Tensor, SOLE_OWNER_COUNTS),
     ("BinaryCrossEntropyWithLogitsBackward0", aten.sub.Tensor): (aten.sub_.Tensor, SOLE_OWNER_COUNTS),
     ("TakeBackward0", aten.put.default): (aten.put_.default, SOLE_OWNER_COUNTS),
+}
+NOT_IN_PLACE_AFTER = {  # the operator that makes a first operand which one formula does not overwrite
+    ("BinaryCrossEntropyWithLogitsBackward0", aten.mul.Tensor): aten.neg.default,  # the gradient of the target
 }
 OUT_OF_PLACE = {("ScatterReduceBackward0", aten.scatter_add.default)}  # a formula that does not do so
 # Formulas that call other operators while they are observed. Unobserved they look at values or at the places of a mask,
@@ -63,20 +67,57 @@ OTHER_WAYS = {
 }
 
 
-def unobserved(func: Any, args: Sequence[Any]) -> tuple[Any, str]:
-    """The operator that autograd calls in place of `func` where nothing observes it.
+class Form(NamedTuple):
+    """What autograd does in place of an operator where nothing observes it.
 
-    Beside it, the name of the formula if that calls other operators altogether, else an empty text.
+    Attributes:
+        operator: what it calls
+        formula: the name of its formula, if that calls other operators altogether, else an empty text
+        held_bytes: what the formula holds meanwhile, and makes by operators that it does not call while it is observed
     """
-    node = _current_autograd_node()
-    if node is None or isinstance(node, BackwardCFunction):
-        return func, ""
-    name = node.name()
-    formula = name if (name, func) in OTHER_WAYS else ""
-    if (name, func) in OUT_OF_PLACE:
-        return func, formula
-    in_place, counts = IN_PLACE_IN.get((name, func)) or IN_PLACE.get(func) or (None, None)
-    return in_place if in_place and _is_in_place(func, args, counts) else func, formula
+
+    operator: Any
+    formula: str
+    held_bytes: int
+
+
+class Formulas:
+    """Follows the formulas of autograd while a mode observes them, one at a time."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None  # of the formula that runs
+        self.before: Any = None  # the operator that it called before
+        self.held_bytes = 0
+
+    def unobserved(self, func: Any, args: Sequence[Any]) -> Form:
+        """What autograd does in place of `func` where nothing observes it."""
+        node = _current_autograd_node()
+        if node is None or isinstance(node, BackwardCFunction):
+            return Form(func, "", 0)
+        if node._sequence_nr() != self.number:
+            self.number, self.before, self.held_bytes = node._sequence_nr(), None, 0
+        name = node.name()
+        before, self.before = self.before, func
+        formula = name if (name, func) in OTHER_WAYS else ""
+        if name == "ProdBackward1":
+            self.held_bytes = _zeros_bytes(func, args) or self.held_bytes
+        held_bytes = self.held_bytes
+        if (name, func) in OUT_OF_PLACE or NOT_IN_PLACE_AFTER.get((name, func), "") is before:
+            return Form(func, formula, held_bytes)
+        in_place, counts = IN_PLACE_IN.get((name, func)) or IN_PLACE.get(func) or (None, None)
+        return Form(in_place if in_place and _is_in_place(func, args, counts) else func, formula, held_bytes)
+
+
+def _zeros_bytes(func: Any, args: Sequence[Any]) -> int:
+    """What the gradient of products along an axis holds to see whether there are zeros; 0 if `func` does not tell.
+
+    It holds which elements are zero, and how many of each product. Observed it does not look, and goes the way of
+    products with zeros: of the two ways this takes more.
+    """
+    if func is not aten.cumprod.default:
+        return 0
+    elements, size = args[0].numel(), args[0].shape[args[1]]
+    return int(elements + COUNT_BYTES * (elements // size))
 
 
 def _is_in_place(func: Any, args: Sequence[Any], counts: tuple[int, int] | None) -> bool:

@@ -16,7 +16,7 @@ from effops.prediction.allocations import Allocations, Workspace
 from effops.prediction.convolutions import CONVOLUTIONS
 from effops.prediction.inside import workspace
 from effops.prediction.known_values import NEW_CONSTANTS
-from effops.prediction.observed_forms import unobserved
+from effops.prediction.observed_forms import Formulas
 from effops.prediction.operations import operations
 from effops.prediction.outcomes import OperatorCall, Outcome
 from effops.prediction.probes import lies_otherwise, probed
@@ -128,6 +128,7 @@ class Recorder(Allocations):
         self.operations: Counter[tuple[str, str]] = Counter()
         self.unknown: set[str] = set()
         self.operator = ""
+        self.formulas = Formulas()
         self.remembered: dict[Any, tuple[Outcome, Workspace, tuple[str, int]]] = {}
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
         self.convolution_bytes = 0
@@ -152,7 +153,7 @@ class Recorder(Allocations):
             return args[0].fake_device  # a third of all calls, and the mode below is slow at it
         phase = self.phases[-1][0]
         kwargs = kwargs or {}
-        func, formula = unobserved(func, args)
+        func, formula, held_bytes = self.formulas.unobserved(func, args)
         if formula:
             self.unknown.add(formula)
         self.operator = func._schema.name
@@ -175,7 +176,7 @@ class Recorder(Allocations):
                         "`sparse=False` in embeddings, or convert it by `to_dense`"
                     )
                 self.count(leaf, nbytes=allocated.result_bytes.get(index))
-        self._record_inside(allocated.temporary_bytes)
+        self._record_inside(allocated.temporary_bytes + held_bytes)
         if not allocated.known:
             self.unknown.add(self.operator)
         self.operations[phase, kind] += count

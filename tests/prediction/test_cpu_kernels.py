@@ -47,6 +47,18 @@ def test_images_are_resized_with_channels_last(mode, channels, scale, layout):
     assert is_exact(anatomy(Workload(nn.Identity, batch, generate=generate), 3, measure=True))
 
 
+@pytest.mark.parametrize("channels", [2, 3, 4])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_thread_resizes_large_images_of_three_channels_on_copies(channels, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        resize = passed(lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"), channels, 40, 50)
+        assert is_exact(anatomy(resize, 3, measure=True))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("mode", "shape"),
     [

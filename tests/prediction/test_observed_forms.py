@@ -21,6 +21,10 @@ EXACT = {
     "logits": lambda x: -functional.binary_cross_entropy_with_logits(x, torch.ones(70, 50), reduction="none"),
     "angles": lambda x: torch.atan2(x, torch.ones(70, 50)),
     "taken": lambda x: x.take(PLACES),
+    "logits and targets": lambda x: functional.binary_cross_entropy_with_logits(x, x.sigmoid(), reduction="none"),
+    "weighted logits and targets": lambda x: functional.binary_cross_entropy_with_logits(
+        x, x.sigmoid(), torch.ones(70, 50), reduction="sum"
+    ),
     "maxima": lambda x: x.amax(1),
     "scattered maxima": lambda x: torch.zeros(70, 50).scatter_reduce(
         0, torch.zeros(70, 50, dtype=torch.long), x, "amax"
@@ -30,6 +34,7 @@ MARKED = {
     "maximum": (lambda x: x.max(), "MaxBackward1"),
     "median": (lambda x: x.median(), "MedianBackward0"),
     "product": (lambda x: x.prod(), "ProdBackward0"),
+    "products along an axis": (lambda x: x.prod(1), "ProdBackward1"),
     "cumulative product": (lambda x: x.cumprod(1), "CumprodBackward0"),
     "bounds in tensors": (lambda x: x.clamp(torch.zeros(50), torch.ones(50)), "ClampBackward0"),
     "weighted logits": (
@@ -66,3 +71,16 @@ def test_powers_have_gradients_of_another_shape():
 def test_formulas_that_look_at_values_are_named(name):
     function, formula = MARKED[name]
     assert anatomy(training(function), 70).unknown == (formula,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "axis"), [((35, 50, 2), -1), ((35, 50), 0), ((35, 50), 1)])
+def test_products_with_zeros(shape, axis, dtype):
+    """Which elements are zero, and how many of each product, was not counted. Without zeros less is taken."""
+
+    def products(x):
+        return x.relu().to(dtype).unflatten(0, shape).prod(axis).float()
+
+    found = anatomy(training(lambda x: products(x.flatten()[: torch.Size(shape).numel()])), 70, measure=True)
+    assert found.unknown == ("ProdBackward1",)
+    assert abs(found.peak_bytes - found.measured.peak_bytes) <= 64, found

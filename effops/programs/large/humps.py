@@ -1,13 +1,14 @@
 """Which storages are large between small ones: the rules of `lint`.
 
 A hump goes from roots, which are small, over members, which are large, to the results of an operator that reduces them.
-Its members need not have been made: another expression has the same results without them.
+Its members need not have been made: another expression has the same results without them. What a program returns can be
+of all pairs itself, as a matrix of costs. Then no member is much larger, and many that are held at once are a hump.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from effops.programs.capture.observed import UNREAD, Call, Observed, Read, Storage
@@ -57,11 +58,15 @@ LOSSES = {"_log_softmax", "nll_loss_forward", "logsumexp"}
 
 @dataclass(eq=False)
 class Hump:
-    """Storages that are large between small ones, for one reducing call."""
+    """Storages that are large between small ones, for one reducing call.
+
+    If the hump `is_of_result`, this call makes what the program returns, and need not reduce anything.
+    """
 
     members: list[Storage]
     roots: list[Storage]
     reducer: Call
+    is_of_result: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -87,7 +92,8 @@ class Hump:
         """How many times as much is held as the largest of what goes in and comes out."""
         outside = max([1, self.result_bytes, *(root.nbytes for root in self.roots)])
         times = self.largest.nbytes / outside
-        return times if times < REDUCED_TIMES and not self.is_head else self.held_bytes / outside
+        counts_all = times >= REDUCED_TIMES or self.is_head or self.is_of_result
+        return self.held_bytes / outside if counts_all else times
 
 
 @dataclass(eq=False)
@@ -148,19 +154,30 @@ def find(
     times: float = LEAST_TIMES,
 ) -> list[Found]:
     """The humps of a program that matter, the largest first. `end` is the tick at which its forward pass ended."""
-    wanted = {id(storage) for storage in returned}
+    results = {id(storage): storage for storage in returned}
     groups: dict[tuple[Site, str], Found] = defaultdict(Found)
     for hump in _humps(program, least_bytes / SEED_SHARE):
         maker = hump.largest.maker
         assert maker is not None
-        if not _is_wanted(hump, wanted):
+        if not _is_wanted(hump, results.keys()):
             groups[maker.site, maker.name].humps.append(hump)
+    found = _those_that_matter(program, groups.values(), end, least_bytes, times)
+    named = {id(member) for group in found for member in group.members}
+    of_results = [Found([hump]) for hump in _humps_of_results(results, times)]
+    others = [group for group in of_results if named.isdisjoint(map(id, group.members))]
+    found += _those_that_matter(program, others, end, least_bytes, times)
+    return sorted(_merged(found), key=lambda one: -max(one.largest_bytes, one.kept_bytes))
+
+
+def _those_that_matter(
+    program: Observed, groups: Iterable[Found], end: int, least_bytes: float, times: float
+) -> list[Found]:
     found = []
-    for group in groups.values():
+    for group in groups:
         group.kept = [one for one in group.members if _is_kept(one, end, program.backward_begins is not None)]
         if _matters(group, least_bytes, times):
             found.append(group)
-    return sorted(_merged(found), key=lambda one: -max(one.largest_bytes, one.kept_bytes))
+    return found
 
 
 def _humps(program: Observed, least: float) -> Iterator[Hump]:
@@ -177,6 +194,21 @@ def _humps(program: Observed, least: float) -> Iterator[Hump]:
             if _has_rows_of_pairs(through):
                 hump = through
         if hump.members:
+            yield hump
+
+
+def _humps_of_results(results: Mapping[int, Storage], times: float) -> Iterator[Hump]:
+    """What is held on the way to each result that is made of small tensors alone: of all pairs, as they are too."""
+    for result in results.values():
+        if not _is_made(result):
+            continue
+        makers = [call for call in (result.maker, *result.writers) if call is not None]
+        reads = [read for call in makers for read in call.reads if NEAR_TIMES * read.nbytes >= result.nbytes]
+        large = {id(read.storage): read.storage for read in reads if _is_made(read.storage)} | {id(result): result}
+        hump = _walk(list(large.values()), makers[-1], through_products=False)
+        hump.members = [one for one in hump.members if id(one) not in results]
+        hump.is_of_result = True
+        if hump.members and hump.result_bytes >= times * max((root.nbytes for root in hump.roots), default=1):
             yield hump
 
 
@@ -297,7 +329,7 @@ def _is_kept(storage: Storage, end: int, has_backward: bool) -> bool:
     return has_backward and storage.allocation.is_there(end) and any(one.in_backward for one in storage.readers)
 
 
-def _is_wanted(hump: Hump, wanted: set[int]) -> bool:
+def _is_wanted(hump: Hump, wanted: Container[int]) -> bool:
     """Whether the program returns a member, or something as large that is made of members."""
     least = hump.held_bytes / LEAST_TIMES
     seen, waiting = {id(one) for one in hump.members}, list(hump.members)

@@ -23,6 +23,7 @@ from effops.pytorch import FakeTensor, tree_leaves, tree_map_only
 
 REAL_BYTES = 2**25  # of a trial
 SMALL = 8  # sizes up to it are kept: coordinates, heads
+NORMAL, POSITIVE, ASCENDING = KINDS = "normal", "positive", "ascending"  # along the last axis, as corners of boxes
 STAND_INS = 5, 6, 7, 9, 10, 11, 13, 14, 15
 # Modules that are called by themselves in a trial: they hold tensors and numbers alone.
 LAYERS = {
@@ -97,8 +98,8 @@ def shrunk(values: Mapping[str, Any], operand_bytes: int) -> Iterator[dict[int, 
         yield {}
 
 
-def real(found: Slice, sizes: Mapping[int, int], positive: bool) -> Made:
-    """Random arguments of a slice: normal numbers, or positive ones."""
+def real(found: Slice, sizes: Mapping[int, int], kind: str) -> Made:
+    """Random arguments of a slice, of one of the `KINDS`."""
     generator = torch.Generator().manual_seed(0)
     made = Made({})
 
@@ -109,8 +110,10 @@ def real(found: Slice, sizes: Mapping[int, int], positive: bool) -> Made:
         if one.dtype.is_floating_point or one.dtype.is_complex:
             dtype = torch.complex128 if one.dtype.is_complex else torch.float64
             value = torch.rand(held, generator=generator, dtype=dtype) + 0.5
-            if not positive:
+            if kind == NORMAL:
                 value = torch.randn(held, generator=generator, dtype=dtype)
+            elif kind == ASCENDING and held:
+                value = value.cumsum(-1)
             value.requires_grad_(one.requires_grad)
             made.tensors.append(value)
         elif one.dtype is torch.bool:
@@ -253,9 +256,9 @@ class Trial:
         """At the first sizes and numbers that the slice takes; None if it takes none."""
         function = compiled(found.definition(found.statements), found.scope.surroundings)
         for sizes in shrunk({name: found.value(name) for name in found.free}, operand_bytes):
-            for positive in (False, True):
+            for kind in KINDS:
                 try:
-                    made = real(found, sizes, positive)
+                    made = real(found, sizes, kind)
                     expected = outcome(function, made)
                 except Exception:  # whatever the user's code raises at other sizes
                     continue
