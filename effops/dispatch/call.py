@@ -133,8 +133,8 @@ class _Short(torch.autograd.Function):
         tensors = (dout, *saved)
         if are_ordinary(tensors) and not is_legacy_batchedtensor(dout) and not requires_grad(tensors):
             return *ctx.known.small.gradients(saved, dout, ctx.needs_input_grad), *others
-        ctx.settings, ctx.others = ctx.known.settings, len(others)
-        return ctx.custom.pull_back(ctx, dout)
+        ctx.settings = ctx.known.settings
+        return *ctx.custom.pull_back(ctx, dout, ctx.needs_input_grad), *others
 
 
 def are_ordinary(tensors: Sequence[Any]) -> bool:

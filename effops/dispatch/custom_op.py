@@ -62,10 +62,11 @@ class CustomOp:
 
     The operator takes the tensors of a call and then its settings: numbers, dtypes, whatever a schema takes; last, it
     takes `CODE_VERSION`, which it ignores. Only the tensors are saved for backward, and the result if `saves_result`.
+    An operator of any number of tensors takes them as one list. Everywhere else a call's arguments are flat.
 
     Args:
         name: the operator is `torch.ops.effops.<name>`; the name of its backward ends in `_backward`
-        parameters: names and types of the operator's arguments, the tensors first
+        parameters: names and types of the operator's arguments, the tensors first, or one list of them
         split: makes a call of these arguments, the inverse of `call.arguments`
         forward: `forward(call)` -> the result
         backward: `backward(dout, call, wanted)` -> a gradient for each tensor, None where `wanted` is False; if the
@@ -74,7 +75,8 @@ class CustomOp:
         composite: the same function as `forward`, made of differentiable PyTorch operations; it serves derivatives of
             `backward` and forward-mode differentiation
         empty: an uninitialised result, with the layout that `forward` gives it
-        core_dims: for each tensor, how many of its last dimensions are no batch axes; the axes before them broadcast
+        core_dims: for each tensor, how many of its last dimensions are no batch axes; the axes before them broadcast;
+            for a list of tensors, a function that tells it from the settings
         saves_result: whether `backward` takes the result
         by_example: whether a call with these arguments is batched one example at a time, since it draws random numbers
             by the index of a value in the call
@@ -92,7 +94,7 @@ class CustomOp:
         backward: Callable[..., Gradients],
         composite: Callable[[Any], Tensor],
         empty: Callable[[Any], Tensor],
-        core_dims: Sequence[int],
+        core_dims: Sequence[int] | Callable[[Any], Sequence[int]],
         saves_result: bool = False,
         by_example: Callable[[Sequence[Any]], bool] = lambda arguments: False,
         native: bool = False,
@@ -100,31 +102,34 @@ class CustomOp:
         CUSTOM_OPS[name] = self
         self.name, self.native, self.saves_result = name, native, saves_result
         self.split, self.forward, self.backward, self.composite = split, forward, backward, composite
-        self.core_dims, self.by_example = tuple(core_dims), by_example
-        self.count, self.taken = len(self.core_dims), len(parameters)
-        self.saved, self.kept = self.count + saves_result, self.taken + saves_result
+        self.core_dims, self.by_example = core_dims, by_example
+        self.takes_list = Tensor not in parameters.values()
+        self.taken, self.kept = len(parameters), len(parameters) + saves_result
+        first = 1 if self.takes_list else list(parameters.values()).count(Tensor)
+        self.settings = self.taken - first
         inputs = _inputs(parameters)
-        kept = [*inputs[: self.count], *["Tensor result"] * saves_result, *inputs[self.count :]]
+        kept = [*inputs[:first], *["Tensor result"] * saves_result, *inputs[first:]]
 
         def run(*arguments: Any) -> Tensor:
-            with without_autocast(arguments[0].device):
-                return forward(split(arguments[: self.taken]))
+            given = self.flat(arguments[: self.taken])
+            with without_autocast(given[0].device):
+                return forward(split(given))
 
         def run_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
-            saved, wanted = arguments[: self.kept], arguments[self.kept]
+            saved, wanted = self.flat(arguments[: self.kept]), arguments[self.kept]
             with without_autocast(dout.device):
                 return [one for one in self.compute_gradients(dout, saved, wanted) if one is not None]
 
         def fake_backward(dout: Tensor, *arguments: Any) -> list[Tensor]:
-            wanted = arguments[self.kept]
-            return [empty_gradient(tensor) for tensor, is_wanted in zip(arguments, wanted) if is_wanted]
+            saved, wanted = self.flat(arguments[: self.kept]), arguments[self.kept]
+            return [empty_gradient(tensor) for tensor, is_wanted in zip(saved, wanted) if is_wanted]
 
         self.operator = torch.library.custom_op(
             f"effops::{name}", run, mutates_args=(), schema=f"({', '.join(inputs)}, str code='') -> Tensor"
         )
-        self.operator.register_fake(lambda *arguments: empty(split(arguments[: self.taken])))
+        self.operator.register_fake(lambda *arguments: empty(split(self.flat(arguments[: self.taken]))))
         self.operator.register_vmap(self._batched)
-        self.operator.register_autograd(self.pull_back, setup_context=self.save)
+        self.operator.register_autograd(self._pull_back_operator, setup_context=self._save_operator)
         self.backward_operator = torch.library.custom_op(
             f"effops::{name}_backward",
             run_backward,
@@ -133,7 +138,9 @@ class CustomOp:
         )
         self.backward_operator.register_fake(fake_backward)
         self.backward_operator.register_vmap(self._batched_backward)
-        self.backward_operator.register_autograd(self.pull_back_gradients, setup_context=self.save_for_gradients)
+        self.backward_operator.register_autograd(
+            self._pull_back_backward_operator, setup_context=self._save_backward_operator
+        )
         register_body(name, run)
         register_body(f"{name}_backward", run_backward)
 
@@ -156,8 +163,25 @@ class CustomOp:
         elif _are_functorch_transforms_active() and not self.is_functionalized():
             result = _Transformable.apply(*call.arguments, self.name)
         else:
-            result = self.operator(*call.arguments, CODE_VERSION)
+            result = self.operator(*self.listed(call.arguments, self.settings), CODE_VERSION)
         return result
+
+    def flat(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of an operator, with the tensors of a list one by one."""
+        return (*arguments[0], *arguments[1:]) if self.takes_list else arguments
+
+    def listed(self, arguments: Sequence[Any], others: int) -> Sequence[Any]:
+        """The inverse of `flat`. Behind the tensors there are `others`."""
+        if not self.takes_list:
+            return arguments
+        count = len(arguments) - others
+        return list(arguments[:count]), *arguments[count:]
+
+    def parts(self, saved: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Any]]:
+        """What is saved for backward: the tensors, the result if `saves_result`, and the settings."""
+        count = len(saved) - self.settings
+        tensors = count - self.saves_result
+        return saved[:tensors], saved[tensors:count], saved[count:]
 
     def runs_at_once(self, tensors: Sequence[Tensor]) -> bool:
         return is_plain(tensors) or (self.native and _is_fake(tensors))
@@ -176,95 +200,126 @@ class CustomOp:
         """Whether PyTorch's own backward cannot serve a pass that is differentiated or has many gradients."""
         return requires_grad((dout, *saved)) or not self.runs_at_once((dout,)) or is_legacy_batchedtensor(dout)
 
-    def call_of(self, saved: Sequence[Any]) -> Any:
-        """The call, from what is saved for backward: the tensors, the result if `saves_result`, and the settings."""
-        return self.split((*saved[: self.count], *saved[self.saved :]))
-
     def compute_gradients(self, dout: Tensor, saved: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
         """The gradients that `backward` computes from what is saved for it."""
-        return self.backward(dout, self.call_of(saved), wanted, *saved[self.count : self.saved])
+        tensors, result, settings = self.parts(saved)
+        return self.backward(dout, self.split((*tensors, *settings)), wanted, *result)
 
-    def gradients(self, dout: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
-        """The gradients of the tensors among `arguments`, which are what is saved. They can be differentiated again."""
-        tensors = (dout, *arguments[: self.saved])
+    def gradients(self, dout: Tensor, saved: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
+        """The gradients of the tensors among what is saved. They can be differentiated again."""
+        tensors, result, _ = self.parts(saved)
+        given = dout, *tensors, *result
         # `torch.autograd.grad(is_grads_batched=True)` gives a kind of batched gradient that operators have no rule for.
         is_legacy = is_legacy_batchedtensor(dout)
-        if not is_legacy and self.runs_at_once(tensors) and not requires_grad(tensors):
+        if not is_legacy and self.runs_at_once(given) and not requires_grad(given):
             with without_autocast(dout.device):
-                return self.compute_gradients(dout, arguments, wanted)
+                return self.compute_gradients(dout, saved, wanted)
         if is_legacy or _needs_composite():
-            found = iter(self.composite_gradients(dout, arguments, wanted))
+            found = iter(self.composite_gradients(dout, saved, wanted))
         elif _are_functorch_transforms_active() and not self.is_functionalized():
-            found = iter(_TransformableGradients.apply(dout, *arguments, list(wanted), self.name))
+            found = iter(_TransformableGradients.apply(dout, *saved, list(wanted), self.name))
         else:
+            arguments = self.listed(saved, self.settings + self.saves_result)
             found = iter(self.backward_operator(dout, *arguments, list(wanted), CODE_VERSION))
         return tuple(next(found) if is_wanted else None for is_wanted in wanted)
 
-    def composite_gradients(self, dout: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    def composite_gradients(self, dout: Tensor, saved: Sequence[Any], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
         """The gradients that `wanted` asks for, as `backward` computes them, by differentiable PyTorch operations."""
-        tensors, settings = arguments[: self.count], arguments[self.saved :]
+        tensors, _, settings = self.parts(saved)
         with without_autocast(dout.device):
             _, pull_back = _vjp(lambda *tensors: self.composite(self.split((*tensors, *settings))), tensors)
             return tuple(gradient for gradient, is_wanted in zip(pull_back(dout), wanted) if is_wanted)
 
-    def save(self, ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-        ctx.settings, ctx.others = tuple(inputs[self.count : self.taken]), len(inputs) - self.count
-        ctx.save_for_backward(*inputs[: self.count], *(output,) * self.saves_result)
+    def save(self, ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
+        """Save the arguments of a call for its backward pass."""
+        count = len(arguments) - self.settings
+        ctx.settings = tuple(arguments[count:])
+        ctx.save_for_backward(*arguments[:count], *(result,) * self.saves_result)
 
-    def pull_back(self, ctx: Any, dout: Tensor) -> Any:
-        """The backward rule of the operation."""
-        wanted = tuple(ctx.needs_input_grad[: self.count])
-        gradients = self.gradients(without_negation(dout), (*ctx.saved_tensors, *ctx.settings), wanted)
-        return *gradients, *(None,) * ctx.others
+    def pull_back(self, ctx: Any, dout: Tensor, needs: Sequence[bool]) -> Gradients:
+        """The gradients of the tensors of a call that was saved. `needs` tells of its arguments which are wanted."""
+        saved = (*ctx.saved_tensors, *ctx.settings)
+        tensors, _, _ = self.parts(saved)
+        return self.gradients(without_negation(dout), saved, tuple(needs[: len(tensors)]))
 
-    def save_for_gradients(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        dout, *arguments = inputs
-        ctx.settings, ctx.wanted = tuple(arguments[self.saved : self.kept]), arguments[self.kept]
-        ctx.others = len(arguments) - self.count
-        ctx.save_for_backward(dout, *arguments[: self.saved])
+    def save_for_gradients(self, ctx: Any, dout: Tensor, saved: Sequence[Any], wanted: Sequence[bool]) -> None:
+        """Save the arguments of a backward pass, for second derivatives."""
+        tensors, result, settings = self.parts(saved)
+        ctx.settings, ctx.wanted = tuple(settings), wanted
+        ctx.save_for_backward(dout, *tensors, *result)
 
-    def pull_back_gradients(self, ctx: Any, upstream: Sequence[Tensor | None]) -> Any:
-        """The backward rule of the gradients, for second derivatives. The result is a function of the tensors here."""
+    def pull_back_gradients(self, ctx: Any, upstream: Sequence[Tensor | None]) -> list[Any]:
+        """The backward rule of the gradients, for `dout` and each tensor. The result is a function of the tensors."""
         dout, *saved = ctx.saved_tensors
-        result = saved[self.count :]
+        own, result, _ = self.parts((*saved, *ctx.settings))
 
         def gradients(dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
             return self.composite_gradients(dout, (*tensors, *result, *ctx.settings), ctx.wanted)
 
         with without_autocast(dout.device):
-            found, pull_back = _vjp(gradients, (dout, *saved[: self.count]))
+            found, pull_back = _vjp(gradients, (dout, *own))
             given = tuple(torch.zeros_like(one) if other is None else other for one, other in zip(found, upstream))
-            return *pull_back(given), *(None,) * ctx.others
+            return pull_back(given)
 
-    def _batched(self, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-        if self.by_example(arguments[: self.taken]):
-            return torch.stack([self.operator(*one) for one in _examples(info, in_dims, arguments)]), 0
-        tensors = self.batch_axes_first(arguments[: self.count], in_dims)
-        return self.operator(*tensors, *arguments[self.count :]), 0
+    def _save_operator(self, ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+        ctx.others = len(inputs) - self.taken
+        self.save(ctx, self.flat(inputs[: self.taken]), output)
+
+    def _pull_back_operator(self, ctx: Any, dout: Tensor) -> Any:
+        gradients = self.pull_back(ctx, dout, self.flat(ctx.needs_input_grad))
+        return *self.listed(gradients, 0), *(None,) * (self.settings + ctx.others)
+
+    def _save_backward_operator(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        dout, *arguments = inputs
+        ctx.others = len(arguments) - self.taken
+        self.save_for_gradients(ctx, dout, self.flat(arguments[: self.kept]), arguments[self.kept])
+
+    def _pull_back_backward_operator(self, ctx: Any, upstream: Sequence[Tensor | None]) -> Any:
+        ddout, *gradients = self.pull_back_gradients(ctx, upstream)
+        return ddout, *self.listed(gradients, 0), *(None,) * (self.settings + ctx.others)
+
+    def _batched(self, info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Tensor, int]:
+        arguments, dims = self.flat(inputs[: self.taken]), self.flat(in_dims[: self.taken])
+
+        def result(arguments: Sequence[Any]) -> Tensor:
+            found: Tensor = self.operator(*self.listed(arguments, self.settings), *inputs[self.taken :])
+            return found
+
+        if self.by_example(arguments):
+            return torch.stack([result(one) for one in _examples(info, dims, arguments)]), 0
+        return result(self.batch_axes_first(arguments, dims)), 0
 
     def _batched_backward(
-        self, info: Any, in_dims: tuple[int | None, ...], dout: Tensor, *arguments: Any
+        self, info: Any, in_dims: Sequence[Any], dout: Tensor, *inputs: Any
     ) -> tuple[list[Tensor], list[int]]:
         # Each example of the batch has its own gradients, even of operands that all examples share.
-        dims = in_dims[: 1 + self.saved]
-        if self.by_example(arguments[: self.kept]):
-            examples = _examples(info, dims, (dout, *arguments[: self.saved]))
-            each = [self.backward_operator(*one, *arguments[self.saved :]) for one in examples]
-            return [torch.stack(gradients) for gradients in zip(*each)], [0] * len(each[0])
-        dout, *operands = (
+        saved, wanted = self.flat(inputs[: self.kept]), inputs[self.kept]
+        dims = in_dims[0], *self.flat(in_dims[1 : self.kept + 1])
+
+        def gradients(dout: Tensor, *saved: Any) -> list[Tensor]:
+            arguments = self.listed(saved, self.settings + self.saves_result)
+            found: list[Tensor] = self.backward_operator(dout, *arguments, *inputs[self.kept :])
+            return found
+
+        if self.by_example(saved):
+            each = [gradients(*one) for one in _examples(info, dims, (dout, *saved))]
+            return [torch.stack(found) for found in zip(*each)], [0] * len(each[0])
+        dout, *batched = (
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip((dout, *arguments), dims)
+            for tensor, dim in zip((dout, *saved[: len(saved) - self.settings]), dims)
         )
-        operands, result = operands[: self.count], operands[self.count :]
-        tensors = self.batch_axes_first(operands, (0,) * self.count)
-        wanted = arguments[self.kept]
-        found = self.backward_operator(dout, *tensors, *result, *arguments[self.saved :])
+        operands, result, settings = self.parts((*batched, *saved[len(batched) :]))
+        tensors = self.batch_axes_first((*operands, *settings), (0,) * len(operands))[: len(operands)]
+        found = gradients(dout, *tensors, *result, *settings)
         wanted_operands = (operand for operand, is_wanted in zip(operands, wanted) if is_wanted)
         return [gradient.reshape(operand.shape) for gradient, operand in zip(found, wanted_operands)], [0] * len(found)
 
-    def batch_axes_first(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
-        """Each tensor with its axis `dim` moved to the front of all batch axes, so that the tensors still broadcast."""
-        ranks = [tensor.ndim - core - (dim is not None) for tensor, core, dim in zip(tensors, self.core_dims, dims)]
+    def batch_axes_first(self, arguments: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+        """The arguments, with the axis `dim` of each tensor before all its batch axes, so that they still broadcast."""
+        count = len(arguments) - self.settings
+        tensors, settings = arguments[:count], arguments[count:]
+        cores = self.core_dims(settings) if callable(self.core_dims) else self.core_dims
+        ranks = [tensor.ndim - core - (dim is not None) for tensor, core, dim in zip(tensors, cores, dims)]
         moved = []
         for tensor, rank, dim in zip(tensors, ranks, dims):
             if dim is not None:
@@ -272,7 +327,7 @@ class CustomOp:
                 index = (slice(None), *missing)
                 tensor = tensor.movedim(dim, 0)[index]
             moved.append(tensor)
-        return moved
+        return [*moved, *settings]
 
 
 def _examples(info: Any, dims: Sequence[int | None], arguments: Sequence[Any]) -> Iterator[list[Any]]:
@@ -311,12 +366,11 @@ class _Differentiable(torch.autograd.Function):
         call, ctx.custom = arguments[-2:]
         result: Tensor = ctx.custom.forward(call)
         ctx.custom.save(ctx, call.arguments, result)
-        ctx.others = 2
         return result
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return ctx.custom.pull_back(ctx, dout)
+        return *ctx.custom.pull_back(ctx, dout, ctx.needs_input_grad), None, None
 
 
 class _Transformable(torch.autograd.Function):
@@ -325,7 +379,8 @@ class _Transformable(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
         *inputs, name = arguments
-        result: Tensor = CUSTOM_OPS[name].operator(*inputs)
+        custom = CUSTOM_OPS[name]
+        result: Tensor = custom.operator(*custom.listed(inputs, custom.settings))
         return result
 
     @staticmethod
@@ -335,7 +390,8 @@ class _Transformable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return *CUSTOM_OPS[ctx.name].pull_back(ctx, dout), None
+        gradients = CUSTOM_OPS[ctx.name].pull_back(ctx, dout, ctx.needs_input_grad)
+        return *gradients, *(None,) * (len(ctx.settings) + 1)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
@@ -344,8 +400,7 @@ class _Transformable(torch.autograd.Function):
         custom = CUSTOM_OPS[name]
         if custom.by_example(inputs):
             return torch.stack([_Transformable.apply(*one, name) for one in _examples(info, in_dims, inputs)]), 0
-        tensors = custom.batch_axes_first(inputs[: custom.count], in_dims)
-        return _Transformable.apply(*tensors, *inputs[custom.count :], name), 0
+        return _Transformable.apply(*custom.batch_axes_first(inputs, in_dims), name), 0
 
 
 class _TransformableGradients(torch.autograd.Function):
@@ -355,17 +410,21 @@ class _TransformableGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        *inputs, name = arguments
-        return tuple(CUSTOM_OPS[name].backward_operator(*inputs))
+        dout, *saved, wanted, name = arguments
+        custom = CUSTOM_OPS[name]
+        listed = custom.listed(saved, custom.settings + custom.saves_result)
+        return tuple(custom.backward_operator(dout, *listed, wanted))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        *arguments, ctx.name = inputs
-        CUSTOM_OPS[ctx.name].save_for_gradients(ctx, arguments, output)
+        dout, *saved, wanted, ctx.name = inputs
+        CUSTOM_OPS[ctx.name].save_for_gradients(ctx, dout, saved, wanted)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return *CUSTOM_OPS[ctx.name].pull_back_gradients(ctx, upstream), None
+        custom = CUSTOM_OPS[ctx.name]
+        gradients = custom.pull_back_gradients(ctx, upstream)
+        return *gradients, *(None,) * (custom.saves_result + custom.settings + 2)
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:

@@ -31,7 +31,7 @@ class Native(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *inputs, custom = arguments
         ctx.custom = custom
-        tensors = inputs[: custom.count]
+        tensors, _, settings = custom.parts(inputs)
         kept = list(tensors)
         restored = _SavedTensors()  # hooks that held `ctx` instead would be a circle: `ctx` holds the graph with them
         ctx.restored = restored
@@ -46,10 +46,10 @@ class Native(torch.autograd.Function):
             variables = _Variables.apply(
                 torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True), ctx.needs_input_grad, *tensors
             )
-            result: Tensor = custom.forward(custom.split((*variables, *inputs[custom.count :])))
+            result: Tensor = custom.forward(custom.split((*variables, *settings)))
             sources = [variable for variable in variables if variable.requires_grad]
             ctx.edges = get_gradient_edge(result), [get_gradient_edge(source) for source in sources]
-        ctx.settings = tuple(inputs[custom.count :])
+        ctx.settings, ctx.count = tuple(settings), len(tensors)
         ctx.save_for_backward(*kept)
         kept.clear()  # the graph holds the hooks, and a hook holds this list
         return result.detach()
@@ -57,7 +57,7 @@ class Native(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         custom, saved = ctx.custom, ctx.saved_tensors
-        tensors, wanted = saved[: custom.count], ctx.needs_input_grad[: custom.count]
+        tensors, wanted = saved[: ctx.count], ctx.needs_input_grad[: ctx.count]
         others = [None] * (len(ctx.settings) + 1)
         if custom.computes_again(dout, saved):
             return *custom.gradients(dout, (*tensors, *ctx.settings), wanted), *others
