@@ -56,7 +56,7 @@ def test_the_command_runs(command: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT, checkout, ignore=NOT_COPIED, symlinks=True)
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", checkout / ".venv"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", checkout / ".venv"], check=True)
     (packages,) = (checkout / ".venv" / "lib").glob("python*/site-packages")
     (packages / "installed_here.pth").write_text(sysconfig.get_path("purelib") + "\n")
     option, *words = SHORTEST[command.split()[-1]]

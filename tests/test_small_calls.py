@@ -102,19 +102,19 @@ def test_the_quick_look_accepts_what_validation_accepts(dimension, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_wrong_values_are_told_by_torch(family):
+def test_wrong_values_are_told(family):
     loc = directions(4, 3)
     p = family(loc, torch.ones(4), validate_args=True)  # Dynamo switches the default off
     for value, message in (
-        (2 * loc, "to be within the support"),
-        (loc[:, :2], "right-most size of value must match event_shape"),
-        (directions(5, 3), "not broadcastable with batch_shape"),
-        (1.0, "must be a Tensor"),
+        (2 * loc, "`value` must hold unit vectors, the support; got one of length 2"),
+        (loc[:, :2], r"`value` must have a last dimension of 3, as event_shape says; got \(4, 2\)"),
+        (directions(5, 3), r"`value` must .*\(5, 3\)"),
+        (1.0, "`value` must be a tensor; got float"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             p.log_prob(value)
     for parameters in ((2 * loc, torch.ones(4)), (loc, -torch.ones(4)), (loc, torch.full((4,), float("nan")))):
-        with pytest.raises(ValueError, match="to satisfy the constraint"):
+        with pytest.raises(ValueError, match=r"`(loc|scale|concentration)` .*; got "):
             family(*parameters, validate_args=True)
         assert family(*parameters, validate_args=False)._validate_args is False
 

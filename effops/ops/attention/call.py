@@ -232,18 +232,14 @@ def prepare(
     if any(tensor.shape[-1] != query.shape[-1] for tensor in scored.values()):
         *first, last = (f"`{name}`" for name in scored)
         features = query.shape[-1:]
-        remedies = (
-            reshaped(name, one.shape, lambda shape: tuple(shape[-1:]) == features) for name, one in scored.items()
-        )
+        remedies = (reshaped(name, one.shape, lambda own: tuple(own[-1:]) == features) for name, one in scored.items())
         raise ValueError(
             f"{function}: last dimensions of {', '.join(first)} and {last} must be equal; got "
             f"{_shapes(tensors)}; {next(filter(None, remedies), 'project them alike')}"
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
-        remedy = reshaped("value", value.shape, lambda shape: shape[-2] == key.shape[-2])
-        raise ValueError(
-            f"{function}: there must be one value for each key; got {_shapes(tensors)}; {remedy or 'cut or pad one'}"
-        )
+        remedy = reshaped("value", value.shape, lambda own: own[-2] == key.shape[-2]) or "cut or pad one"
+        raise ValueError(f"{function}: there must be one value for each key; got {_shapes(tensors)}; {remedy}")
     for name, other in list(scored.items())[2:]:
         if _widens(other.shape[:-1], pairs):
             raise ValueError(
