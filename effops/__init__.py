@@ -16,6 +16,7 @@ from effops.ops.broadcast_dot import broadcast_dot
 from effops.ops.densities.normal import normal_log_prob, normal_mixture_log_prob
 from effops.ops.densities.power_spherical import power_spherical_log_prob, power_spherical_mixture_log_prob
 from effops.ops.densities.von_mises_fisher import von_mises_fisher_log_prob, von_mises_fisher_mixture_log_prob
+from effops.ops.einsum.contraction import einsum
 from effops.patch import patch_power_spherical
 from effops.transformers import register_transformers
 
@@ -37,6 +38,7 @@ __all__ = [
     "attention_weights",
     "broadcast_dot",
     "distributions",
+    "einsum",
     "explain",
     "log_sparse_attention",
     "nn",

@@ -139,7 +139,7 @@ def _name_of(function: Callable[..., Any], args: Sequence[Any]) -> str:
 def why_not_bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Which argument a function does not take or lacks, what it takes, and the nearest name; empty if it takes them.
 
-    A function that takes any argument is not asked.
+    A function that takes any name is not asked.
     """
     try:
         parameters = dict(inspect.signature(function).parameters)
@@ -148,23 +148,32 @@ def why_not_bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
     if parameters.pop("self", None):
         args = args[1:]
     kinds = {one.kind for one in parameters.values()}
-    if kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}:
+    if inspect.Parameter.VAR_KEYWORD in kinds:
         return ""
+    takes_any = any(map(_takes_any_number, parameters.values()))
     positional = [name for name, one in parameters.items() if one.kind is not inspect.Parameter.KEYWORD_ONLY]
     given = [*positional[: len(args)], *kwargs]
     names = ", ".join(parameters)
-    if unknown := [name for name in kwargs if name not in parameters]:
+    if unknown := [name for name in kwargs if name not in parameters or _takes_any_number(parameters[name])]:
         return f"it takes {names}; got `{unknown[0]}`" + did_you_mean(unknown[0], parameters.keys() - set(given))
-    if len(args) > len(positional):
+    if len(args) > len(positional) and not takes_any:
         by_name = [name for name in parameters if name not in positional]
         others = f"; give {' and '.join(by_name)} by name" if by_name else ""
         return f"it takes {', '.join(positional)} by position; got {len(args)} arguments{others}"
     if twice := [name for name in positional[: len(args)] if name in kwargs]:
         return f"it takes `{twice[0]}` once; got it by position and by name; leave one out"
-    required = [name for name, one in parameters.items() if one.default is inspect.Parameter.empty]
+    required = [
+        name
+        for name, one in parameters.items()
+        if one.default is inspect.Parameter.empty and not _takes_any_number(one)
+    ]
     if lacking := [f"`{name}`" for name in required if name not in given]:
         return f"it takes {names}; got no {' and no '.join(lacking)}; give each of these"
     return ""
+
+
+def _takes_any_number(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is inspect.Parameter.VAR_POSITIONAL
 
 
 def integer_remedy(given: Any) -> str:

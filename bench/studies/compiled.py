@@ -38,8 +38,8 @@ from torch._inductor import config as inductor
 from effops import measure
 from effops.commands.console import plain_or_rich_console
 from effops.commands.main import Parser
-from effops.dispatch.op import Op, ops
-from effops.reference import reference_of
+from effops.dispatch.op import Op
+from effops.reference import reference_of, tried_ops
 from effops.text import counted
 
 OURS = "compile"
@@ -100,7 +100,7 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="bench/studies/compiled.py", description=(__doc__ or "").splitlines()[0])
-    compiled = [name for name, op in ops().items() if OURS in op.variants]
+    compiled = [name for name, op in tried_ops().items() if OURS in op.variants]
     parser.add_argument("--op", action="append", choices=compiled, metavar="OP", help="an op, or several; default: all")
     parser.add_argument("--threads", action="append", type=int, help="default: all cores, and one")
     parser.add_argument("--processes", type=int, default=5, help="fresh processes of each, 5")
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(threads[0])
         inductor.cpp.threads = threads[0]  # compiled code has the number in it, and is kept on disk
         measured = errors_of if options.child == "errors" else times_of
-        op = ops()[options.op[0]]
+        op = tried_ops()[options.op[0]]
         forms = {form: function for form, function in forms_of(op).items() if form not in options.without}
         print(json.dumps(measured(op, forms)))
         return

@@ -28,8 +28,7 @@ from effops import measure
 from effops.blocks import limits
 from effops.commands.console import plain_or_rich_console
 from effops.commands.main import Parser
-from effops.dispatch.op import ops
-from effops.reference import reference_of
+from effops.reference import reference_of, tried_ops
 
 CPU = torch.device("cpu")
 OWN, AGAIN = "own", "own again"
@@ -50,7 +49,7 @@ class Case:
     backward: bool = False  # forward and backward
 
     def args(self) -> tuple[Tensor, ...]:
-        op = ops()[self.op]
+        op = tried_ops()[self.op]
         return Workload(op, {**reference_of(op).sizes, **self.sizes}, self.dtype, CPU, self.backward).args()
 
 
@@ -122,7 +121,7 @@ def scaled(limit: str, factor: float) -> Iterator[None]:
 def run(case: Case, factor: float, *args: Tensor) -> Tensor:
     """The call, and its gradients if the case is one of both passes."""
     with scaled(case.limit, factor):
-        out = ops()[case.op](*args, variant="chunked")
+        out = tried_ops()[case.op](*args, variant="chunked")
         if case.backward:
             torch.autograd.grad(out, args, measure.upstream_gradient(out))
     return out

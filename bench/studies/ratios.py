@@ -44,8 +44,8 @@ from effops import measure
 from effops.commands.console import plain_or_rich_console
 from effops.commands.main import Parser
 from effops.dispatch.choice import AUTO, choose
-from effops.dispatch.op import Op, ops
-from effops.reference import reference_of
+from effops.dispatch.op import Op
+from effops.reference import reference_of, tried_ops
 from effops.text import counted
 
 CPU = torch.device("cpu")
@@ -160,7 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="bench/studies/ratios.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--op", action="append", choices=ops(), metavar="OP", help="an op, or several; default: all")
+    parser.add_argument(
+        "--op", action="append", choices=tried_ops(), metavar="OP", help="an op, or several; default: all"
+    )
     parser.add_argument("--case", action="append", metavar="CASE", help="a case, or several, as in the table")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: both")
     parser.add_argument("--threads", action="append", type=int, help="default: all cores, and one")
@@ -174,7 +176,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def chosen_steps(options: argparse.Namespace) -> Iterator[Step]:
     """What the options ask for, the most valuable first."""
-    chosen = [op for name, op in ops().items() if options.op is None or name in options.op]
+    chosen = [op for name, op in tried_ops().items() if options.op is None or name in options.op]
     threads = options.threads or sorted({torch.get_num_threads(), 1}, reverse=True)
     dtypes = options.dtype or list(DTYPES)
     if options.quick:
@@ -410,7 +412,7 @@ def first_calls(step: Step) -> Row:
 
 def first_call_ms(op_name: str, variant: str, dtype: str, threads: int) -> float:
     """The time of the first call of an op in this process, at its default size."""
-    op = ops()[op_name]
+    op = tried_ops()[op_name]
     torch.set_num_threads(threads)
     args = Case(op, FIRST_CALL, reference_of(op).sizes).args(DTYPES[dtype])
     start = time.perf_counter()

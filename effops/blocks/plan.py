@@ -18,11 +18,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from effops.numerics.layout import as_gradient
 from effops.numerics.pages import with_huge_pages
-from effops.numerics.shapes import broadcast_shapes, is_known
+from effops.numerics.shapes import broadcast_shapes, is_known, remembered
 
 Shape = tuple[int, ...]  # the size of each axis
 Axes = tuple[int, ...]  # which axes, counted from 0
@@ -126,14 +125,4 @@ def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
     )
 
 
-_remembered_plan = functools.lru_cache(maxsize=4096)(make_plan)
-
-
-def broadcast_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
-    """`make_plan` with a cache of the latest shapes. Symbolic shapes are not cached."""
-    if is_compiling():
-        return make_plan(x, loc, *others)
-    try:
-        return _remembered_plan(x, loc, *others)
-    except TypeError:  # symbolic sizes cannot be hashed
-        return make_plan(x, loc, *others)
+broadcast_plan = remembered(make_plan)

@@ -1,6 +1,6 @@
 """What this machine can run: versions, devices, and every variant of every op, checked against float64."""
 
-import importlib
+import importlib.metadata
 import math
 import os
 import platform
@@ -18,10 +18,10 @@ from effops.commands.console import Progress
 from effops.commands.speed import LEAST_GAIN, OpSpeed, speed_of
 from effops.dispatch.choice import choose
 from effops.dispatch.devices import never_run_on
-from effops.dispatch.op import Op, find_op, ops
+from effops.dispatch.op import Op, find_op
 from effops.dispatch.requirements import requires_inductor, requires_triton
 from effops.measure import available_bytes, device_model, upstream_gradient
-from effops.reference import error_ratio, gradient_error_ratio, reference_of
+from effops.reference import error_ratio, gradient_error_ratio, reference_of, tried_ops
 from effops.text import counted, format_bytes
 
 SIGNS = {"ok": "ok", "failed": "FAIL", "unavailable": "-", "unchecked": "runs"}
@@ -142,7 +142,7 @@ def diagnose(progress: Progress, names: Sequence[str] = (), full: bool = False) 
     devices = [torch.device("cpu")]
     if not obstacle:
         devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    chosen = [find_op(name, "argument --op") for name in names] or list(ops().values())
+    chosen = [find_op(name, "argument --op") for name in names] or list(tried_ops().values())
     checks = tuple(check_op(op, device, progress, full) for op in chosen for device in devices)
     speeds = tuple(
         speed_of(find_op(check.op), torch.device(check.device), check.right, progress)
@@ -162,6 +162,7 @@ def versions() -> dict[str, str | None]:
         "effops": effops.__version__,
         "torch": torch.__version__,
         "triton": str(triton.__version__) if triton else f"cannot be imported: {obstacle}",
+        "opt_einsum": f"{importlib.metadata.version('opt_einsum')}; torch.einsum of three operands takes its paths too",
         "python": platform.python_version(),
         "system": platform.platform(),
         "cuda": torch.version.cuda,

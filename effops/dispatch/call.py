@@ -21,7 +21,7 @@ from effops.dispatch.record import add_to_records, is_recorded
 from effops.dispatch.validation import check_values, is_validated
 from effops.numerics.layout import is_negated, without_negation
 from effops.numerics.precision import CPU, autocast_enabled, without_autocast
-from effops.pytorch import _get_float32_matmul_precision, is_legacy_batchedtensor
+from effops.pytorch import _get_float32_matmul_precision, is_legacy_batchedtensor, tree_leaves
 
 _outline = attrgetter("shape", "dtype", "layout", "is_cpu")
 
@@ -54,7 +54,7 @@ def _is_watched() -> bool:
 def _any_dtensor(args: tuple[Any, ...]) -> bool:
     # The import takes a second. A module that nobody has imported has made no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and module.DTensor in map(type, args)
+    return module is not None and module.DTensor in map(type, tree_leaves(args))
 
 
 class Small(Protocol):
@@ -98,10 +98,7 @@ class Shortcut:
         known = self._known(outlines, _get_float32_matmul_precision())
         if known is None:
             return None
-        if requires_grad(arguments):
-            result: Tensor = super(torch.autograd.Function, _Short).apply(*arguments, kept, known, self.custom)
-            return result
-        return known.small.forward(*arguments, kept)
+        return call_known(known, self.custom, arguments, kept)
 
     def _find(self, outlines: tuple[Any, ...], precision: str) -> Known | None:
         if not all(is_cpu and layout == torch.strided for *_, layout, is_cpu in outlines):
@@ -115,6 +112,14 @@ class Shortcut:
             return None
         small = self.small(call)
         return None if small is None else Known(small, call.arguments[len(tensors) :])
+
+
+def call_known(known: Known, custom: CustomOp, tensors: Sequence[Tensor], kept: Any = None) -> Tensor:
+    """The result of a call of plain tensors, of which everything else is known."""
+    if requires_grad(tensors):
+        result: Tensor = super(torch.autograd.Function, _Short).apply(*tensors, kept, known, custom)
+        return result
+    return known.small.forward(*tensors, kept)
 
 
 class _Short(torch.autograd.Function):

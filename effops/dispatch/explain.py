@@ -88,7 +88,8 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
         raise TypeError(f"{op.name}: {problem}; give explain the function, and then its arguments")
     given = inspect.signature(op.function).bind(*args, **kwargs)
     given.apply_defaults()
-    call = op.prepare(*given.args)
+    options = {name: value for name, value in given.kwargs.items() if name != "variant"}
+    call = op.prepare(*given.args, **options)
     call.note_arguments(given.args)
     chosen = choose(op, call, variant)
 

@@ -101,7 +101,8 @@ def _copied_to(strides: Sequence[int]) -> Callable[[Tensor], Tensor | None]:
             return None
         return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
 
-    return unserializable_hook(copied)  # so that `torch.save` of the result does not warn that it loses a hook
+    hook: Callable[[Tensor], Tensor | None] = unserializable_hook(copied)  # `torch.save` does not warn that it is lost
+    return hook
 
 
 def _is_of_a_subclass(arg: Any) -> bool:

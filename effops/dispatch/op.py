@@ -1,6 +1,8 @@
 """Define what an op and a variant are, and keep the registry of ops."""
 
+import copy
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from torch import Tensor
 from effops.dispatch.validation import Conditions, no_conditions
 from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import Bytes
-from effops.pytorch import _is_alias_of, tree_map_only
+from effops.pytorch import _is_alias_of, tree_leaves, tree_map_only
 from effops.text import did_you_mean, tells_wrong_arguments
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
@@ -36,7 +38,7 @@ class Call(ABC):
 
     def note_arguments(self, arguments: Iterable[Any]) -> None:
         """Tell which of the tensors are neither among the arguments of the public function, nor views of them."""
-        given = [argument for argument in arguments if isinstance(argument, Tensor)]
+        given = [argument for argument in tree_leaves(list(arguments)) if isinstance(argument, Tensor)]
         known = {*map(id, given), *(id(tensor._base) for tensor in given if tensor._base is not None)}
 
         def is_given(tensor: Tensor) -> bool:
@@ -163,6 +165,14 @@ class Op:
         self.function = told
         return told
 
+    def given(self, *arguments: Any, core_dims: Mapping[str, int] | None = None) -> "Op":
+        """This op with its first arguments given, as an equation, and perhaps `core_dims`. It is not registered."""
+        assert self.function is not None
+        op = copy.copy(self)
+        op.prepare, op.function = (functools.partial(one, *arguments) for one in (self.prepare, self.function))
+        op.core_dims = core_dims or {}
+        return op
+
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         """The result of the public function."""
         assert self.function is not None
@@ -182,7 +192,12 @@ def ops() -> Mapping[str, Op]:
 
 
 def find_op(function: Callable[..., Any] | str, asked_by: str = "") -> Op:
-    """The op that a public function calls, or the op of that name. An error begins with who has asked, if anybody."""
+    """The op that a public function calls, or the op of that name. An error begins with who has asked, if anybody.
+
+    The function may be a `functools.partial`, whose arguments are then given.
+    """
+    if isinstance(function, functools.partial) and not function.keywords:
+        return find_op(function.func, asked_by).given(*function.args)
     asker = f"{asked_by}: " if asked_by else ""
     op = next((op for op in _ops.values() if function in (op.name, op.function)), None)
     if op is None and isinstance(function, str):

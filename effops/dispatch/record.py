@@ -151,17 +151,19 @@ def add_to_records(op: Op, chosen: Variant, call: Call, arguments: Sequence[Any]
         return
     recorders = _in_context.get()
     if recorders:
-        shapes = {
-            name: tuple(argument.shape)
-            for name, argument in zip(op.core_dims, arguments)
-            if isinstance(argument, Tensor)
-        }
+        # Of an op of any number of operands, the operands have no names.
+        named = zip(op.core_dims, arguments) if op.core_dims else _numbered(call.tensors)
+        shapes = {name: tuple(argument.shape) for name, argument in named if isinstance(argument, Tensor)}
         outline = call.map_tensors(Tensor, _Outline.of)
         call.note_arguments(arguments)
         outline.made = call.made
         found = RecordedCall(op.name, chosen.name, shapes, call.dtype, outline, torch.is_grad_enabled())
         for calls in recorders:
             calls.append(found)
+
+
+def _numbered(operands: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    return ((f"operand {number}", operand) for number, operand in enumerate(operands))
 
 
 def _not_compiled() -> NotImplementedError:

@@ -1,10 +1,14 @@
-"""Shapes: what several of them broadcast to."""
+"""Shapes: what several of them broadcast to, and functions of them that are remembered."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import Any, TypeVar
 
 import torch
 from torch.compiler import is_compiling
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def is_known(condition: bool) -> bool:
@@ -14,6 +18,22 @@ def is_known(condition: bool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports SymPy, as every symbolic size has
 
     return bool(guard_or_false(condition))
+
+
+def remembered(function: FunctionT) -> FunctionT:
+    """A function of shapes with a cache of its latest results. Traced calls and symbolic sizes are not in it."""
+    cached = functools.lru_cache(maxsize=4096)(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if is_compiling():
+            return function(*args)
+        try:
+            return cached(*args)
+        except TypeError:  # symbolic sizes cannot be hashed
+            return function(*args)
+
+    return call  # type: ignore[return-value]
 
 
 def do_broadcast(*shapes: Sequence[int]) -> bool:

@@ -305,10 +305,47 @@ class Inside(Allocations):
                     _remembered.clear()
                 _remembered[key] = made, allocated
         self.count_all(result)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + allocated.temporary_bytes)
+        self.hold(allocated.temporary_bytes)
         if not allocated.known:
             self.unknown.add(func._schema.name)
         return result
+
+    def hold(self, nbytes: int) -> None:
+        """Count what an operator allocates and releases inside."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes)
+
+
+class InsideUntilReturned(Inside):
+    """Counts likewise, and tells at the end how much was there at once of what is not returned."""
+
+    def __init__(self, cuda: bool = False) -> None:
+        super().__init__(cuda)
+        self.events: list[tuple[weakref.ref[Any] | None, int]] = []  # a storage and its bytes, or what an operator held
+
+    def allocate(self, reference: weakref.ref[Any], nbytes: int) -> None:
+        self.events.append((reference, nbytes))
+        super().allocate(reference, nbytes)
+
+    def release(self, reference: weakref.ref[Any]) -> None:
+        self.events.append((reference, -self.storages[reference]))
+        super().release(reference)
+
+    def hold(self, nbytes: int) -> None:
+        self.events.append((None, nbytes))
+        super().hold(nbytes)
+
+    def most_bytes_without(self, results: Sequence[Tensor | None]) -> int:
+        """The highest sum, at any moment, of live storages that are none of the results."""
+        returned = {weakref.ref(one.untyped_storage()) for one in results if one is not None}
+        known = {id(reference) for reference in self.storages if reference in returned}
+        live = most = 0
+        for reference, nbytes in self.events:
+            if reference is None:
+                most = max(most, live + nbytes)
+            elif id(reference) not in known:
+                live += nbytes
+                most = max(most, live)
+        return most
 
 
 def predict_bytes(function: Callable[..., Tensor], *tensors: Tensor, made: Sequence[bool] = ()) -> Bytes:

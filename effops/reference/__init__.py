@@ -11,22 +11,22 @@ modules here. So a new op needs a module of its own and no other line.
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from effops.dispatch.op import Op, find_op
+from effops.dispatch.op import Op, find_op, ops
 from effops.reference.reference import REFERENCES, Reference, worst_error_ratio
 
-__all__ = ["Reference", "error_ratio", "gradient_error_ratio", "reference_of"]
+__all__ = ["Reference", "error_ratio", "gradient_error_ratio", "reference_of", "tried_ops"]
 
 
 def reference_of(op: Op | Callable[..., Tensor]) -> Reference:
     """The reference of an op, or of a public function's op."""
     _import_all()
     op = op if isinstance(op, Op) else find_op(op)
-    reference = REFERENCES.get(op.function)
+    reference = REFERENCES.get(op.name)
     if reference is None:
         raise LookupError(
             f"reference_of: `op` must have a `Reference` in effops/reference/; got {op.name}, which has none; write "
@@ -34,6 +34,11 @@ def reference_of(op: Op | Callable[..., Tensor]) -> Reference:
             "a module there"
         )
     return reference
+
+
+def tried_ops() -> Mapping[str, Op]:
+    """Every op by name, with the arguments given that its reference has before the tensors. All others are tensors."""
+    return {name: reference_of(op).op for name, op in ops().items()}
 
 
 def error_ratio(op: Op, args: tuple[Any, ...], out: Tensor, **options: Any) -> float:

@@ -82,7 +82,9 @@ class Reference:
         bounds: takes a call, and returns the bounds of a right result
         gradient_bounds: takes a call and the upstream gradient, and returns the bounds of the gradient of each tensor
             argument
-        op: the op behind the function
+        given: the arguments before the tensors, such as an equation
+        core_dims: those of the tensors, where they follow from what is given; see `Op`
+        op: the op behind the function, with these arguments given
     """
 
     function: Callable[..., Tensor]
@@ -92,18 +94,21 @@ class Reference:
     sizes: Mapping[str, int]
     bounds: Callable[[Any], Bounds]
     gradient_bounds: Callable[..., tuple[Bounds, ...]]
+    given: tuple[Any, ...] = ()
+    core_dims: Mapping[str, int] | None = None
     op: Op = field(init=False)
 
     def __post_init__(self) -> None:
-        self.op = find_op(self.function)
-        REFERENCES[self.function] = self
+        op = find_op(self.function)
+        self.op = op.given(*self.given, core_dims=self.core_dims) if self.given else op
+        REFERENCES[op.name] = self
 
     def sample_case(self, case: str, **options: Any) -> tuple[Tensor, ...]:
         """Arguments with the shapes of a case. The options are those of `sample`."""
         return self.sample(*self.cases[case], **options)
 
 
-REFERENCES: dict[Any, Reference] = {}  # the reference of each public function
+REFERENCES: dict[str, Reference] = {}  # by the op's name
 
 
 def normal_sample(

@@ -22,8 +22,8 @@ from torch import Tensor
 import effops.dispatch.op
 import effops.reference.reference
 from effops.dispatch.call import call
-from effops.dispatch.op import Cost, Op, Variant, ops
-from effops.reference import Reference, reference_of
+from effops.dispatch.op import Cost, Op, Variant
+from effops.reference import Reference, reference_of, tried_ops
 from effops.reference.reference import Bounds
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -114,7 +114,7 @@ def toy() -> Iterator[Op]:
     op.add(Variant("elsewhere", row_sum_naive, cost, [lambda a: "needs another device"]))
     yield op
     del effops.dispatch.op._ops["toy_row_sum"]
-    del effops.reference.reference.REFERENCES[function]
+    del effops.reference.reference.REFERENCES[op.name]
 
 
 Bench = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
@@ -189,7 +189,7 @@ def test_command(tmp_path: Path) -> None:
 
 def test_bad_options_are_told(run: ModuleType, toy: Op, capsys: pytest.CaptureFixture[str]) -> None:
     for options, complaint in {
-        ("--op", "power_sphericl"): f"--op: expected one of {', '.join(ops())}; got 'power_sphericl'",
+        ("--op", "power_sphericl"): f"--op: expected one of {', '.join(tried_ops())}; got 'power_sphericl'",
         ("--op", toy.name, "--size", "N=3,L=2"): "--size: expected of K, N; got L",
         ("--op", toy.name, "--size", "N=3,K"): "expected KEY=N,KEY=N with positive integers; got 'N=3,K'",
         ("--op", toy.name, "--size", "N=0"): "expected KEY=N,KEY=N with positive integers; got 'N=0'",
@@ -297,7 +297,7 @@ def test_the_default_runs_a_part_of_each_op_but_the_founding_one(run: ModuleType
     """All rows at whole sizes took five minutes on a slower machine, most of them in naive rows."""
     assert run.default_sizes(toy, whole=False) == {"N": 8, "K": 32}
     assert run.default_sizes(toy, whole=True) == {"N": 64, "K": 32}
-    founding = ops()[run.FOUNDING]
+    founding = tried_ops()[run.FOUNDING]
     assert run.default_sizes(founding, whole=False) == reference_of(founding).sizes
 
 

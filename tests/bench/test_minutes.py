@@ -12,9 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from effops.dispatch.op import ops
 from effops.measure import Profile, ProfileRow
-from effops.reference import reference_of
+from effops.reference import reference_of, tried_ops
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 MODULES = ("comparison", "expected", "outlook", "report", "summary", "timeleft")
@@ -28,19 +27,19 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
 
 def expected_of(bench: dict[str, ModuleType], op: str, most_flops: float, **sizes: int) -> tuple[Any, torch.Tensor]:
     """What a small workload is judged by, in pieces, and the naive variant's result."""
-    found = ops()[op]
+    found = tried_ops()[op]
     workload = bench["expected"].Workload(found, sizes, torch.float32, torch.device("cpu"), backward=False)
     args = workload.args()
     return bench["expected"].Expected(workload, args, most_flops), found(*args, variant="naive")
 
 
-@pytest.mark.parametrize("op", ops())
+@pytest.mark.parametrize("op", tried_ops())
 def test_pieces_make_the_whole(op: str, bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds of the pieces are those of the whole result, and all of it is covered once."""
     monkeypatch.setattr(bench["expected"], "PIECE_FLOPS", 64)
-    sizes = {name: min(size, 6) for name, size in reference_of(ops()[op]).sizes.items()}
+    sizes = {name: min(size, 6) for name, size in reference_of(tried_ops()[op]).sizes.items()}
     expected, result = expected_of(bench, op, float("inf"), **sizes)
-    whole = reference_of(ops()[op]).bounds(expected.call)
+    whole = reference_of(tried_ops()[op]).bounds(expected.call)
     assert expected.shape == result.shape == whole.value.shape
     assert expected.checked_share == 1
     covered = torch.zeros(result.shape)
@@ -71,7 +70,7 @@ def test_a_share_is_evenly_spread(bench: dict[str, ModuleType], monkeypatch: pyt
 def test_a_share_is_checked_on_one_thread(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads, beside other work, took twenty times as much CPU time. Whole results need all cores."""
     threads: list[int] = []
-    reference = reference_of(ops()["normal_log_prob"])
+    reference = reference_of(tried_ops()["normal_log_prob"])
     bounds = reference.bounds
     monkeypatch.setattr(reference, "bounds", lambda call: threads.append(torch.get_num_threads()) or bounds(call))
     before = torch.get_num_threads()
@@ -175,7 +174,7 @@ def test_a_first_op_unlike_the_others_tells_little_of_them(
 def test_a_slower_machine_is_said_to_take_longer(bench: dict[str, ModuleType]) -> None:
     """What was announced was for one machine, and another took twice as long."""
     outlook, comparison = bench["outlook"], bench["comparison"]
-    op = ops()["normal_log_prob"]
+    op = tried_ops()["normal_log_prob"]
     workload = bench["expected"].Workload(op, {"N": 64, "M": 32, "D": 16}, torch.float32, torch.device("cpu"), False)
     effort = comparison.Effort(least_repeats=1, budget_s=0.0, most_flops=2**28)
 

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from effops.dispatch.op import Op, ops
-from effops.reference import reference_of
+from effops.dispatch.op import Op
+from effops.reference import reference_of, tried_ops
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -18,7 +18,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 def ratios(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCH / "studies"))
     module = importlib.import_module("ratios")
-    for op in ops().values():
+    for op in tried_ops().values():
         sizes = reference_of(op).sizes
         small = {name: min(size, 24 if size == max(sizes.values()) else 6) for name, size in sizes.items()}
         monkeypatch.setattr(reference_of(op), "sizes", small)
@@ -28,7 +28,7 @@ def ratios(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("op", ops().values(), ids=ops())
+@pytest.mark.parametrize("op", tried_ops().values(), ids=tried_ops())
 def test_every_case_is_a_call(op: Op, ratios: ModuleType) -> None:
     default, *others = ratios.cases_of(op)
     plain = default.args(torch.float32)

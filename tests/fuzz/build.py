@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 from torch.nn.attention import bias
 
-from effops.dispatch.op import Op, ops
-from effops.reference import reference_of
+from effops.dispatch.op import Op
+from effops.reference import reference_of, tried_ops
 
 from ..support.layouts import channels_last, negated, odd_where_single, offset, strided
 from .draw import CAUSAL_BIASES, Operand, RandomCall
@@ -99,7 +99,7 @@ class Built:
 
 def build(call: RandomCall) -> Built:
     """The arguments of a call."""
-    op, generator = ops()[call.op], torch.Generator().manual_seed(call.seed)
+    op, generator = tried_ops()[call.op], torch.Generator().manual_seed(call.seed)
     is_batched = call.transform.startswith("vmap")
     batched = [is_batched and operand.batched for operand in call.operands]
     shapes = [(EXAMPLES,) * one + operand.shape for operand, one in zip(call.operands, batched)]
@@ -147,13 +147,13 @@ def _values(call: RandomCall, shapes: list[tuple[int, ...]], generator: torch.Ge
     own = shapes[:-1] if masked else shapes
     # A direction of no coordinates cannot be drawn: empty axes are cut off.
     positive = [tuple(max(1, size) for size in shape) for shape in own]
-    drawn = reference_of(ops()[call.op]).sample(*positive, dtype=torch.float64, generator=generator)
+    drawn = reference_of(tried_ops()[call.op]).sample(*positive, dtype=torch.float64, generator=generator)
     values = [
         scaled(tensor[tuple(slice(size) for size in shape)], operand.factor)
         for tensor, shape, operand in zip(drawn, own, call.operands)
     ]
     if call.rows:
-        align_rows(dict(zip(ops()[call.op].core_dims, values)), -1.0 if call.rows == "opposite" else 1.0)
+        align_rows(dict(zip(tried_ops()[call.op].core_dims, values)), -1.0 if call.rows == "opposite" else 1.0)
     if masked:
         chance, number = torch.rand(shapes[-1], generator=generator), torch.randn(shapes[-1], generator=generator)
         takes_part = chance < 0.7

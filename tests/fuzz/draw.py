@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from effops.dispatch.op import ops
 from effops.numerics.precision import FLOATS
-from effops.reference import reference_of
+from effops.reference import reference_of, tried_ops
 
 Shape = tuple[int, ...]
 
@@ -133,7 +132,7 @@ def parameters(op):
 
 @st.composite
 def random_calls(draw, large=False):
-    op = ops()[draw(st.sampled_from(sorted(ops())))]
+    op = tried_ops()[draw(st.sampled_from(sorted(tried_ops().keys() - {"einsum"})))]  # has its own equations
     taken, tensors = parameters(op)
     is_interpreted = "triton" in op.variants and draw(st.integers(1, ONE_IN)) == ONE_IN
     variants = ["triton"] if is_interpreted else [name for name in VARIANTS if name is None or name in op.variants]

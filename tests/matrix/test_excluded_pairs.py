@@ -10,11 +10,11 @@ import math
 import pytest
 import torch
 
-from effops.dispatch.op import ops
+from effops.reference import tried_ops
 
 from ..support.blocks import small_blocks
 
-MASKED = [op for op in ops().values() if "attn_mask" in inspect.signature(op.function).parameters]
+MASKED = [op for op in tried_ops().values() if "attn_mask" in inspect.signature(op.function).parameters]
 CALLS = [
     *(pytest.param(op, v, contextlib.nullcontext, id=f"{op.name}-{v}") for op in MASKED for v in op.variants),
     *(pytest.param(op, "chunked", small_blocks, id=f"{op.name}-small blocks") for op in MASKED),

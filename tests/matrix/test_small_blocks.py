@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from effops.dispatch.op import ops
 from effops.measure import Pass, memory
-from effops.reference import error_ratio, gradient_error_ratio, reference_of
+from effops.reference import error_ratio, gradient_error_ratio, reference_of, tried_ops
 
 from ..support.blocks import small_blocks
 
-CASES = [pytest.param(op, case, id=f"{op.name}-{case}") for op in ops().values() for case in reference_of(op).cases]
+CASES = [
+    pytest.param(op, case, id=f"{op.name}-{case}") for op in tried_ops().values() for case in reference_of(op).cases
+]
 TRIALS = 6
-MASKED = [op for op in ops().values() if "attn_mask" in inspect.signature(op.function).parameters]
+MASKED = [op for op in tried_ops().values() if "attn_mask" in inspect.signature(op.function).parameters]
 
 
 @pytest.mark.slow

@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from effops import measure
-from effops.dispatch.op import ops
-from effops.reference import error_ratio, gradient_error_ratio, reference_of
+from effops.reference import error_ratio, gradient_error_ratio, reference_of, tried_ops
 
 from ..support.calls import leaves
 
 NUMBERS = (1, 3)  # of threads; other tests run with as many as there are cores
 # No thread has as much to do as another.
-SIZES = {"M": 101, "T": 41, "N": 333, "L": 131, "S": 517, "D": 37, "H": 3, "B": 2, "E": 37}
+SIZES = {"M": 101, "T": 41, "N": 333, "L": 131, "S": 517, "D": 37, "H": 3, "B": 2, "E": 37, "K": 5}
 VARIANTS = [
     pytest.param(op, variant, id=f"{op.name}-{variant}")
-    for op in ops().values()
+    for op in tried_ops().values()
     for variant in ("sdpa", "chunked", "einsum", "torchscript", "naive")
     if variant in op.variants
 ]
@@ -63,7 +62,7 @@ def test_any_number_of_threads(op, variant, threads):
         assert torch.full((), 1e-39) * 1 != 0, "denormal numbers were switched off"
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in ops().values()])
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in tried_ops().values()])
 def test_bytes_of_blocks_do_not_follow_threads(op, threads):
     args, taken = workload(op), []
     for number in NUMBERS:
@@ -74,11 +73,11 @@ def test_bytes_of_blocks_do_not_follow_threads(op, threads):
 
 FORKED = """
 import torch
-from effops.dispatch.op import ops
+from effops.reference import tried_ops
 from effops.reference import error_ratio, reference_of
 
 def calls():
-    for op in ops().values():
+    for op in tried_ops().values():
         sizes = {{name: {sizes}[name] for name in reference_of(op).sizes}}
         options = dict(dtype=torch.float32, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
         args = tuple(arg.requires_grad_() for arg in reference_of(op).workload(**sizes, **options))
@@ -101,6 +100,6 @@ assert max(before + in_workers) <= 1, (before, in_workers)
 
 def test_after_a_fork():
     """Workers of a DataLoader compute with one thread: with more, OpenMP waits for threads that no fork copies."""
-    code = FORKED.format(sizes=SIZES, count=len(ops()))
+    code = FORKED.format(sizes=SIZES, count=len(tried_ops()))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -32,11 +32,15 @@ def test_checkpoint(op, how, device, generator):
     assert gradient_error_ratio(op, args, dout, tuple(copy.grad for copy in copies)) <= 1
 
 
+# Under autocast einsum multiplies in autocast's dtype, as PyTorch's does.
+OF_FLOAT32 = [param for param in OPS if param.id != "einsum"]
+
+
 @pytest.mark.turns(5)
 @pytest.mark.parametrize(
     "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.compiled)]
 )
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OF_FLOAT32)
 def test_autocast_rounds_no_operand(op, compiled, device, generator):
     """In eager mode and compiled, entered outside and inside, forward and backward.
 
@@ -67,7 +71,7 @@ def test_autocast_rounds_no_operand(op, compiled, device, generator):
         assert gradient_error_ratio(op, operands, ones, gradients) <= 1
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OF_FLOAT32)
 def test_autocast_rounds_nothing_in_double_backward(op, device, generator):
     args = arguments(op, device, generator, dtype=torch.float32)
     with torch.autocast(device, dtype=torch.bfloat16):

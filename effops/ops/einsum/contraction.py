@@ -1,0 +1,311 @@
+"""The contraction of any number of operands by an equation, as `torch.einsum`, within a memory budget."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effops.dispatch.arguments import check_devices, check_operand
+from effops.dispatch.call import Known, are_ordinary, call, call_known
+from effops.dispatch.custom_op import CustomOp, Gradients, requires_grad
+from effops.dispatch.forms import add_forms
+from effops.dispatch.op import Call, Cost, Op
+from effops.dispatch.registration import add_custom_op, allocated
+from effops.dispatch.validation import finite
+from effops.numerics.equations import (
+    Contraction,
+    Shape,
+    check_sizes,
+    contraction,
+    parse,
+    spelled_out,
+)
+from effops.numerics.precision import autocast_enabled, wider
+from effops.ops.einsum.paths import MOST_SLICES, Operand, Pass, find, least_budget
+from effops.ops.einsum.program import Program, backward, forward
+from effops.prediction import inductor
+from effops.prediction.allocations import Bytes
+from effops.prediction.inside import predict_bytes
+from effops.text import format_bytes, parse_bytes
+
+NAME = "einsum"
+BUDGET = "64 MiB"
+SETTINGS = {"equation": str, "budget": int, "dtype": torch.dtype}
+MOST_LABELS = 52  # of torch.einsum, which computes the products
+MOST_BYTES = 2**62  # that an operator's schema can tell
+
+
+@dataclass
+class EinsumCall(Call):
+    """A validated call: its operands, the equation spelled out for them, the budget in bytes, the result's dtype."""
+
+    operands: tuple[Tensor, ...]
+    equation: str
+    budget: int
+    dtype: torch.dtype
+
+    @classmethod
+    def split(cls, arguments: Sequence[Any]) -> EinsumCall:
+        """The inverse of `arguments`."""
+        *operands, equation, budget, dtype = arguments
+        return cls(tuple(operands), equation, budget, dtype)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.operands
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return *self.operands, self.equation, self.budget, self.dtype
+
+    @property
+    def contraction(self) -> Contraction:
+        return contraction(self.equation, tuple(operand.shape for operand in self.operands))
+
+    @property
+    def shape(self) -> Shape:
+        return self.contraction.shape(self.contraction.output)
+
+    @property
+    def operations(self) -> int:
+        """Those of the product of all operands, which a path takes fewer than."""
+        return len(self.operands) * math.prod(self.contraction.sizes.values())
+
+    def described(self) -> Pass:
+        """The forward pass."""
+        return Pass(self.equation, tuple(map(Operand.of, self.operands)), self.dtype, torch.get_num_threads())
+
+
+def prepare(equation: Any, *operands: Any, budget: Any = BUDGET) -> EinsumCall:
+    """Validate the equation, shapes, dtypes and devices (never values)."""
+    terms, output, given = parse(NAME, equation, operands)
+    for number, operand in enumerate(given):
+        check_operand(NAME, f"operand {number}", operand)
+    check_devices(NAME, **{f"operand {number}": operand for number, operand in enumerate(given)})
+    text = spelled_out(NAME, terms, output, tuple(operand.ndim for operand in given))
+    check_sizes(NAME, text, [operand.shape for operand in given])
+    dtype = functools.reduce(wider, {operand.dtype: None for operand in given})
+    device = given[0].device
+    if autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device.type)
+    if len(_labels(text)) > MOST_LABELS:
+        raise NotImplementedError(
+            f"{NAME}: `equation` must have at most {MOST_LABELS} labels, each axis of an ellipsis among them, as in "
+            f"torch.einsum; got {len(_labels(text))}; flatten axes that belong together"
+        )
+    nbytes = min(parse_bytes(budget, f"{NAME}: `budget`"), MOST_BYTES)
+    return EinsumCall(tuple(given), text, nbytes, dtype)
+
+
+def _labels(equation: str) -> set[str]:
+    return set(equation) - set(",.->")
+
+
+def naive(operands: Sequence[Tensor], equation: str) -> Tensor:
+    normal = contraction(equation, tuple(operand.shape for operand in operands))
+    summed = tuple(label for label in normal.sizes if label not in normal.output)
+    order = *normal.output, *summed
+    product = None
+    for view, term, operand in zip(normal.views, normal.terms, operands):
+        aligned = view.of(operand).permute([term.index(label) for label in order if label in term])
+        aligned = aligned[tuple(slice(None) if label in term else None for label in order)]
+        product = aligned if product is None else product * aligned
+    assert product is not None
+    axes = tuple(range(len(normal.output), len(order)))
+    return product.sum(axes) if axes else product.clone()
+
+
+def einsum_form(operands: list[Tensor], equation: str) -> Tensor:
+    result = torch.einsum(equation, operands)
+    return result.clone() if len(operands) == 1 else result  # that of one operand may be its memory
+
+
+def _composed(form: Any) -> Any:
+    def contracted(*arguments: Any) -> Tensor:
+        *operands, equation, dtype = arguments
+        result: Tensor = form([operand.to(dtype) for operand in operands], equation)
+        return result
+
+    return contracted
+
+
+def _forward(call: EinsumCall) -> Tensor:
+    return forward(_program(call.described(), call.budget), call.operands, call.dtype)
+
+
+def _backward(dout: Tensor, call: EinsumCall, wanted: Sequence[bool]) -> Gradients:
+    one = replace(call.described(), upstream=Operand.of(dout), wanted=tuple(wanted))
+    return backward(_program(one, call.budget), call.operands, dout, wanted)
+
+
+def _program(one: Pass, budget: int) -> Program:
+    program = find(one, budget)
+    if program is None:
+        kind = "forward" if one.upstream is None else "backward"
+        least = format_bytes(least_budget(one, budget))
+        raise ValueError(
+            f"{NAME}: `budget` must let a {kind} pass run in at most {MOST_SLICES:,} slices; got "
+            f"{format_bytes(budget)}; give at least {least!r}"
+        )
+    return program
+
+
+def _check_backward(one: Pass, wanted: Sequence[bool], budget: int) -> None:
+    """Raise at once if a backward pass cannot keep the budget, for a contiguous gradient from above."""
+    shape = one.contraction.shape(one.contraction.output)
+    upstream = Operand.of(torch.empty(shape, dtype=one.dtype, device="meta"))._replace(device=one.operands[0].device)
+    _program(replace(one, upstream=upstream, wanted=tuple(wanted)), budget)
+
+
+def _empty(call: EinsumCall) -> Tensor:
+    return call.operands[0].new_empty(call.shape, dtype=call.dtype)
+
+
+def _compiled_bytes(program: inductor.Program, call: EinsumCall) -> Bytes:
+    best = _composed(einsum_form)
+    return predict_bytes(lambda *operands: best(*operands, call.equation, call.dtype), *call.tensors, made=call.made)
+
+
+op = Op(
+    NAME,
+    prepare=prepare,
+    preference=("chunked", "compile", "einsum", "torchscript", "naive"),
+    conditions=lambda call: [finite(f"operand {number}", one) for number, one in enumerate(call.operands)],
+)
+
+add_forms(
+    op,
+    {"naive": naive, "einsum": einsum_form},
+    _composed,
+    lambda call: (call.equation, call.dtype),
+    _compiled_bytes,
+)
+
+
+def _requires_a_product(call: EinsumCall) -> str:
+    """The naive form multiplies all operands before it sums."""
+    nbytes = call.dtype.itemsize * math.prod(tuple(call.contraction.sizes.values()))
+    return "" if nbytes <= MOST_BYTES else f"needs a product of {nbytes:.1e} bytes"
+
+
+def _cost_of_product(call: EinsumCall) -> Cost | None:
+    return None if _requires_a_product(call) else _naive.cost(call)
+
+
+_naive = op.variants["naive"]
+op.add(replace(_naive, cost=_cost_of_product, requires=(_requires_a_product,)))
+
+custom = CustomOp(
+    f"{NAME}_chunked",
+    parameters={"operands": list[Tensor], **SETTINGS},
+    split=EinsumCall.split,
+    forward=_forward,
+    backward=_backward,
+    composite=lambda call: _composed(einsum_form)(*call.operands, call.equation, call.dtype),
+    empty=_empty,
+    core_dims=lambda settings: [len(term) - len("...") for term in settings[0].split("->")[0].split(",")],
+)
+
+
+def _run(call: EinsumCall) -> Tensor:
+    if requires_grad(call.tensors) and custom.runs_at_once(call.tensors):
+        _check_backward(call.described(), [one.requires_grad for one in call.tensors], call.budget)
+    return custom(call)
+
+
+def _cost(call: EinsumCall) -> Cost | None:
+    """What the variant takes; None where no program keeps the budget, which a call tells."""
+    return None if find(call.described(), call.budget) is None else allocated(op, custom, call)
+
+
+add_custom_op(op, custom, "chunked", run=_run, cost=_cost)
+
+
+class _Planned:
+    """Computes calls whose operands are laid out alike, by programs that are found once."""
+
+    def __init__(self, one: Pass, budget: int) -> None:
+        self.one, self.budget = one, budget
+        self.program = _program(one, budget)
+
+    def forward(self, *arguments: Any) -> Tensor:
+        *operands, _ = arguments
+        return forward(self.program, operands, self.one.dtype)
+
+    def gradients(self, tensors: Sequence[Tensor], dout: Tensor, wanted: Sequence[bool]) -> Gradients:
+        wanted = tuple(wanted[: len(tensors)])
+        one = replace(self.one, upstream=Operand.of(dout), wanted=wanted)
+        return backward(_program(one, self.budget), tensors, dout, wanted)
+
+
+def _shortcut(equation: Any, *operands: Any, budget: Any = BUDGET) -> Tensor | None:
+    """The result of a call of plain tensors that is like one before, or None."""
+    if type(equation) is not str or type(budget) not in (str, int) or not are_ordinary(operands):
+        return None
+    if any(not one.is_cpu or one.layout != torch.strided or one.is_quantized or one.is_nested for one in operands):
+        return None
+    outlines = tuple(map(Operand.of, operands))
+    known = _known(equation, budget, outlines, torch.get_num_threads(), requires_grad(operands))
+    return None if known is None else call_known(known, custom, operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(equation: str, budget: Any, operands: tuple[Operand, ...], threads: int, grad: bool) -> Known | None:
+    meta = [torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta") for one in operands]
+    try:
+        found = prepare(equation, *meta, budget=budget)
+    except (NotImplementedError, TypeError, ValueError):
+        return None  # the long way tells why
+    one = Pass(found.equation, operands, found.dtype, threads)
+    if grad:
+        _check_backward(one, (True,) * len(operands), found.budget)
+    return Known(_Planned(one, found.budget), found.arguments[len(meta) :])
+
+
+op.shortcut = _shortcut
+
+
+@op.public
+def einsum(equation: Any, *operands: Any, budget: str | float = BUDGET, variant: str | None = None) -> Tensor:
+    """Sum of products of operands by an equation, as `torch.einsum`, within a memory budget.
+
+    The operands are multiplied two by two along a path of opt_einsum. Where the intermediates of every path are above
+    the budget, axes are cut, and the slices are computed one after another. The backward pass computes intermediates
+    again, and keeps the budget likewise.
+
+    Args:
+        equation: labels of the axes of each operand, and of the result: `"bi,ijk,bj->bk"`. Labels that the result lacks
+            are summed; a label that an operand has twice takes its diagonal; an ellipsis stands for axes that
+            broadcast; without an arrow the result has the labels that occur once, in alphabetical order. As in
+            `torch.einsum`, operands may also come each with a list of its labels: `einsum(a, [0, 1], b, [1], [0])`
+        operands: floating-point tensors, whose axes of one label have one size, or 1
+        budget: bytes, as `"64 MiB"` or `2**26`: the highest sum, at any moment, of live storages that a pass allocates
+            and does not return. The result and gradients are not in it, and neither are the operands
+        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`).
+            Only chunked keeps the budget
+
+    Returns:
+        The result, of the dtype to which those of the operands promote (under autocast, of autocast's).
+
+    Only the operands are saved for backward, by the variant chunked. Its second derivatives and forward mode know no
+    budget. The first call of an equation with given layouts looks for a program: some milliseconds, where slices are
+    needed some tenths of a second, and more for many operands. What oneDNN allocates inside is not counted.
+
+    Raises:
+        TypeError: an operand is no tensor, or not of a floating-point dtype
+        ValueError: the equation does not fit the operands, devices differ, no such variant, or the budget would take
+            more than 10,000 slices
+        NotImplementedError: the named variant cannot run this call
+
+    Example:
+        >>> a, b, c = torch.randn(500, 40), torch.randn(500, 30), torch.randn(40, 30, 20)
+        >>> effops.einsum("bi,bj,ijk->bk", a, b, c, budget="1 MiB").shape
+        torch.Size([500, 20])
+    """
+    return call(op, equation, *operands, budget=budget, variant=variant)
