@@ -142,10 +142,10 @@ def diagnose(progress: Progress, names: Sequence[str] = (), full: bool = False) 
     devices = [torch.device("cpu")]
     if not obstacle:
         devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    chosen = [find_op(name, "argument --op") for name in names] or list(tried_ops().values())
+    chosen = [reference_of(find_op(name, "argument --op")).op for name in names] or list(tried_ops().values())
     checks = tuple(check_op(op, device, progress, full) for op in chosen for device in devices)
     speeds = tuple(
-        speed_of(find_op(check.op), torch.device(check.device), check.right, progress)
+        speed_of(reference_of(find_op(check.op)).op, torch.device(check.device), check.right, progress)
         for check in checks
         if full and check.right
     )

@@ -393,3 +393,8 @@ def test_why_there_is_no_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_triton_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     assert str(module.versions()["triton"]).startswith("cannot be imported: ModuleNotFoundError: ")
+
+
+def test_a_named_op_is_checked_with_the_arguments_before_its_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--op", "einsum"]) == 0
+    assert "all 4 checked variants are right" in capsys.readouterr().out
