@@ -6,6 +6,7 @@ nothing, so that no call costs more.
 
 from torch import _VF, Tensor, _fused_sdp_choice, _neg_view, _standard_gamma, ops
 from torch._C import (  # type: ignore[attr-defined]
+    DisableTorchFunction,
     _are_functorch_transforms_active,
     _ConvBackend,
     _current_autograd_node,
@@ -77,6 +78,7 @@ tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
 
 __all__ = [
     "ELEMENTWISE_TYPE_PROMOTION_KIND",
+    "DisableTorchFunction",
     "_VF",
     "BackwardCFunction",
     "DataDependentOutputException",

@@ -80,8 +80,8 @@ class CustomOp:
         saves_result: whether `backward` takes the result
         by_example: whether a call with these arguments is batched one example at a time, since it draws random numbers
             by the index of a value in the call
-        native: whether `forward` consists of PyTorch operations that have their own backward; that backward runs where
-            it can, on plain and on fake tensors, so that `backward` does not compute `forward` again
+        native: whether `forward(call)` consists of PyTorch operations that have their own backward; that backward runs
+            where it can, on plain and on fake tensors, so that `backward` does not compute `forward` again
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CustomOp:
         core_dims: Sequence[int] | Callable[[Any], Sequence[int]],
         saves_result: bool = False,
         by_example: Callable[[Sequence[Any]], bool] = lambda arguments: False,
-        native: bool = False,
+        native: Callable[[Any], bool] = lambda call: False,
     ) -> None:
         CUSTOM_OPS[name] = self
         self.name, self.native, self.saves_result = name, native, saves_result
@@ -147,18 +147,18 @@ class CustomOp:
     def __call__(self, call: Any) -> Tensor:
         tensors = call.tensors
         result: Tensor
-        if self.runs_at_once(tensors):
+        if is_plain(tensors) or (_is_fake(tensors) and self.native(call)):
             if not requires_grad(tensors):
                 return self.forward(call)
             # This skips `Function.apply`, a third of whose time goes into the search for transforms. `is_plain` found
             # none.
-            if self.native:
+            if self.native(call):
                 result = super(torch.autograd.Function, Native).apply(*call.arguments, self)
             else:
                 result = super(torch.autograd.Function, _Differentiable).apply(*tensors, call, self)
         elif _needs_composite():
             result = self.composite(call)
-        elif is_compiling() and self.native:
+        elif is_compiling() and self.native(call):
             result = self.forward(call)
         elif _are_functorch_transforms_active() and not self.is_functionalized():
             result = _Transformable.apply(*call.arguments, self.name)
@@ -183,9 +183,6 @@ class CustomOp:
         tensors = count - self.saves_result
         return saved[:tensors], saved[tensors:count], saved[count:]
 
-    def runs_at_once(self, tensors: Sequence[Tensor]) -> bool:
-        return is_plain(tensors) or (self.native and _is_fake(tensors))
-
     def is_functionalized(self) -> bool:
         """Whether `functionalize` is the only active transform of `torch.func`; raises where it is one of several."""
         active = {interpreter.key() for interpreter in get_interpreter_stack() or ()}
@@ -198,7 +195,8 @@ class CustomOp:
 
     def computes_again(self, dout: Tensor, saved: Sequence[Tensor]) -> bool:
         """Whether PyTorch's own backward cannot serve a pass that is differentiated or has many gradients."""
-        return requires_grad((dout, *saved)) or not self.runs_at_once((dout,)) or is_legacy_batchedtensor(dout)
+        is_ordinary = is_plain((dout,)) or _is_fake((dout,))
+        return requires_grad((dout, *saved)) or not is_ordinary or is_legacy_batchedtensor(dout)
 
     def compute_gradients(self, dout: Tensor, saved: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
         """The gradients that `backward` computes from what is saved for it."""
@@ -207,11 +205,12 @@ class CustomOp:
 
     def gradients(self, dout: Tensor, saved: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
         """The gradients of the tensors among what is saved. They can be differentiated again."""
-        tensors, result, _ = self.parts(saved)
+        tensors, result, settings = self.parts(saved)
         given = dout, *tensors, *result
         # `torch.autograd.grad(is_grads_batched=True)` gives a kind of batched gradient that operators have no rule for.
         is_legacy = is_legacy_batchedtensor(dout)
-        if not is_legacy and self.runs_at_once(given) and not requires_grad(given):
+        at_once = is_plain(given) or (_is_fake(given) and self.native(self.split((*tensors, *settings))))
+        if not is_legacy and at_once and not requires_grad(given):
             with without_autocast(dout.device):
                 return self.compute_gradients(dout, saved, wanted)
         if is_legacy or _needs_composite():
@@ -444,10 +443,13 @@ def is_subclassed(tensor: Tensor) -> bool:
 
 
 def _is_fake(tensors: Sequence[Tensor]) -> bool:
-    """Whether a tensor is fake, and the call is neither traced nor transformed."""
+    """Whether a tensor is fake, or a mode makes it so, and the call is neither traced nor transformed."""
     return (
         _is_eager()
-        and any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        and (
+            _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+            or any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        )
         and _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is None
     )
 

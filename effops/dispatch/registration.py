@@ -66,7 +66,7 @@ def allocated(op: Op, custom: CustomOp, call: Call) -> Cost:
             held.extend([*fake_call.tensors, *(result,) * custom.saves_result])
         return op.finish(fake_call, result)
 
-    keeps_graph = custom.native and not any(map(is_subclassed, call.tensors))
+    keeps_graph = custom.native(call) and not any(map(is_subclassed, call.tensors))
     return predicted(custom.split, call, forward if keeps_graph else torch.no_grad()(forward))
 
 

@@ -7,11 +7,13 @@ broadcast are left out; both are views.
 from __future__ import annotations
 
 import functools
+import itertools
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from effops.numerics.shapes import is_known, remembered
@@ -57,6 +59,51 @@ class Contraction:
 
     def shape(self, labels: Labels) -> Shape:
         return tuple(self.sizes[label] for label in labels)
+
+    @functools.cached_property
+    def memory_order(self) -> Labels:
+        """The labels of the result, as they lie in memory: of one product of matrices as that makes it, else in order.
+
+        `torch.einsum` lays its result out likewise.
+        """
+        found = matrices(*self.terms, self.output) if len(self.terms) == 2 else None
+        return self.output if found is None else (*found.batch, *found.rows, *found.columns)
+
+    def laid_out(self, result: Tensor) -> Tensor:
+        """A result, copied if it does not lie in memory like that of `empty`."""
+        order = self.memory_order
+        if order == self.output:
+            return result.contiguous()
+        permuted = result.permute([self.output.index(label) for label in order]).contiguous()
+        return permuted.permute([order.index(label) for label in self.output])
+
+    def empty(self, operand: Tensor, dtype: torch.dtype) -> Tensor:
+        """An uninitialised result on the device of an operand."""
+        order = self.memory_order
+        out = operand.new_empty(self.shape(order), dtype=dtype)
+        return out if order == self.output else out.permute([order.index(label) for label in self.output])
+
+
+class Matrices(NamedTuple):
+    """The labels of a product of two factors as one of matrices; `is_swapped` if the second factor has the rows."""
+
+    batch: Labels
+    rows: Labels
+    summed: Labels
+    columns: Labels
+    is_swapped: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def matrices(first: Labels, second: Labels, output: Labels) -> Matrices | None:
+    """The matrices of a product, rows before columns if they can be; None if nothing that both have is summed."""
+    summed = tuple(label for label in first if label in second and label not in output)
+    if not summed:
+        return None
+    batch = tuple(label for label in output if label in first and label in second)
+    rows, columns = (tuple(label for label in output if label in own and label not in batch) for own in (first, second))
+    is_swapped = bool(rows and columns) and output.index(columns[-1]) < output.index(rows[0])
+    return Matrices(batch, *((columns, summed, rows) if is_swapped else (rows, summed, columns)), is_swapped)
 
 
 def parse(function: str, equation: Any, operands: Sequence[Any]) -> tuple[tuple[Labels, ...], Labels | None, list[Any]]:
@@ -136,7 +183,9 @@ def spelled_out(function: str, terms: tuple[Labels, ...], output: Labels | None,
                 f"{function}: labels of the result must be those of operands, each once; got {name(label)!r}, {got}; "
                 "change what stands behind the arrow"
             )
-    letters = {label: symbol(number) for number, label in enumerate(known)}
+    own = {label: LETTERS[label] for label in known if label < LAST_AXIS}  # errors name them
+    free = (letter for letter in map(symbol, itertools.count()) if letter not in own.values())
+    letters = own | {label: next(free) for label in known if label not in own}
     *inputs, result = ("..." + "".join(letters[label] for label in term) for term in (*expanded, output))
     return f"{','.join(inputs)}->{result}"
 
@@ -199,21 +248,20 @@ def _numbered(equation: str) -> tuple[tuple[Labels, ...], Labels]:
 
 def check_sizes(function: str, equation: str, shapes: Sequence[Sequence[int]]) -> None:
     """Raise unless the axes of a label have one size, or 1. The axes of a label in one operand have one size."""
-    terms, _ = _numbered(equation)
-    sizes: dict[int, int] = {}
+    terms = equation.replace("...", "").split("->")[0].split(",")
+    sizes: dict[str, int] = {}
     for number, (term, shape) in enumerate(zip(terms, shapes)):
-        own: dict[int, int] = {}
-        for label, size in zip(term, shape):
-            same = own.setdefault(label, size)
-            known = sizes.setdefault(label, size)
-            letter = symbol(label)
+        own: dict[str, int] = {}
+        for letter, size in zip(term, shape):
+            same = own.setdefault(letter, size)
+            known = sizes.setdefault(letter, size)
             if same != size:
                 raise ValueError(
                     f"{function}: axes of one label must have one size in an operand; got {same} and {size} for "
                     f"{letter!r} in operand {number} of {equation!r}; give the axes different labels"
                 )
             if known == 1:
-                sizes[label] = size
+                sizes[letter] = size
             elif size not in (1, known):
                 raise ValueError(
                     f"{function}: axes of one label must have one size, or 1; got {known} and {size} for {letter!r}, "

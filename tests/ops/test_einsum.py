@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 import effops
 from effops.measure import Pass, memory
@@ -12,6 +14,7 @@ from effops.ops.einsum.contraction import BUDGET, op
 from effops.ops.einsum.paths import Operand, find
 from effops.reference.einsum import bounds, gradient_bounds
 from effops.reference.reference import worst_error_ratio
+from effops.text import parse_bytes
 
 # Each with the shapes of its operands.
 EQUATIONS = {
@@ -109,7 +112,8 @@ MISTAKES = {
     "too many labels": (("ijk->i", X), "leave labels out"),
     "an unknown label": (("ij->k", X), "labels of the result must be those of operands, each once; got 'k'"),
     "a label twice": (("ij->ii", X), "got 'i', twice"),
-    "sizes that differ": (("ij,jk->ik", X, X), r"got 3 and 2 for 'b', the latter in operand 1"),
+    "sizes that differ": (("ij,jk->ik", X, X), r"got 3 and 2 for 'j', the latter in operand 1"),
+    "sizes of an ellipsis that differ": (("...j,...k->...", X, X[:1].mT), r"got 2 and 3 for 'a', the latter"),
     "a diagonal of two sizes": (("ii->i", X), "axes of one label must have one size in an operand; got 2 and 3"),
     "labels out of range": ((X, [0, 60]), "labels must be a list of integers from 0 to 51"),
     "no labels": ((X, X), "labels must be a list of integers .* got Tensor"),
@@ -137,7 +141,7 @@ def test_budgets_that_do_not_suffice(generator):
     with pytest.raises(ValueError, match=r"einsum: `budget` must .* at most 10,000 slices; got 100 B") as caught:
         effops.einsum("ab,bc,cd->ad", *leaves, budget=100)
     named = str(caught.value).split("'")[-2]
-    assert effops.einsum("ab,bc,cd->ad", *(leaf.detach() for leaf in leaves), budget=named).shape == (300, 300)
+    effops.einsum("ab,bc,cd->ad", *leaves, budget=named).sum().backward()
     with pytest.raises(ValueError, match="einsum: `budget`: expected"):
         effops.einsum("ab->a", leaves[0], budget="much")
 
@@ -273,6 +277,85 @@ def test_budgets_hold_for_any_gradient_from_above(how, generator):
         assert worst_error_ratio(gradient_bounds(op.prepare(equation, *leaves), dout), pulled_back(*leaves)) <= 1
 
 
+@pytest.mark.parametrize("sizes", [(5, 6, 4), (1, 6, 4), (5, 6, 1), (5, 1, 4)], ids=str)
+@pytest.mark.parametrize("equation", ["bij,bjk->bik", "ij,jk->ki", "bij,jk->kbi", "bhij,ijk->bhik", "abij,bjk->kia"])
+def test_a_product_lies_in_memory_as_that_of_torch(equation, sizes, generator):
+    """So nothing copies it. On fake tensors, as an operator, it has the same strides."""
+    known = dict(zip("ijk", sizes), a=3, b=2, h=3)
+    a, b = ([known[letter] for letter in term] for term in equation.split("->")[0].split(","))
+    args = [one.detach() for one in operands([a, b], generator)]
+    expected = torch.einsum(equation, *args)
+    with FakeTensorMode() as mode:
+        fake = effops.einsum(equation, *map(mode.from_tensor, args))
+    for budget in (BUDGET, 64):
+        found = effops.einsum(equation, *args, budget=budget)
+        assert all(
+            one == other
+            for one, other, size in zip(found.stride(), fake.stride(), found.shape, strict=True)
+            if size > 1
+        )
+        assert 1 in sizes or found.stride() == expected.stride()  # PyTorch moves axes of size 1
+        found.add_(1)  # it is nobody's view
+    temporaries = [
+        memory(Pass(lambda *args: form(equation, *args), args)).temporary_bytes  # noqa: B023
+        for form in (effops.einsum, torch.einsum)
+    ]
+    assert temporaries[0] <= temporaries[1]
+
+
+BILINEAR = "bi,ijk,bj->bk", (512, 32), (32, 32, 32), (512, 32)
+
+
+def test_intermediates_are_kept_where_both_passes_keep_the_budget(generator):
+    equation, *shapes = BILINEAR
+    leaves = operands(shapes, generator)
+    dout = torch.randn(512, 32, generator=generator)
+    for budget, kept_bytes in (("64 MiB", 512 * 32 * 32 * 4), ("4 MiB", 0)):
+        run = lambda *leaves: effops.einsum(equation, *leaves, budget=budget)  # noqa: B023, E731
+        found = memory(Pass(run, leaves, backward=True))
+        report = effops.explain("einsum", equation, *leaves, budget=budget).variants["chunked"]
+        assert found.saved_bytes == report.saved_bytes == kept_bytes
+        assert found.temporary_bytes + found.saved_bytes <= parse_bytes(budget)
+        gradients = torch.autograd.grad(run(*leaves), leaves, dout)
+        assert worst_error_ratio(gradient_bounds(op.prepare(equation, *leaves), dout), gradients) <= 1
+    only = [leaves[0], *(leaf.detach() for leaf in leaves[1:])]
+    all_of_them, alone = (
+        torch.autograd.grad(effops.einsum(equation, *given), given[:1], dout) for given in (leaves, only)
+    )
+    assert torch.equal(*all_of_them, *alone)
+
+
+def test_predictions_of_training_know_what_is_kept(generator):
+    """A recorder sees what autograd does."""
+    equation, *shapes = BILINEAR
+    leaves = operands(shapes, generator)
+    call = op.prepare(equation, *leaves)
+    one = call.described().backward((True,) * 3)
+    expected_bytes = replace(one, upstream=one.upstream.expanded).taken_bytes_of_graph(find(call.described(), 2**26))
+    with effops.budget("64 MiB") as report:
+        effops.einsum(equation, *leaves).sum().backward()
+    assert report.peak_bytes == expected_bytes + 2 * 4  # and the sum, and its gradient
+
+
+def test_kept_intermediates_have_all_derivatives(monkeypatch, generator):
+    monkeypatch.setattr("effops.ops.einsum.paths.WORTH_KEEPING_SECONDS", 0)
+    leaves = [leaf.detach().double().requires_grad_() for leaf in operands([(3, 4), (4, 5, 2), (3, 5)], generator)]
+    run = lambda *leaves: effops.einsum("bi,ijk,bj->bk", *leaves)  # noqa: E731
+    assert type(run(*leaves).grad_fn).__name__ == "NativeBackward"
+    assert torch.autograd.gradcheck(run, leaves)
+    assert torch.autograd.gradgradcheck(run, leaves)
+    out = run(*leaves)
+    once, again = (torch.autograd.grad(out.sum(), leaves, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, once, again))
+    with torch.autograd.graph.save_on_cpu():
+        moved = run(*leaves)
+    assert all(map(torch.equal, once, torch.autograd.grad(moved.sum(), leaves)))
+    with torch.no_grad():
+        leaves[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_budgets_count_what_a_later_result_hides():
     """The peak, less the result, was within the budget where an intermediate is gone before the result is there."""
     args = torch.randn(300, 2), torch.randn(2, 300), torch.randn(300, 300, 4), torch.randn(22_500)
@@ -305,6 +388,22 @@ def test_what_is_recorded(generator):
         effops.einsum("ij,jk", [a, b])
     assert calls[0].shapes == {"operand 0": (3, 4), "operand 1": (4, 5)}
     assert "operand 1 (4, 5)" in str(calls)
+
+
+def test_a_mode_of_the_user_does_not_see_the_search(generator):
+    class Seen(TorchFunctionMode):
+        def __init__(self):
+            self.shapes = set()
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.shapes |= {tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor)}
+            return func(*args, **(kwargs or {}))
+
+    leaves = operands([(61, 7), (7, 5), (5, 59)], generator)
+    with Seen() as seen:
+        effops.einsum("ij,jk,kl->il", *leaves, budget="1 KiB")
+    assert (61, 7) in seen.shapes
+    assert len(seen.shapes) < 30  # those of slices would be more
 
 
 def test_operands_that_are_not_dense():

@@ -135,7 +135,7 @@ def custom_op(
     forward: Callable[[AttentionCall], Tensor],
     backward: Callable[[Tensor, AttentionCall, Sequence[bool]], Gradients],
     empty: Callable[[AttentionCall], Tensor] = ordered_empty,
-    native: bool = False,
+    native: Callable[[AttentionCall], bool] = lambda call: False,
 ) -> CustomOp:
     """The operator of a forward and a backward function. `empty` and `native` are as in `CustomOp`."""
 

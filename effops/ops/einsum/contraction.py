@@ -6,14 +6,16 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import Known, are_ordinary, call, call_known
-from effops.dispatch.custom_op import CustomOp, Gradients, requires_grad
+from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Call, Cost, Op
 from effops.dispatch.registration import add_custom_op, allocated
@@ -27,7 +29,7 @@ from effops.numerics.equations import (
     spelled_out,
 )
 from effops.numerics.precision import autocast_enabled, wider
-from effops.ops.einsum.paths import MOST_SLICES, Operand, Pass, find, least_budget
+from effops.ops.einsum.paths import MOST_SLICES, Operand, Pass, find, keeps_intermediates, least_budget
 from effops.ops.einsum.program import Program, backward, forward
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
@@ -80,6 +82,16 @@ class EinsumCall(Call):
     def described(self) -> Pass:
         """The forward pass."""
         return Pass(self.equation, tuple(map(Operand.of, self.operands)), self.dtype, torch.get_num_threads())
+
+    @property
+    def keeps_intermediates(self) -> bool:
+        """Whether autograd keeps them for the backward pass."""
+        if is_compiling() or not requires_grad(self.operands):
+            return False
+        if any(type(size) is not int for operand in self.operands for size in operand.shape):
+            return False
+        wanted = tuple(operand.requires_grad for operand in self.operands)
+        return keeps_intermediates(self.described().backward(wanted), self.budget)
 
 
 def prepare(equation: Any, *operands: Any, budget: Any = BUDGET) -> EinsumCall:
@@ -145,26 +157,27 @@ def _backward(dout: Tensor, call: EinsumCall, wanted: Sequence[bool]) -> Gradien
 
 
 def _program(one: Pass, budget: int) -> Program:
+    _check(budget, one)
     program = find(one, budget)
-    if program is None:
-        kind = "forward" if one.upstream is None else "backward"
-        least = format_bytes(least_budget(one, budget))
-        raise ValueError(
-            f"{NAME}: `budget` must let a {kind} pass run in at most {MOST_SLICES:,} slices; got "
-            f"{format_bytes(budget)}; give at least {least!r}"
-        )
+    assert program is not None
     return program
 
 
-def _check_backward(one: Pass, wanted: Sequence[bool], budget: int) -> None:
-    """Raise at once if a backward pass cannot keep the budget, for a contiguous gradient from above."""
-    shape = one.contraction.shape(one.contraction.output)
-    upstream = Operand.of(torch.empty(shape, dtype=one.dtype, device="meta"))._replace(device=one.operands[0].device)
-    _program(replace(one, upstream=upstream, wanted=tuple(wanted)), budget)
+def _check(budget: int, *passes: Pass) -> None:
+    """Raise if one of the passes cannot keep the budget; tell one that lets all of them run."""
+    wrong = next((one for one in passes if find(one, budget) is None), None)
+    if wrong is None:
+        return
+    kind = "forward" if wrong.upstream is None else "backward"
+    least = format_bytes(max(least_budget(one, budget) for one in passes if find(one, budget) is None))
+    raise ValueError(
+        f"{NAME}: `budget` must let a {kind} pass run in at most {MOST_SLICES:,} slices; got "
+        f"{format_bytes(budget)}; give at least {least!r}"
+    )
 
 
 def _empty(call: EinsumCall) -> Tensor:
-    return call.operands[0].new_empty(call.shape, dtype=call.dtype)
+    return call.contraction.empty(call.operands[0], call.dtype)
 
 
 def _compiled_bytes(program: inductor.Program, call: EinsumCall) -> Bytes:
@@ -209,13 +222,15 @@ custom = CustomOp(
     backward=_backward,
     composite=lambda call: _composed(einsum_form)(*call.operands, call.equation, call.dtype),
     empty=_empty,
+    native=attrgetter("keeps_intermediates"),
     core_dims=lambda settings: [len(term) - len("...") for term in settings[0].split("->")[0].split(",")],
 )
 
 
 def _run(call: EinsumCall) -> Tensor:
-    if requires_grad(call.tensors) and custom.runs_at_once(call.tensors):
-        _check_backward(call.described(), [one.requires_grad for one in call.tensors], call.budget)
+    if requires_grad(call.tensors) and is_plain(call.tensors) and not call.keeps_intermediates:
+        wanted = [one.requires_grad for one in call.tensors]
+        _check(call.budget, call.described(), call.described().backward(wanted))
     return custom(call)
 
 
@@ -248,15 +263,19 @@ def _shortcut(equation: Any, *operands: Any, budget: Any = BUDGET) -> Tensor | N
     """The result of a call of plain tensors that is like one before, or None."""
     if type(equation) is not str or type(budget) not in (str, int) or not are_ordinary(operands):
         return None
-    if any(not one.is_cpu or one.layout != torch.strided or one.is_quantized or one.is_nested for one in operands):
+    try:
+        outlines = tuple([(one.layout, one.shape, one.stride(), one.dtype, one.device) for one in operands])
+    except RuntimeError:  # a nested tensor has no shape
         return None
-    outlines = tuple(map(Operand.of, operands))
     known = _known(equation, budget, outlines, torch.get_num_threads(), requires_grad(operands))
     return None if known is None else call_known(known, custom, operands)
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(equation: str, budget: Any, operands: tuple[Operand, ...], threads: int, grad: bool) -> Known | None:
+def _known(equation: str, budget: Any, outlines: tuple[Any, ...], threads: int, grad: bool) -> Known | None:
+    operands = tuple(Operand(tuple(shape), *others) for _, shape, *others in outlines)
+    if any(layout != torch.strided or device.type != "cpu" for layout, *_, device in outlines):
+        return None
     meta = [torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta") for one in operands]
     try:
         found = prepare(equation, *meta, budget=budget)
@@ -264,7 +283,10 @@ def _known(equation: str, budget: Any, operands: tuple[Operand, ...], threads: i
         return None  # the long way tells why
     one = Pass(found.equation, operands, found.dtype, threads)
     if grad:
-        _check_backward(one, (True,) * len(operands), found.budget)
+        wanted = (True,) * len(operands)
+        if keeps_intermediates(one.backward(wanted), found.budget):
+            return None
+        _check(found.budget, one, one.backward(wanted))
     return Known(_Planned(one, found.budget), found.arguments[len(meta) :])
 
 
@@ -276,8 +298,8 @@ def einsum(equation: Any, *operands: Any, budget: str | float = BUDGET, variant:
     """Sum of products of operands by an equation, as `torch.einsum`, within a memory budget.
 
     The operands are multiplied two by two along a path of opt_einsum. Where the intermediates of every path are above
-    the budget, axes are cut, and the slices are computed one after another. The backward pass computes intermediates
-    again, and keeps the budget likewise.
+    the budget, axes are cut, and the slices are computed one after another. The backward pass keeps the budget
+    likewise.
 
     Args:
         equation: labels of the axes of each operand, and of the result: `"bi,ijk,bj->bk"`. Labels that the result lacks
@@ -291,11 +313,13 @@ def einsum(equation: Any, *operands: Any, budget: str | float = BUDGET, variant:
             Only chunked keeps the budget
 
     Returns:
-        The result, of the dtype to which those of the operands promote (under autocast, of autocast's).
+        The result, of the dtype to which those of the operands promote (under autocast, of autocast's). That of two
+        operands may be permuted in memory, as with `torch.einsum`; that of more is contiguous.
 
-    Only the operands are saved for backward, by the variant chunked. Its second derivatives and forward mode know no
-    budget. The first call of an equation with given layouts looks for a program: some milliseconds, where slices are
-    needed some tenths of a second, and more for many operands. What oneDNN allocates inside is not counted.
+    The variant chunked saves operands for backward. It saves intermediates too where that saves time, and both passes
+    keep the budget with them. Its second derivatives and forward mode know no budget. The first call of an equation
+    with given layouts looks for a program: some milliseconds, where slices are needed some tenths of a second, and more
+    for many operands. What oneDNN allocates inside is not counted.
 
     Raises:
         TypeError: an operand is no tensor, or not of a floating-point dtype

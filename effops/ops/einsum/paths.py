@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,12 +19,13 @@ from effops.numerics.equations import Contraction, Labels, Shape, contraction, s
 from effops.ops.einsum.program import Program, Step, backward, forward
 from effops.prediction.allocations import fake_mode
 from effops.prediction.inside import InsideUntilReturned
-from effops.pytorch import _disable_current_modes
+from effops.pytorch import DisableTorchFunction, _disable_current_modes
 
 MOST_SLICES = 10_000
 COMPARED, SEARCHED = 5, 20  # operands up to which opt_einsum compares all paths, and searches beyond a greedy one
 # A rough machine, by which programs are compared.
 FLOPS_PER_SECOND, BYTES_PER_SECOND, SECONDS_PER_STEP = 5e10, 5e9, 2e-5
+WORTH_KEEPING_SECONDS = 2e-4  # autograd's graph of a call takes about as long
 
 
 class Operand(NamedTuple):
@@ -38,8 +40,13 @@ class Operand(NamedTuple):
     def of(cls, tensor: Tensor) -> Operand:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+    def empty(self, requires_grad: bool = False) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, requires_grad=requires_grad, device="cpu")
+
+    @property
+    def expanded(self) -> Operand:
+        """The same with one element for all, as the gradient of a sum is."""
+        return self._replace(stride=(0,) * len(self.stride))
 
 
 @dataclass(frozen=True)
@@ -64,20 +71,63 @@ class Pass:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
+    def backward(self, wanted: Sequence[bool]) -> Pass:
+        """The backward pass from a gradient that is laid out like the result."""
+        result = self.contraction.empty(torch.empty(0, device="meta"), self.dtype)
+        upstream = Operand.of(result)._replace(device=self.operands[0].device)
+        return replace(self, upstream=upstream, wanted=tuple(wanted))
+
     def taken_bytes(self, program: Program) -> int:
         """The most bytes that live at once, without the results."""
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), fake_mode():
-            operands = [one.empty() for one in self.operands]
+        with self._fakes() as (operands, dout, allocations):
+            if dout is None:
+                results: Sequence[Tensor | None] = [forward(program, operands, self.dtype)]
+            else:
+                results = backward(program, operands, dout, self.wanted)
+            return int(allocations.most_bytes_without(results))
+
+    def taken_bytes_of_graph(self, program: Program) -> int:
+        """The same of a forward and a backward pass of autograd, which keeps intermediates between them."""
+        with self._fakes() as (operands, dout, allocations), torch.enable_grad():
+            leaves = [operand for operand in operands if operand.requires_grad]
+            result = forward(program, operands, self.dtype)
+            gradients = torch.autograd.grad(result, leaves, dout, retain_graph=True, allow_unused=True)
+            return int(allocations.most_bytes_without([result, *gradients]))
+
+    @contextmanager
+    def _fakes(self) -> Iterator[tuple[Sequence[Tensor], Tensor | None, InsideUntilReturned]]:
+        """The operands and the gradient from above on fake memory, and the count of all else."""
+        with (
+            _disable_current_modes(),
+            DisableTorchFunction(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            fake_mode(),
+        ):
+            wanted = self.wanted or (False,) * len(self.operands)
+            operands = [one.empty(is_wanted) for one, is_wanted in zip(self.operands, wanted)]
             dout = None if self.upstream is None else self.upstream.empty()
-            with InsideUntilReturned(cuda=operands[0].is_cuda) as allocations:
+            with InsideUntilReturned(cuda=self.operands[0].device.type == "cuda") as allocations:
                 for tensor in (*operands, dout):
                     if tensor is not None:
                         allocations.count(tensor, nbytes=0)
-                if dout is None:
-                    results: Sequence[Tensor | None] = [forward(program, operands, self.dtype)]
-                else:
-                    results = backward(program, operands, dout, self.wanted)
-                return int(allocations.most_bytes_without(results))
+                yield operands, dout, allocations
+
+
+@functools.lru_cache(maxsize=1024)
+def keeps_intermediates(one: Pass, budget: int) -> bool:
+    """Whether the intermediates of a backward pass are kept by the forward pass: that saves time, and fits the budget.
+
+    The gradient from above may have another layout than is known when they are kept.
+    """
+    program = find(replace(one, upstream=None, wanted=()), budget)
+    if program is None or program.extents or not one.upstream:
+        return False
+    again = replace(program, steps=program.steps[:-1])
+    return _seconds(again) >= WORTH_KEEPING_SECONDS and all(
+        replace(one, upstream=upstream).taken_bytes_of_graph(program) <= budget
+        for upstream in (one.upstream, one.upstream.expanded)
+    )
 
 
 @functools.lru_cache(maxsize=1024)
