@@ -3,8 +3,9 @@
 python bench/studies/contractions.py --json FILE
 
 A line is one pass of a contraction: the time within the default budget, that of `torch.einsum`, of the same compiled,
-the ratio to the better of these two, and the temporaries of both. All take turns in one process for each number of
-threads. A second table has calls of two small operands, with what effops adds to `torch.einsum` in microseconds.
+the ratio to the better of these two, and the temporaries of both, with what is kept for backward. All take turns in one
+process for each number of threads. Then come calls of two small operands, in microseconds, and a contraction for which
+`torch.einsum` takes more than 1 GiB.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +44,9 @@ CONTRACTIONS = {
     "equivariant product": ("wxik,ekc,bci,be->bcwx", {"w": 9, "x": 9, "i": 9, "k": 4, "e": 10, "c": 64, "b": 64}),
     "MTTKRP of CP decomposition": ("ijk,jr,kr->ir", {"i": 128, "j": 128, "k": 128, "r": 32}),
     "core of Tucker decomposition": ("ijk,ia,jb,kc->abc", dict.fromkeys("ijk", 128) | dict.fromkeys("abc", 16)),
+    "third moments": ("ia,ib,ic->abc", {"i": 1024} | dict.fromkeys("abc", 256)),
 }
+BEYOND = "third moments", {"i": 5000}  # more than 1 GiB for torch.einsum
 SMALL = "ij,jk->ik"
 PASSES = "forward", "both"
 LINE = "{:<30}{:<9}{:>7}{:>9}{:>14}{:>10}{:>7}{:>11}{:>11}"
@@ -79,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for row in rows_of(name, threads[0]):
                 print(json.dumps(row), flush=True)
         print(json.dumps(small_calls()))
+        print(json.dumps(beyond()))
         return
     console = plain_or_rich_console(110)
     head = header(CPU, measure.copy_bandwidth_gbps(CPU))
@@ -87,12 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for count in threads:
         command = [sys.executable, __file__, "--child", "--threads", str(count)]
-        *found, small = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        *found, small, large = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
         for line in found:
             rows.append(Row(**json.loads(line)))
             console.print(LINE.format(*cells(rows[-1])))
         head[f"small_calls_us_{count}_threads"] = json.loads(small)
         console.print(f"two operands of 8 x 8, in microseconds: {head[f'small_calls_us_{count}_threads']}")
+        head[f"beyond_{count}_threads"] = json.loads(large)
+        console.print(f"{BEYOND[0]} of {BEYOND[1]}: {head[f'beyond_{count}_threads']}")
         if options.json:
             write_json(options.json, head, rows)
 
@@ -103,8 +110,9 @@ def cells(row: Row) -> tuple[str, ...]:
     return row.contraction, row.pass_name, str(row.threads), *times, *taken
 
 
-def operands_of(name: str) -> tuple[str, list[Tensor]]:
+def operands_of(name: str, larger: Mapping[str, int] | None = None) -> tuple[str, list[Tensor]]:
     equation, sizes = CONTRACTIONS[name]
+    sizes = {**sizes, **(larger or {})}
     generator = torch.Generator().manual_seed(0)
     terms = equation.split("->")[0].split(",")
     return equation, [torch.randn([sizes[letter] for letter in term], generator=generator) for term in terms]
@@ -124,7 +132,7 @@ def rows_of(name: str, threads: int) -> list[dict[str, Any]]:
             operands = [operand.requires_grad_() for operand in operands]
             for form in ("ours", "torch"):
                 backward = measure.memory(measure.Pass(forms[form], tuple(operands), backward=True))
-                bytes_of[form] = backward.temporary_bytes
+                bytes_of[form] = backward.temporary_bytes + backward.saved_bytes
             forms = {form: Training(function) for form, function in forms.items()}
         else:
             for form in ("ours", "torch"):
@@ -146,6 +154,25 @@ def small_calls() -> dict[str, float]:
     plain = measure.Pass(lambda *operands: [torch.einsum(SMALL, *operands) for _ in range(200)], (a, b))
     timings = measure.times({"effops": ours, "torch": plain}, repeats=50, budget_s=2, warmup=2)
     return {name: round(1000 * timing.median_ms / 200, 2) for name, timing in timings.items()}
+
+
+def beyond() -> dict[str, float]:
+    """Bytes and seconds of a contraction within the default budget, and the bytes that torch.einsum would take."""
+    equation, operands = operands_of(*BEYOND)
+    operands = [operand.requires_grad_() for operand in operands]
+    found: dict[str, float] = {}
+    for pass_name in ("forward", "backward"):
+        is_backward = pass_name == "backward"
+        one = measure.Pass(lambda *args: effops.einsum(equation, *args), tuple(operands), backward=is_backward)
+        taken = measure.memory(one)
+        run = one.prepare().run
+        start = time.perf_counter()
+        run()
+        found[f"{pass_name}_s"] = round(time.perf_counter() - start, 2)
+        found[f"{pass_name}_bytes"] = taken.temporary_bytes + taken.saved_bytes
+    plain = effops.explain("einsum", equation, *operands).variants["einsum"]
+    found["torch_forward_bytes_predicted"] = plain.temporary_bytes + plain.saved_bytes
+    return found
 
 
 if __name__ == "__main__":
