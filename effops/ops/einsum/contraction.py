@@ -297,34 +297,37 @@ op.shortcut = _shortcut
 def einsum(equation: Any, *operands: Any, budget: str | float = BUDGET, variant: str | None = None) -> Tensor:
     """Sum of products of operands by an equation, as `torch.einsum`, within a memory budget.
 
-    The operands are multiplied two by two along a path of opt_einsum. Where the intermediates of every path are above
-    the budget, axes are cut, and the slices are computed one after another. The backward pass keeps the budget
-    likewise.
+    Operands are multiplied two by two, in an order that opt_einsum finds. Where no order keeps the budget, axes are
+    cut, of the result or summed ones, and one slice is computed after another. The backward pass keeps the budget too.
 
     Args:
         equation: labels of the axes of each operand, and of the result: `"bi,ijk,bj->bk"`. Labels that the result lacks
             are summed; a label that an operand has twice takes its diagonal; an ellipsis stands for axes that
             broadcast; without an arrow the result has the labels that occur once, in alphabetical order. As in
             `torch.einsum`, operands may also come each with a list of its labels: `einsum(a, [0, 1], b, [1], [0])`
-        operands: floating-point tensors, whose axes of one label have one size, or 1
-        budget: bytes, as `"64 MiB"` or `2**26`: the highest sum, at any moment, of live storages that a pass allocates
-            and does not return. The result and gradients are not in it, and neither are the operands
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`).
-            Only chunked keeps the budget
+        operands: real floating-point tensors, on any one device, whose axes of one label have one size, or 1
+        budget: bytes, as `"64 MiB"` or `2**26`, for the most memory that is allocated at any moment besides operands,
+            result and gradients: intermediates, slices, copies of operands in another dtype or layout. What forward
+            keeps for backward counts in both passes. Each call has a budget of its own
+        variant: the implementation to run. None or "auto" takes chunked, which alone keeps the budget. The others
+            ignore it: einsum, compile, torchscript, naive; `effops.explain` tells what they would take
 
     Returns:
-        The result, of the dtype to which those of the operands promote (under autocast, of autocast's). That of two
-        operands may be permuted in memory, as with `torch.einsum`; that of more is contiguous.
+        The result, of the dtype to which those of the operands promote (under autocast, of autocast's). With two
+        operands it may be permuted in memory, as that of `torch.einsum`. With more, it is contiguous. Sums of slices in
+        float16 and bfloat16 are added up in float32.
 
-    The variant chunked saves operands for backward. It saves intermediates too where that saves time, and both passes
-    keep the budget with them. Its second derivatives and forward mode know no budget. The first call of an equation
-    with given layouts looks for a program: some milliseconds, where slices are needed some tenths of a second, and more
-    for many operands. What oneDNN allocates inside is not counted.
+    Chunked saves operands for backward. It saves intermediates too where that saves time and the budget allows it: such
+    a call may hold as much as its budget until its backward pass. Second derivatives and forward mode work, but keep no
+    budget. What oneDNN and libraries of GPUs allocate inside is not counted.
+
+    The first call for an equation, shapes, strides and dtypes takes some milliseconds longer, some tenths of a second
+    where axes are cut, and more with many operands. Slices take time too, the more of them the smaller the budget.
 
     Raises:
         TypeError: an operand is no tensor, or not of a floating-point dtype
-        ValueError: the equation does not fit the operands, devices differ, no such variant, or the budget would take
-            more than 10,000 slices
+        ValueError: the equation does not fit the operands, devices differ, there is no such variant, or the budget
+            would take more than 10,000 slices. That is told by the call, for backward too, with a budget that suffices
         NotImplementedError: the named variant cannot run this call
 
     Example:
