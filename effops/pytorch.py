@@ -78,11 +78,11 @@ tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
 
 __all__ = [
     "ELEMENTWISE_TYPE_PROMOTION_KIND",
-    "DisableTorchFunction",
     "_VF",
     "BackwardCFunction",
     "DataDependentOutputException",
     "DeviceType",
+    "DisableTorchFunction",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
