@@ -69,7 +69,7 @@ def hold(number):
 
     with torch.no_grad():
         found = memory(Pass(run, leaves))
-    report = effops.explain("einsum", drawn.equation, *leaves, budget=budget).variants["chunked"]
+        report = effops.explain("einsum", drawn.equation, *leaves, budget=budget).variants["chunked"]
     assert abs(found.temporary_bytes - report.temporary_bytes) <= NUMBERS_BYTES, (name, budget, found, report)
     assert found.temporary_bytes <= budget + NUMBERS_BYTES, (name, budget, found)
     if keeps_intermediates:
