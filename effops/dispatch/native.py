@@ -99,6 +99,17 @@ class _SavedTensors:
 
 
 @contextmanager
+def without_hooks() -> Iterator[None]:
+    """Autograd without hooks of the caller on saved tensors, and without anomaly mode: on fake tensors both fail."""
+    with (
+        torch.autograd.set_detect_anomaly(False),
+        _hooks_enabled(),
+        saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+    ):
+        yield
+
+
+@contextmanager
 def _hooks_enabled() -> Iterator[None]:
     """Hooks on saved tensors also where a caller has disabled its own."""
     message = _saved_tensors_hooks_get_disabled_error_message()

@@ -64,7 +64,7 @@ class Contraction:
     def memory_order(self) -> Labels:
         """The labels of the result, as they lie in memory: of one product of matrices as that makes it, else in order.
 
-        `torch.einsum` lays its result out likewise.
+        `torch.einsum` lays such a product out likewise.
         """
         found = matrices(*self.terms, self.output) if len(self.terms) == 2 else None
         return self.output if found is None else (*found.batch, *found.rows, *found.columns)

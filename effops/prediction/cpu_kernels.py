@@ -317,8 +317,9 @@ def converted_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
             is_mean = (*args, MEAN)[min(len(args), LOSSES[func.overloadpacket])] == MEAN
             elements = elements_bytes(args, result) // result.element_size()
             return FLOAT_BYTES * elements if is_mean else 0
-        if func.overloadpacket is aten.sum and result.numel() == 1 and not _is_one_axis(args[0]):
-            return FLOAT_BYTES * int(args[0].numel())
+        if func.overloadpacket is aten.sum and not _is_one_axis(args[0], args[1] if len(args) > 1 else None):
+            sums = int(result.numel()) if result.numel() > 1 else 0
+            return FLOAT_BYTES * (int(args[0].numel()) + sums)
     if func.overloadpacket in REDUCTIONS:
         is_norm = args[0].is_complex() and not result.is_complex()  # its magnitudes are taken while it is read
         return 0 if is_norm else _copied_bytes(args[:1], result.dtype)
@@ -341,9 +342,11 @@ def _dtype(operands: Sequence[Any], result: Tensor) -> torch.dtype:
     return result.dtype if result.is_floating_point() and not (dtype.is_floating_point or dtype.is_complex) else dtype
 
 
-def _is_one_axis(tensor: Tensor) -> bool:
-    """Whether the elements lie at equal distances in memory, in whatever order."""
-    axes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1)
+def _is_one_axis(tensor: Tensor, dims: Sequence[int] | None) -> bool:
+    """Whether the elements along some axes, or along all, lie at equal distances in memory, in whatever order."""
+    chosen = {dim % tensor.ndim for dim in dims} if dims and tensor.ndim else set(range(tensor.ndim))
+    layout = enumerate(zip(tensor.stride(), tensor.shape))
+    axes = sorted((stride, size) for axis, (stride, size) in layout if size > 1 and axis in chosen)
     return all(outer == inner * size for (inner, size), (outer, _) in itertools.pairwise(axes))
 
 

@@ -7,11 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import effops
 from effops.measure import Pass, memory
-from effops.ops.einsum.contraction import BUDGET, op
-from effops.ops.einsum.paths import Operand, find
+from effops.ops.einsum.contraction import BUDGET, _known, op
+from effops.ops.einsum.paths import Operand, find, keeps_intermediates
 from effops.reference.einsum import bounds, gradient_bounds
 from effops.reference.reference import worst_error_ratio
 from effops.text import parse_bytes
@@ -337,8 +338,91 @@ def test_predictions_of_training_know_what_is_kept(generator):
     assert report.peak_bytes == expected_bytes + 2 * 4  # and the sum, and its gradient
 
 
-def test_kept_intermediates_have_all_derivatives(monkeypatch, generator):
+@pytest.fixture
+def keeps_all(monkeypatch):
     monkeypatch.setattr("effops.ops.einsum.paths.WORTH_KEEPING_SECONDS", 0)
+    keeps_intermediates.cache_clear()
+    _known.cache_clear()
+    yield
+    keeps_intermediates.cache_clear()
+    _known.cache_clear()
+
+
+@pytest.mark.parametrize("how", ["contiguous", "expanded", "permuted", "moved"])
+def test_what_is_kept_keeps_the_budget_for_any_gradient_from_above(how, generator, keeps_all):
+    leaves = operands([(4, 4, 64, 16), (4, 4, 16, 16), (4, 4, 16, 64)], generator)
+    equation = "bhqk,bhkc,bhcd->bhqd"
+    for budget in (2**16, 2**18, 2**19, 2**20):
+        out = effops.einsum(equation, *leaves, budget=budget)
+        dout = torch.randn(out.shape, generator=generator)
+        if how == "expanded":
+            dout = torch.ones(()).expand(out.shape)
+        elif how == "permuted":
+            dout = dout.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+        elif how == "moved":
+            dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
+
+        def pulled_back(*leaves):
+            out = effops.einsum(equation, *leaves, budget=budget)  # noqa: B023
+            return out, torch.autograd.grad(out, leaves, dout)  # noqa: B023
+
+        assert memory(Pass(pulled_back, tuple(leaves))).temporary_bytes <= budget
+
+
+def test_kept_gradients_are_laid_out_like_operands(generator, keeps_all):
+    """Autograd would copy others when it adds them up."""
+    leaves = operands([(16, 24), (20, 24, 12), (16, 20)], generator)
+    out = effops.einsum("bi,jik,bj->bk", *leaves)
+    assert type(out.grad_fn).__name__ == "NativeBackward"
+    gradients = torch.autograd.grad(out, leaves, torch.randn(out.shape, generator=generator))
+    assert [one.stride() for one in gradients] == [leaf.stride() for leaf in leaves]
+
+
+@pytest.mark.parametrize("context", ["checkpoint", "hooks", "anomaly"])
+def test_the_search_is_hidden_from_autograd_of_the_user(context, generator, keeps_all):
+    leaves = operands([(32, 16), (16, 12, 8), (32, 12)], generator)
+    run = lambda *leaves: effops.einsum("bi,ijk,bj->bk", *leaves)  # noqa: E731
+    expected = torch.autograd.grad(torch.einsum("bi,ijk,bj->bk", *leaves).sum(), leaves)
+    if context == "checkpoint":
+        out = checkpoint(run, *leaves, use_reentrant=False)
+    elif context == "hooks":
+        packed = []
+        with saved_tensors_hooks(lambda one: packed.append(type(one)) or one.numpy(), torch.from_numpy):
+            out = run(*leaves)
+        assert set(packed) <= {torch.Tensor, torch.nn.Parameter}
+    else:
+        with torch.autograd.set_detect_anomaly(True):
+            out = run(*leaves)
+    for one, other in zip(torch.autograd.grad(out.sum(), leaves), expected):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_explanations_where_some_operands_require_gradients(generator):
+    equation, *shapes = BILINEAR
+    x, bilinear, y = operands(shapes, generator)
+    args = x.detach(), bilinear, y.detach()
+    for budget in ("3 MiB", "5 MiB", "64 MiB"):
+        run = lambda *args: effops.einsum(equation, *args, budget=budget)  # noqa: B023, E731
+        report = effops.explain("einsum", equation, *args, budget=budget).variants["chunked"]
+        assert memory(Pass(run, args, backward=True)).saved_bytes == report.saved_bytes
+
+
+def test_compiled_whole_and_exported(generator):
+    a, b = (one.detach() for one in operands([(4, 6), (6, 5)], generator))
+    whole = torch.compile(lambda a, b: effops.einsum("ij,jk->ik", a, b).sin(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(a, b), (a @ b).sin())
+    leaves = [one.requires_grad_() for one in (a, b)]
+    torch.testing.assert_close(whole(*leaves), (a @ b).sin())
+
+    class Form(torch.nn.Module):
+        def forward(self, a, b):
+            return effops.einsum("ij,jk->ik", a, b)
+
+    exported = torch.export.export(Form(), (a.detach(), b.detach()), strict=True).module()
+    torch.testing.assert_close(exported(a.detach(), b.detach()), a @ b)
+
+
+def test_kept_intermediates_have_all_derivatives(generator, keeps_all):
     leaves = [leaf.detach().double().requires_grad_() for leaf in operands([(3, 4), (4, 5, 2), (3, 5)], generator)]
     run = lambda *leaves: effops.einsum("bi,ijk,bj->bk", *leaves)  # noqa: E731
     assert type(run(*leaves).grad_fn).__name__ == "NativeBackward"
@@ -407,6 +491,8 @@ def test_a_mode_of_the_user_does_not_see_the_search(generator):
 
 
 def test_operands_that_are_not_dense():
+    with pytest.raises(TypeError, match=r"must be real floating point; got torch\.qint8"):
+        effops.einsum("ij->i", torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8))
     with pytest.raises(TypeError, match="einsum: `operand 0` must be dense"):
         effops.einsum("ij->i", torch.ones(3, 4).to_sparse())
     with pytest.raises(NotImplementedError, match="at most 52 labels"):

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from effops.measure import Pass, memory
 from effops.memory import Workload, anatomy
 from effops.prediction import probes
-from effops.prediction.inside import workspace
+from effops.prediction.inside import predict_bytes, workspace
 from effops.pytorch import FakeTensorMode, tree_map_only
 
 aten = torch.ops.aten
@@ -155,3 +156,14 @@ def test_rules_tell_what_operators_allocate(call):
     assert abs(told.temporary_bytes - ran.temporary_bytes) <= 128  # numbers that are wrapped, sums of channels
     results = {index: nbytes for index, (_, nbytes) in ran.results.items()}
     assert results == {**results, **told.result_bytes}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)], ids=str)
+def test_sums_of_narrow_dtypes_along_axes_that_lie_apart(order, dtype):
+    """They are taken of a copy in float32; those along one axis, or neighbours in memory, are not."""
+    x = torch.randn([(3, 5, 7, 8)[axis] for axis in order]).to(dtype).permute([order.index(axis) for axis in range(4)])
+    for count in range(1, 4):
+        for dims in itertools.combinations(range(4), count):
+            run = lambda x: x.sum(dims)  # noqa: B023, E731
+            assert predict_bytes(run, x).temporary_bytes == memory(Pass(run, (x,))).temporary_bytes, dims

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class EinsumCall(Call):
         """Whether autograd keeps them for the backward pass."""
         if is_compiling() or not requires_grad(self.operands):
             return False
-        if any(type(size) is not int for operand in self.operands for size in operand.shape):
+        if any(type(one) is not int for operand in self.operands for one in (*operand.shape, *operand.stride())):
             return False
         wanted = tuple(operand.requires_grad for operand in self.operands)
         return keeps_intermediates(self.described().backward(wanted), self.budget)
@@ -222,7 +221,7 @@ custom = CustomOp(
     backward=_backward,
     composite=lambda call: _composed(einsum_form)(*call.operands, call.equation, call.dtype),
     empty=_empty,
-    native=attrgetter("keeps_intermediates"),
+    native=lambda call: call.keeps_intermediates,
     core_dims=lambda settings: [len(term) - len("...") for term in settings[0].split("->")[0].split(",")],
 )
 
@@ -267,23 +266,25 @@ def _shortcut(equation: Any, *operands: Any, budget: Any = BUDGET) -> Tensor | N
         outlines = tuple([(one.layout, one.shape, one.stride(), one.dtype, one.device) for one in operands])
     except RuntimeError:  # a nested tensor has no shape
         return None
-    known = _known(equation, budget, outlines, torch.get_num_threads(), requires_grad(operands))
+    wanted = tuple([one.requires_grad for one in operands]) if torch.is_grad_enabled() else ()
+    known = _known(equation, budget, outlines, torch.get_num_threads(), wanted)
     return None if known is None else call_known(known, custom, operands)
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(equation: str, budget: Any, outlines: tuple[Any, ...], threads: int, grad: bool) -> Known | None:
+def _known(
+    equation: str, budget: Any, outlines: tuple[Any, ...], threads: int, wanted: tuple[bool, ...]
+) -> Known | None:
     operands = tuple(Operand(tuple(shape), *others) for _, shape, *others in outlines)
     if any(layout != torch.strided or device.type != "cpu" for layout, *_, device in outlines):
         return None
-    meta = [torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta") for one in operands]
     try:
+        meta = [torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta") for one in operands]
         found = prepare(equation, *meta, budget=budget)
     except (NotImplementedError, TypeError, ValueError):
         return None  # the long way tells why
     one = Pass(found.equation, operands, found.dtype, threads)
-    if grad:
-        wanted = (True,) * len(operands)
+    if any(wanted):
         if keeps_intermediates(one.backward(wanted), found.budget):
             return None
         _check(found.budget, one, one.backward(wanted))
@@ -313,8 +314,8 @@ def einsum(equation: Any, *operands: Any, budget: str | float = BUDGET, variant:
             ignore it: einsum, compile, torchscript, naive; `effops.explain` tells what they would take
 
     Returns:
-        The result, of the dtype to which those of the operands promote (under autocast, of autocast's). With two
-        operands it may be permuted in memory, as that of `torch.einsum`. With more, it is contiguous. Sums of slices in
+        The result, of the dtype to which those of the operands promote (under autocast, of autocast's). Chunked lays
+        that of two operands out in memory as `torch.einsum` does, and that of more contiguously. Sums of slices in
         float16 and bfloat16 are added up in float32.
 
     Chunked saves operands for backward. It saves intermediates too where that saves time and the budget allows it: such

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from effops.dispatch.native import without_hooks
 from effops.numerics.equations import Contraction, Labels, Shape, contraction, symbol
 from effops.ops.einsum.program import Program, Step, backward, forward
 from effops.prediction.allocations import fake_mode
@@ -47,6 +48,12 @@ class Operand(NamedTuple):
     def expanded(self) -> Operand:
         """The same with one element for all, as the gradient of a sum is."""
         return self._replace(stride=(0,) * len(self.stride))
+
+    @property
+    def reversed(self) -> Operand:
+        """The same with its axes the other way round in memory."""
+        strides = [math.prod(max(1, size) for size in self.shape[:axis]) for axis in range(len(self.shape))]
+        return self._replace(stride=tuple(strides))
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Pass:
 
     def taken_bytes_of_graph(self, program: Program) -> int:
         """The same of a forward and a backward pass of autograd, which keeps intermediates between them."""
-        with self._fakes() as (operands, dout, allocations), torch.enable_grad():
+        with self._fakes() as (operands, dout, allocations), torch.enable_grad(), without_hooks():
             leaves = [operand for operand in operands if operand.requires_grad]
             result = forward(program, operands, self.dtype)
             gradients = torch.autograd.grad(result, leaves, dout, retain_graph=True, allow_unused=True)
@@ -118,16 +125,19 @@ class Pass:
 def keeps_intermediates(one: Pass, budget: int) -> bool:
     """Whether the intermediates of a backward pass are kept by the forward pass: that saves time, and fits the budget.
 
-    The gradient from above may have another layout than is known when they are kept.
+    The gradient from above may have another layout than is known when they are kept: then it is copied.
     """
     program = find(replace(one, upstream=None, wanted=()), budget)
-    if program is None or program.extents or not one.upstream:
+    if program is None or program.extents or one.upstream is None:
         return False
     again = replace(program, steps=program.steps[:-1])
-    return _seconds(again) >= WORTH_KEEPING_SECONDS and all(
-        replace(one, upstream=upstream).taken_bytes_of_graph(program) <= budget
-        for upstream in (one.upstream, one.upstream.expanded)
-    )
+    if _seconds(again) < WORTH_KEEPING_SECONDS:
+        return False
+    copied_bytes = one.itemsize * math.prod(one.upstream.shape)
+    taken_bytes = [one.taken_bytes_of_graph(program) + copied_bytes]
+    for upstream in (one.upstream.expanded, one.upstream.reversed):
+        taken_bytes.append(replace(one, upstream=upstream).taken_bytes_of_graph(program))
+    return max(taken_bytes) <= budget
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ class Program:
 def forward(program: Program, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The result, in memory of its own."""
     contraction = program.contraction
+    if torch.is_grad_enabled():  # autograd keeps the intermediates
+        operands = [_GradientLaidOut.apply(one) if one.requires_grad else one for one in operands]
     views = contraction.viewed(operands)
     if not program.extents:
         result = _result(program, _slice(program, views, {}, dtype))
@@ -102,6 +104,20 @@ def forward(program: Program, operands: Sequence[Tensor], dtype: torch.dtype) ->
         if rounds:
             part.copy_(total)
     return without_view(out)
+
+
+class _GradientLaidOut(torch.autograd.Function):
+    """The tensor itself, whose gradient gets its strides, so that autograd adds it up without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, operand: Tensor) -> Tensor:
+        ctx.save_for_backward(operand)
+        return operand.view_as(operand)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (operand,) = ctx.saved_tensors
+        return as_gradient(gradient, operand)
 
 
 def without_view(result: Tensor) -> Tensor:
