@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 from parts.arguments import comma_separated, file_to_write, keywords, positive, sizes, sweep
 from parts.comparison import Effort, Row, compare
 from parts.expected import Workload
-from parts.outlook import Speed, needs, outlook, seconds_of_steps
+from parts.outlook import compile_first, needs, outlook, seconds_of_steps
 from parts.report import (
     LEAST_WIDTH,
     PROFILE_KEYS,
@@ -84,16 +85,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(heading(head, console.width))
         console.print(prose(MEANING, console.width))
         progress("predicting memory and time")
-        speed = Speed.measured(device)
+
         outlooks = [
             [
-                outlook(one, variants, effort, speed, with_peers=options.peers, profiled=is_profiled(options, one))
+                outlook(one, variants, effort, with_peers=options.peers, profiled=is_profiled(options, one))
                 for one in passes
             ]
             for passes, variants in steps
         ]
         console.print(needs([one for group in outlooks for one in group], device, console.width))
-        left = TimeLeft(seconds_of_steps(outlooks, speed))
+        compiling = (
+            (one, variants)
+            for (passes, variants), group in zip(steps, outlooks)
+            for one, expected in zip(passes, group)
+            if expected.compilations
+        )
+        first_compiled_s = 0.0
+        for one, variants in itertools.islice(compiling, 1):
+            progress("compiling once, which tells how long compilations take here")
+            first_compiled_s = compile_first(one, variants)
+        left = TimeLeft(seconds_of_steps(outlooks, first_compiled_s))
         for passes, variants in steps:
             step = left.next_step()
             console.print(f"\n{step}")
