@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 from parts.arguments import comma_separated, file_to_write, keywords, positive, sizes, sweep
 from parts.comparison import Effort, Row, compare
 from parts.expected import Workload
-from parts.outlook import Speed, needs, outlook, seconds_of_steps
+from parts.outlook import compile_first, needs, outlook, seconds_of_steps
 from parts.report import (
     LEAST_WIDTH,
     PROFILE_KEYS,
@@ -38,7 +39,7 @@ from parts.timeleft import TimeLeft, has_live_line, live_line, once_each
 import effops  # noqa: F401  (registers the ops)
 from effops.commands.console import plain_or_rich_console
 from effops.commands.main import Parser
-from effops.dispatch.op import Op
+from effops.dispatch.op import Op, ops
 from effops.measure import copy_bandwidth_gbps
 from effops.memory.plot import check_picture
 from effops.reference import reference_of, tried_ops
@@ -84,16 +85,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(heading(head, console.width))
         console.print(prose(MEANING, console.width))
         progress("predicting memory and time")
-        speed = Speed.measured(device)
+
         outlooks = [
             [
-                outlook(one, variants, effort, speed, with_peers=options.peers, profiled=is_profiled(options, one))
+                outlook(one, variants, effort, with_peers=options.peers, profiled=is_profiled(options, one))
                 for one in passes
             ]
             for passes, variants in steps
         ]
         console.print(needs([one for group in outlooks for one in group], device, console.width))
-        left = TimeLeft(seconds_of_steps(outlooks, speed))
+        compiling = (
+            (one, variants)
+            for (passes, variants), group in zip(steps, outlooks)
+            for one, expected in zip(passes, group)
+            if expected.compilations
+        )
+        first_compiled_s = 0.0
+        for one, variants in itertools.islice(compiling, 1):
+            progress("compiling once, which tells how long compilations take here")
+            first_compiled_s = compile_first(one, variants)
+        left = TimeLeft(seconds_of_steps(outlooks, first_compiled_s))
         for passes, variants in steps:
             step = left.next_step()
             console.print(f"\n{step}")
@@ -135,7 +146,7 @@ def is_profiled(options: argparse.Namespace, workload: Workload) -> bool:
 def argument_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="bench/run.py", description=(__doc__ or "").replace(" See `--help`.", ""))
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--op", help=f"one op; default: all, which are {', '.join(tried_ops())}")
+    parser.add_argument("--op", help=f"one op; default: all, which are {', '.join(ops())}")
     parser.add_argument("--variants", type=comma_separated, metavar="A,B", help="default: all")
     parser.add_argument("--size", type=sizes, default={}, metavar="M=..,T=..", help="instead of the op's default sizes")
     parser.add_argument(
@@ -186,9 +197,9 @@ def selected_ops(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> list[tuple[Op, Mapping[str, int], Mapping[str, Any], Sequence[str]]]:
     """Each op to run, sizes, options and the names of its variants. What suits none of the ops is an error."""
-    if options.op is not None and options.op not in tried_ops():
-        nearest = did_you_mean(options.op, tried_ops())
-        parser.error(f"argument --op: expected one of {', '.join(tried_ops())}; got {options.op!r}{nearest}")
+    if options.op is not None and options.op not in ops():
+        nearest = did_you_mean(options.op, ops())
+        parser.error(f"argument --op: expected one of {', '.join(ops())}; got {options.op!r}{nearest}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda needs a CUDA device and torch built for it; got none; use --device cpu")
     chosen = [op for name, op in tried_ops().items() if options.op in (None, name)]

@@ -1,7 +1,6 @@
 """Memory-efficient operations for PyTorch."""
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from effops import distributions, nn
@@ -18,6 +17,7 @@ from effops.ops.densities.power_spherical import power_spherical_log_prob, power
 from effops.ops.densities.von_mises_fisher import von_mises_fisher_log_prob, von_mises_fisher_mixture_log_prob
 from effops.ops.einsum.contraction import einsum
 from effops.patch import patch_power_spherical
+from effops.text import missing_name
 from effops.transformers import register_transformers
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"effops.{name}")
     if name in _NAMES_WHEN_ASKED_FOR:
         return getattr(importlib.import_module(f"effops.programs.{_NAMES_WHEN_ASKED_FOR[name]}"), name)
-    raise AttributeError(f"module 'effops' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    raise missing_name(__name__, name, __dir__())
 
 
 def __dir__() -> list[str]:

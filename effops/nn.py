@@ -1,7 +1,7 @@
 """Layers of `torch.nn` that compute their attention by effops."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from effops.dispatch.arguments import check_dense, check_mask, conversion, resha
 from effops.ops.attention.additive import additive_attention
 from effops.ops.attention.dot_product import attention, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention
-from effops.text import counted, did_you_mean, integer_remedy, tells_wrong_arguments
+from effops.text import counted, did_you_mean, integer_remedy, missing_name, tells_wrong_arguments
 
 __all__ = ["MultiheadAttention"]
 
@@ -343,3 +343,9 @@ def _check_sizes(**sizes: int) -> None:
             f"MultiheadAttention: `embed_dim` must be a multiple of `num_heads`; got {embed_dim} and {num_heads}; give "
             f"num_heads={near}, or embed_dim={-(-embed_dim // num_heads) * num_heads}"
         )
+
+
+if not TYPE_CHECKING:  # a type checker knows the names
+
+    def __getattr__(name: str) -> NoReturn:
+        raise missing_name(__name__, name, __all__)

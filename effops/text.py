@@ -1,12 +1,14 @@
 """What messages are made of: tables, sizes in bytes, times, names that were mistyped, and lines of a user's program."""
 
 import difflib
+import dis
 import functools
 import inspect
 import itertools
 import math
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ FOLDERS = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 PACKAGES = tuple(os.path.join(folder, "") for folder in FOLDERS)  # PyTorch and effops
 INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 PYTHON = os.path.join(sysconfig.get_path("stdlib"), ""), "<frozen"
+IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -99,6 +102,27 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
     longer = [name for name in known if text and (name.startswith(f"{text}_") or name.endswith(f"_{text}"))]
     found = near or sorted(longer, key=len)
     return f'; did you mean "{meant[found[0]]}"?' if found else ""
+
+
+@functools.lru_cache(maxsize=1024)  # `hasattr` asks for the same names again and again
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    return did_you_mean(name, known)
+
+
+def missing_name(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
+    """What the `__getattr__` of a module raises for a name that it lacks: the error tells the nearest known name.
+
+    It is an ImportError where `from module import name` asks. That statement drops the text of an AttributeError.
+    """
+    near = "" if name.startswith("_") else _nearest(name, tuple(known))
+    if not near:
+        return AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules.get(module))
+    asker = sys._getframe(1).f_back
+    imports = asker is not None and asker.f_code.co_code[asker.f_lasti] == IMPORT_FROM
+    if imports and f"{module}.{name}" not in sys.modules:  # where a circle of imports is at work, it may be there
+        return ImportError(f"cannot import name {name!r} from {module!r}{near}", name=module)
+    # With the module as `obj`, Python would add its own suggestion.
+    return AttributeError(f"module {module!r} has no attribute {name!r}{near}", name=name)
 
 
 def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = "") -> FunctionT:

@@ -83,13 +83,13 @@ def benchmark(*options: str) -> list[str]:
 
 def stages_of(device: str) -> list[Stage]:
     """The stages in the order of their value."""
-    from effops.reference import tried_ops
+    from effops.dispatch.op import ops
 
     trial = device == "cpu"
     small = trial_options if trial else lambda op: ["--peers"]
     common = ["--device", device, "--pass", "both", "--all"]
     tests = ["-m", "pytest", "-v", "-n", str(os.cpu_count()), "--dist", "worksteal", "-p", "no:cacheprovider"]
-    order = [name for name in tried_ops() if name != FOUNDING]
+    order = [name for name in ops() if name != FOUNDING]
     order.sort(key=lambda name: ("mixture" not in name, "attention" not in name))
     founding = [
         benchmark("--op", FOUNDING, *common, "--dtype", dtype, *small(FOUNDING)) for dtype in ("float32", "bfloat16")
@@ -114,10 +114,11 @@ def stages_of(device: str) -> list[Stage]:
 
 def trial_options(op: str) -> list[str]:
     """The options that make a benchmark quick: small sizes, and nothing that TorchInductor compiles first."""
-    from effops.reference import reference_of, tried_ops
+    from effops.dispatch.op import ops
+    from effops.reference import reference_of
 
-    sizes = [f"{name}={min(size, TRIAL_SIZE)}" for name, size in reference_of(tried_ops()[op]).sizes.items()]
-    variants = [name for name in tried_ops()[op].variants if name not in ("compile", "flex")]
+    sizes = [f"{name}={min(size, TRIAL_SIZE)}" for name, size in reference_of(ops()[op]).sizes.items()]
+    variants = [name for name in ops()[op].variants if name not in ("compile", "flex")]
     return ["--size", ",".join(sizes), "--variants", ",".join(variants), "--repeats", "2"]
 
 

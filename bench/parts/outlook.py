@@ -3,78 +3,74 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from effops import measure
+from effops.reference import reference_of
 from effops.text import format_bytes
 
 from .comparison import Contender, Effort, contenders_of, needed_bytes, shortage
-from .expected import Workload
+from .expected import Piece, Workload, evenly_spread, one_thread, pieces
 from .peers import PEERS
 from .report import prose
 
-# Seconds on a machine whose speed is 1. What a machine takes is in proportion to these, and to what it fills.
-FIRST_COMPILED = 12.0  # TorchInductor starts, and compiles the headers of all kernels
-COMPILED = 4.5
-CHECKED = 1.5  # float64 of 2^28 operations, on one thread
-COMPARED = 0.3  # each result with it
-PREDICTED = 1.0
-FILLS = 2.0  # an expression takes so many times as long as it takes to fill what it allocates
-TRACED = 100  # steps of a graph that is traced as a compiler traces, which tells the speed of Python here
-TRACED_SECONDS = 0.18
+# What a machine takes is in proportion to what it was seen to take before the benchmark.
+LATER = 0.27  # of the first compilation, which starts TorchInductor and compiles the headers of all kernels
+COMPARED = 0.1  # of what float64 takes, a comparison with it
 COMPILERS = ("compile", "flex")
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a machine takes: to trace, in units of `TRACED_SECONDS`, and to fill a GiB that was just allocated."""
+    """Seconds that a machine takes for a piece of a workload: to find its bounds in float64, and in its plain form."""
 
-    python: float
-    fill_gib_s: float
+    checked_s: float
+    naive_s: float
 
     @classmethod
-    def measured(cls, device: torch.device) -> Speed:
-        _trace(1)  # what a first graph imports, any compilation needs
+    def measured(cls, workload: Workload, piece: Piece) -> Speed:
+        args = tuple(arg.detach() for arg in piece.args)
+        call = workload.op.prepare(*args, **workload.options)
+        with one_thread():
+            checked_s = _seconds_of(lambda: reference_of(workload.op).bounds(call), workload.device)
+        naive_s = _seconds_of(lambda: workload.op(*args, variant="naive", **workload.options), workload.device)
+        return cls(checked_s, naive_s)
+
+
+def _seconds_of(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a second run: the first one also imports, and starts what later ones find."""
+    for _ in range(2):
         start = time.perf_counter()
-        _trace(TRACED)
-        python = (time.perf_counter() - start) / TRACED_SECONDS
-        start = time.perf_counter()
-        filled = torch.ones(2**28, dtype=torch.int8, device=device)
-        filled[-1].item()  # waits for the device
-        return cls(python, 4 * (time.perf_counter() - start))
-
-
-def _trace(steps: int) -> None:
-    """A loop of a few instructions is in the cache of any processor; compilers' Python is not."""
-
-    def chain(x: Tensor) -> Tensor:
-        for _ in range(steps):
-            x = torch.tanh(x + 1)
-        return x
-
-    make_fx(chain, tracing_mode="fake")(torch.ones(2))
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+    return seconds
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is expected of a workload. `left_out` are rows that do not fit in the free memory, with the reason."""
+    """What is expected of a workload. `left_out` are rows that do not fit in the free memory, with the reason.
+
+    The seconds are without those of compilations.
+    """
 
     seconds: float
     naive_bytes: int
     left_out: tuple[str, ...]
-    compiles: bool
+    compilations: int
 
 
 def outlook(
     workload: Workload,
     variants: Sequence[str],
     effort: Effort,
-    speed: Speed,
     *,
     with_peers: bool,
     profiled: bool,
@@ -85,32 +81,56 @@ def outlook(
     fitting = [one for one in contenders if not short[one.name]]
     naive = [needed_bytes(workload, args, one.cost) for one in fitting if one.name == "naive" and one.cost]
     return Outlook(
-        _seconds(workload, fitting, effort, speed, profiled),
+        _seconds(workload, args, fitting, effort, profiled),
         max(naive, default=0),
         tuple(f"{workload.op.name} {name}, which {reason}" for name, reason in short.items() if reason),
-        any(one.name in COMPILERS for one in fitting),
+        sum(one.name in COMPILERS for one in fitting),
     )
 
 
+def compile_first(workload: Workload, variants: Sequence[str]) -> float:
+    """Seconds of the first compilation of a workload, which its row need not repeat.
+
+    Nothing else tells how long it takes: what is compiled depends on the op, and may lie on disk from another run.
+    """
+    args = workload.args()
+    compiled = next(
+        one
+        for one in contenders_of(workload, args, variants, False)
+        if one.name in COMPILERS and not one.obstacle and not shortage(workload, args, one.cost)
+    )
+    start = time.perf_counter()
+    with suppress(Exception):  # its row tells what went wrong
+        measure.Pass(compiled.function, args, workload.backward).prepare().run()
+    return time.perf_counter() - start
+
+
 def _seconds(
-    workload: Workload, contenders: Sequence[Contender], effort: Effort, speed: Speed, profiled: bool
+    workload: Workload, args: Sequence[Tensor], contenders: Sequence[Contender], effort: Effort, profiled: bool
 ) -> float:
-    """Slow is what compiles, float64, and what touches many pages."""
-    costs = [one.cost for one in contenders if one.cost]
-    compiled = COMPILED * sum(one.name in COMPILERS for one in contenders)
-    share = min(effort.most_flops, max((cost.flops for cost in costs), default=0)) / 2**28
-    exact = any(peer.exact for peer in PEERS.get(workload.op.name, {}).values()) and not workload.backward
-    checked = share * (CHECKED * (1 + exact) + COMPARED * len(contenders))
+    """Slow are float64, and what touches many pages. A piece of the workload tells how slow."""
+    if not contenders:
+        return 0.0
+    op, call = workload.op, workload.op.prepare(*args, **workload.options)
+    naive = op.variants["naive"].cost(call)
+    flops = max(1, naive.flops)
+    every = pieces(op, call, args, flops)
+    speed = Speed.measured(workload, every[0])
+    count = len(evenly_spread(every, effort.most_flops * len(every) / flops))
+    exact = any(peer.exact for peer in PEERS.get(op.name, {}).values()) and not workload.backward
+    checked = count * speed.checked_s * (1 + exact + COMPARED * len(contenders))
+    temporary_bytes = sum(one.cost.temporary_bytes for one in contenders if one.cost)
+    plain_forms = temporary_bytes / max(1, naive.temporary_bytes)
     runs = effort.least_repeats + profiled + (2 if workload.backward else 0)
-    filled = FILLS * runs * speed.fill_gib_s * sum(cost.temporary_bytes for cost in costs) / 2**30
-    return speed.python * (PREDICTED + compiled + checked) + filled + effort.budget_s * len(contenders)
+    return checked + runs * plain_forms * len(every) * speed.naive_s + effort.budget_s * len(contenders)
 
 
-def seconds_of_steps(steps: Sequence[Sequence[Outlook]], speed: Speed) -> list[float]:
-    """What each step is expected to take, whose workloads run one after the other. The first to compile takes more."""
-    first = next((number for number, step in enumerate(steps) if any(one.compiles for one in step)), None)
+def seconds_of_steps(steps: Sequence[Sequence[Outlook]], first_compiled_s: float = 0.0) -> list[float]:
+    """What each step is expected to take, whose workloads run one after the other, after the first compilation."""
+    compilations = [sum(one.compilations for one in step) for step in steps]
+    first = next((number for number, count in enumerate(compilations) if count), None)
     return [
-        sum(one.seconds for one in step) + (FIRST_COMPILED * speed.python if number == first else 0.0)
+        sum(one.seconds for one in step) + LATER * first_compiled_s * (compilations[number] - (number == first))
         for number, step in enumerate(steps)
     ]
 

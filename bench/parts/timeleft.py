@@ -31,7 +31,8 @@ class TimeLeft:
         trusted, taken = min(60.0, (guessed + left) / 2), time.perf_counter() - self.start if self.done else 0.0
         seconds = left * (trusted + taken) / (trusted + guessed)
         self.done += 1
-        minutes, seconds = divmod(max(5, 5 * round(seconds / 5)), 60)
+        unit = 5 if seconds > 20 else 1
+        minutes, seconds = divmod(max(1, unit * round(seconds / unit)), 60)
         return f"{what} {self.done} of {len(self.guesses_s)}, about {minutes}:{seconds:02} left"
 
 

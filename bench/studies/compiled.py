@@ -38,7 +38,7 @@ from torch._inductor import config as inductor
 from effops import measure
 from effops.commands.console import plain_or_rich_console
 from effops.commands.main import Parser
-from effops.dispatch.op import Op
+from effops.dispatch.op import Op, ops
 from effops.reference import reference_of, tried_ops
 from effops.text import counted
 
@@ -100,7 +100,7 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="bench/studies/compiled.py", description=(__doc__ or "").splitlines()[0])
-    compiled = [name for name, op in tried_ops().items() if OURS in op.variants]
+    compiled = [name for name, op in ops().items() if OURS in op.variants]
     parser.add_argument("--op", action="append", choices=compiled, metavar="OP", help="an op, or several; default: all")
     parser.add_argument("--threads", action="append", type=int, help="default: all cores, and one")
     parser.add_argument("--processes", type=int, default=5, help="fresh processes of each, 5")

@@ -29,6 +29,7 @@ from parts.report import header, write_json
 import effops  # noqa: F401  (registers the ops)
 from effops import measure
 from effops.commands.main import Parser
+from effops.dispatch.op import ops
 from effops.reference import reference_of, tried_ops
 
 CPU = torch.device("cpu")
@@ -117,13 +118,13 @@ def passes_of(name: str) -> dict[str, Callable[[], object]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the ops in turn, and print how they took with the cores near and far."""
     parser = Parser(prog="bench/studies/cores.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--op", choices=tried_ops(), help="default: all")
+    parser.add_argument("--op", choices=ops(), help="default: all")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="N", help="how long it runs, 120")
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write header and rows there")
     options = parser.parse_args(arguments)
     runs = {
         (name, pass_name): run
-        for name in tried_ops()
+        for name in ops()
         if options.op in (None, name)
         for pass_name, run in passes_of(name).items()
     }

@@ -44,7 +44,7 @@ from effops import measure
 from effops.commands.console import plain_or_rich_console
 from effops.commands.main import Parser
 from effops.dispatch.choice import AUTO, choose
-from effops.dispatch.op import Op
+from effops.dispatch.op import Op, ops
 from effops.reference import reference_of, tried_ops
 from effops.text import counted
 
@@ -160,9 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="bench/studies/ratios.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--op", action="append", choices=tried_ops(), metavar="OP", help="an op, or several; default: all"
-    )
+    parser.add_argument("--op", action="append", choices=ops(), metavar="OP", help="an op, or several; default: all")
     parser.add_argument("--case", action="append", metavar="CASE", help="a case, or several, as in the table")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: both")
     parser.add_argument("--threads", action="append", type=int, help="default: all cores, and one")

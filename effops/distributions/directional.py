@@ -19,7 +19,7 @@ from effops.dispatch.arguments import check_float64, conversion, reshaped
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import is_plain
 from effops.distributions.constraints import unit_vector
-from effops.distributions.told import TellingDistribution, checked_sizes, length_problem
+from effops.distributions.told import TellingDistribution, length_problem
 from effops.numerics.directions import have_length_one, lengths
 from effops.numerics.layout import repeated
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
@@ -82,18 +82,9 @@ class Directional(TellingDistribution):
         self.loc = _expanded(loc, batch_shape + loc.shape[-1:])
         setattr(self, self._concentration_name, _expanded(concentration, batch_shape))
 
-    @tells_wrong_arguments
-    def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
-        shape = checked_sizes(f"{type(self).__name__}.expand", "batch_shape", batch_shape)
-        new = self.__new__(type(self)) if _instance is None else _instance
+    def _expand_into(self, new: Any, shape: torch.Size) -> Any:
         new.__dict__.update(self.__dict__)
-        try:
-            new._expand_parameters(self.loc, getattr(self, self._concentration_name), shape)
-        except RuntimeError:
-            raise ValueError(
-                f"{type(self).__name__}.expand: `batch_shape` must be one to which {tuple(self._batch_shape)} expands; "
-                f"got {tuple(shape)}; put new axes first"
-            ) from None
+        new._expand_parameters(self.loc, getattr(self, self._concentration_name), shape)
         return new
 
     @tells_wrong_arguments

@@ -79,16 +79,8 @@ class Mixture(TellingDistribution, MixtureSameFamily):
         components = component_distribution.expand((*batch_shape, count))
         super().__init__(mixture_distribution.expand(batch_shape), components, validate_args)
 
-    @tells_wrong_arguments
-    def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
-        shape = checked_sizes("Mixture.expand", "batch_shape", batch_shape)
-        try:
-            return super().expand(shape, self.__new__(type(self)) if _instance is None else _instance)
-        except (RuntimeError, ValueError):
-            raise ValueError(
-                f"Mixture.expand: `batch_shape` must be one to which {tuple(self._batch_shape)} expands; got "
-                f"{tuple(shape)}; put new axes first"
-            ) from None
+    def _expand_into(self, new: Any, shape: torch.Size) -> Any:
+        return MixtureSameFamily.expand(self, shape, new)
 
     @tells_wrong_arguments
     def log_prob(self, x: Tensor) -> Tensor:

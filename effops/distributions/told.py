@@ -23,6 +23,22 @@ class TellingDistribution(Distribution):
     _value_name: ClassVar[str] = "value"  # the argument of `log_prob`
 
     @tells_wrong_arguments
+    def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
+        function = f"{type(self).__name__}.expand"
+        shape = checked_sizes(function, "batch_shape", batch_shape)
+        try:
+            return self._expand_into(self.__new__(type(self)) if _instance is None else _instance, shape)
+        except (RuntimeError, ValueError):
+            raise ValueError(
+                f"{function}: `batch_shape` must be one to which {tuple(self._batch_shape)} expands; got "
+                f"{tuple(shape)}; put new axes first"
+            ) from None
+
+    def _expand_into(self, new: Any, shape: torch.Size) -> Any:
+        """A new distribution, made the same as this one but of that batch shape."""
+        raise NotImplementedError
+
+    @tells_wrong_arguments
     def sample(self, sample_shape: _size = ()) -> Tensor:
         return super().sample(sample_shape)
 

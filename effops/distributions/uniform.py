@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions.constraints import Constraint
 
 from effops.distributions.constraints import unit_vector
-from effops.distributions.told import TellingDistribution, checked_sizes
+from effops.distributions.told import TellingDistribution
 from effops.numerics.directions import random_directions
 from effops.numerics.precision import FLOATS, arithmetic_dtype
 from effops.numerics.shapes import broadcast_shapes
@@ -74,18 +74,9 @@ class HypersphericalUniform(TellingDistribution):
         self._device = torch.get_default_device() if device is None else torch.device(device)
         super().__init__(torch.Size(), torch.Size((dim,)), validate_args)
 
-    @tells_wrong_arguments
-    def expand(self, batch_shape: _size, _instance: Any = None) -> Any:
-        new = self.__new__(type(self)) if _instance is None else _instance
+    def _expand_into(self, new: Any, shape: torch.Size) -> Any:
         new.__dict__.update(self.__dict__)
-        shape = checked_sizes("HypersphericalUniform.expand", "batch_shape", batch_shape)
-        try:
-            new._batch_shape = torch.empty(self._batch_shape, device="meta").expand(shape).shape
-        except RuntimeError:
-            raise ValueError(
-                f"HypersphericalUniform.expand: `batch_shape` must be one to which {tuple(self._batch_shape)} expands; "
-                f"got {tuple(shape)}; put new axes first"
-            ) from None
+        new._batch_shape = torch.empty(self._batch_shape, device="meta").expand(shape).shape
         return new
 
     def __repr__(self) -> str:

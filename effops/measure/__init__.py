@@ -12,6 +12,8 @@ statistics, whose blocks are multiples of 512 bytes. Neither sees what a library
 (scratch space inside a matrix product on a CPU, the CUDA context).
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 # Besides what is public, the benchmark and other rooms use these.
 from effops.measure.machine import available_bytes as available_bytes
 from effops.measure.machine import device_model as device_model
@@ -24,5 +26,12 @@ from effops.measure.passes import upstream_gradient as upstream_gradient
 from effops.measure.profiles import Profile, ProfileRow, profile
 from effops.measure.time_of_pass import Timing, times
 from effops.measure.time_of_pass import copy_bandwidth_gbps as copy_bandwidth_gbps
+from effops.text import missing_name
 
 __all__ = ["Memory", "Pass", "Profile", "ProfileRow", "Timing", "memory", "profile", "times"]
+
+
+if not TYPE_CHECKING:  # a type checker knows the names
+
+    def __getattr__(name: str) -> NoReturn:
+        raise missing_name(__name__, name, __all__)

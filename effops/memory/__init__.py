@@ -9,6 +9,8 @@ fake tensors, which take no memory. `estimate_transformer` computes a closed for
 # This folder may import `ops`, `nn`, `measure`, `prediction`, `text` and `pytorch`. Start with `workload.py` (what a
 # step runs) and `anatomy.py` (where its memory goes); `batches.py`, `advise.py` and `sweep.py` ask for many anatomies.
 
+from typing import TYPE_CHECKING, NoReturn
+
 from effops.memory.advise import Advice, advise
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.batches import BudgetTooSmallError, MaxBatch, max_batch_size
@@ -17,7 +19,7 @@ from effops.memory.formula import Details, Estimate, estimate_transformer
 from effops.memory.plot import plot_anatomy
 from effops.memory.sweep import Sweep, sweep
 from effops.memory.workload import Workload
-from effops.text import parse_bytes
+from effops.text import missing_name, parse_bytes
 
 __all__ = [
     "Advice",
@@ -38,3 +40,9 @@ __all__ = [
     "summarize",
     "sweep",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker knows the names
+
+    def __getattr__(name: str) -> NoReturn:
+        raise missing_name(__name__, name, __all__)

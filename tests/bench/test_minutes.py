@@ -178,13 +178,58 @@ def test_a_slower_machine_is_said_to_take_longer(bench: dict[str, ModuleType]) -
     workload = bench["expected"].Workload(op, {"N": 64, "M": 32, "D": 16}, torch.float32, torch.device("cpu"), False)
     effort = comparison.Effort(least_repeats=1, budget_s=0.0, most_flops=2**28)
 
-    def seconds(python: float, fill_gib_s: float, *variants: str) -> float:
-        speed = outlook.Speed(python, fill_gib_s)
-        one = outlook.outlook(workload, variants, effort, speed, with_peers=False, profiled=False)
-        return sum(outlook.seconds_of_steps([[one], [one]], speed))
+    def seconds(checked_s: float, naive_s: float, first_compiled_s: float, *variants: str) -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(outlook.Speed, "measured", lambda *_: outlook.Speed(checked_s, naive_s))
+            one = outlook.outlook(workload, variants, effort, with_peers=False, profiled=False)
+        return sum(outlook.seconds_of_steps([[one], [one], [one]], first_compiled_s))
 
     variants = "naive", "chunked", "compile"
-    assert seconds(2.0, 1.0, *variants) == pytest.approx(2 * seconds(1.0, 0.5, *variants))
-    assert seconds(1.0, 2.0, *variants) > seconds(1.0, 1.0, *variants)
-    compiling = outlook.FIRST_COMPILED + 2 * outlook.COMPILED
-    assert seconds(1.0, 0.0, *variants) - seconds(1.0, 0.0, "naive", "chunked") == pytest.approx(compiling, rel=1e-3)
+    once = seconds(0.04, 1.0, 10.0, *variants)
+    assert seconds(0.08, 2.0, 20.0, *variants) == pytest.approx(2 * once)
+    assert once < min(seconds(0.04, 2.0, 10.0, *variants), seconds(0.08, 1.0, 10.0, *variants))
+    compiling = once - seconds(0.04, 1.0, 0.0, *variants)
+    assert compiling == pytest.approx(2 * 10.0 * outlook.LATER)  # the first of the three is done
+
+
+def test_a_piece_tells_the_time_of_the_whole(bench: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float64 and plain forms were in proportion to one speed of the machine, which is not that of each op."""
+    monkeypatch.setattr(bench["expected"], "PIECE_FLOPS", 64)
+    outlook, comparison = bench["outlook"], bench["comparison"]
+    op = tried_ops()["normal_log_prob"]
+    workload = bench["expected"].Workload(op, {"N": 64, "M": 4, "D": 4}, torch.float32, torch.device("cpu"), False)
+    seen: list[int] = []
+
+    def measured(workload: Any, piece: Any) -> Any:
+        seen.append(workload.op(*piece.args, variant="naive").numel())
+        return outlook.Speed(0.0, 1.0)
+
+    monkeypatch.setattr(outlook.Speed, "measured", measured)
+    effort = comparison.Effort(least_repeats=1, budget_s=0.0, most_flops=2**28)
+    one = outlook.outlook(workload, ["naive"], effort, with_peers=False, profiled=False)
+    assert seen[0] < 64 * 4
+    assert one.seconds == pytest.approx(64 * 4 / seen[0])
+
+
+def test_the_first_compilation_is_done_and_timed_before(bench: dict[str, ModuleType]) -> None:
+    """It was guessed: 31 s for what took 11 s, and 4 s where the kernel lay on disk or the op needed none."""
+    outlook, calls = bench["outlook"], []
+    op = tried_ops()["normal_log_prob"]
+    workload = bench["expected"].Workload(op, {"N": 4, "M": 3, "D": 2}, torch.float32, torch.device("cpu"), False)
+
+    def contenders(*_: Any) -> list[Any]:
+        make = bench["comparison"].Contender
+        return [
+            make(name, lambda *args, name=name: calls.append(name), "", None) for name in ("naive", "flex", "compile")
+        ]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outlook, "contenders_of", contenders)
+        assert outlook.compile_first(workload, ("naive", "flex", "compile")) < 60
+    assert calls == ["flex"]
+
+
+def test_few_seconds_are_told_one_by_one(bench: dict[str, ModuleType]) -> None:
+    """Two seconds were announced as five."""
+    left = [bench["timeleft"].TimeLeft([guess]).next_step() for guess in (0.2, 2.2, 18.0, 23.0)]
+    assert [text[-9:-5] for text in left] == ["0:01", "0:02", "0:18", "0:25"]

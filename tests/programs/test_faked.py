@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import random
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.compile_worker.timer import Timer
 from torch.amp import GradScaler
 
 import effops
@@ -133,14 +138,88 @@ def test_the_first_step_of_an_optimizer_leaves_no_state() -> None:
     assert scaler._scale is None
 
 
+def random_states() -> tuple[Any, ...]:
+    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def draw() -> None:
+    torch.manual_seed(1)
+    torch.rand(3), nn.Linear(2, 2)
+    random.random()
+    numpy.random.random()
+
+
 def test_random_states_are_untouched() -> None:
-    expected = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    expected = random_states()
     with effops.budget("1 GiB"):
-        torch.manual_seed(1)
-        torch.rand(3), nn.Linear(2, 2)
-        random.random()
-        numpy.random.random()
-    assert expected == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+        draw()
+    assert expected == random_states()
+
+
+def start_timer() -> Callable[[], Any]:
+    timer = Timer(60, lambda: None)
+    timer.sleep_time = 0.001
+    timer.record_call()
+    return timer.quit
+
+
+def start_monitor() -> Callable[[], Any]:
+    tqdm = pytest.importorskip("tqdm")  # transformers brings it
+    stop: Callable[[], Any] = tqdm._monitor.TMonitor(tqdm.tqdm, 0.001).exit
+    return stop
+
+
+@pytest.mark.parametrize("start", [start_monitor, start_timer])
+def test_a_thread_that_runs_nothing_of_the_program_draws_nothing(start: Callable[[], Callable[[], Any]]) -> None:
+    """After a compilation in the process tqdm's works every 10 s: random states were left changed then."""
+    stop = start()
+    try:
+        expected = random_states()
+        with effops.budget("1 GiB"):
+            draw()
+            time.sleep(0.05)
+        assert expected == random_states()
+    finally:
+        stop()
+
+
+def test_a_thread_that_has_ended_works_no_more() -> None:
+    """Python lists some for ever: those that were started by other means than its own, and asked for their names."""
+    listed: list[threading.Thread] = []
+    _thread.start_new_thread(lambda: listed.append(threading.current_thread()), ())
+    while not listed or Path(f"/proc/self/task/{listed[0].native_id}").exists():
+        time.sleep(0.001)
+    try:
+        expected = random_states()
+        with effops.budget("1 GiB"):
+            draw()
+        assert expected == random_states()
+    finally:
+        threading._active.pop(listed[0].ident, None)  # type: ignore[attr-defined]
+
+
+def test_random_states_are_left_where_another_thread_works() -> None:
+    """It may draw, and must not draw the same numbers twice."""
+    has_begun, has_worked, ends = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        has_begun.wait(60)
+        sum(range(100_000))
+        has_worked.set()
+        ends.wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    expected = random_states()
+    try:
+        with effops.budget("1 GiB"):
+            draw()
+            has_begun.set()
+            assert has_worked.wait(60)
+        assert random_states()[:2] != expected[:2]
+    finally:
+        ends.set()
+        thread.join()
 
 
 def test_an_iterator_stays_advanced() -> None:

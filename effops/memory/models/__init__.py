@@ -12,9 +12,12 @@ tensors.
 # This folder may import `ops`. Start with `layers.py` (sizes and layers) and `time_series.py` (the models, and the
 # parts of their workloads); `bert.py` has the parts of BERT-large.
 
+from typing import TYPE_CHECKING, NoReturn
+
 from effops.memory.models.bert import BERT_KINDS, bert_large
 from effops.memory.models.layers import KINDS, Attention, Configuration, Norm, Positions, encoder
 from effops.memory.models.time_series import ARCHITECTURES, TST, EncoderOnlyTST, workload_parts
+from effops.text import missing_name
 
 __all__ = [
     "ARCHITECTURES",
@@ -30,3 +33,9 @@ __all__ = [
     "encoder",
     "workload_parts",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker knows the names
+
+    def __getattr__(name: str) -> NoReturn:
+        raise missing_name(__name__, name, __all__)

@@ -154,13 +154,43 @@ def _alias(tensor: Tensor) -> Tensor | None:
     return tensor.detach() if type(tensor) in (Tensor, nn.Parameter) else None
 
 
+# Threads of these modules run nothing of a program, so that they draw nothing and train nothing. They work at any time:
+# after a compilation tqdm's monitor does so every 10 s, a timer of TorchInductor's every 30 s, and in a notebook each
+# `print` wakes a thread.
+BESIDE_PROGRAMS = (
+    "torch._inductor.compile_worker.",
+    "tqdm._monitor",
+    "ipykernel.heartbeat",
+    "ipykernel.iostream",
+    "IPython.core.history",
+)
+
+
 def _work_of_others() -> dict[Any, str]:
-    """The processor's time of each other thread: equal as long as none of them works."""
-    others = [thread.native_id for thread in threading.enumerate() if thread is not threading.current_thread()]
+    """The processor's time of each other thread that may run a program: equal as long as none of them works."""
+    others = [
+        thread.native_id
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread() and not _module_of(thread).startswith(BESIDE_PROGRAMS)
+    ]
     try:
-        return {number: Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0] for number in others}
+        return {number: _work_of(number) for number in others}
     except OSError:
         return {0: f"{threading.get_ident()} {time.perf_counter_ns()}"}  # equal to none
+
+
+def _module_of(thread: threading.Thread) -> str:
+    """The module of the code that a thread runs."""
+    target = getattr(thread, "_target", None)
+    return str(getattr(target, "__module__", "") if type(thread) is threading.Thread else type(thread).__module__)
+
+
+def _work_of(number: int | None) -> str:
+    """The processor's time of a thread; that of one which has ended stays as it is, though Python may still list it."""
+    tasks = Path("/proc/self/task")
+    if (tasks / str(threading.get_native_id())).exists() and not (tasks / str(number)).exists():
+        return "ended"
+    return (tasks / str(number) / "schedstat").read_text().split()[0]
 
 
 def _torch_states() -> tuple[Tensor, list[Tensor]]:
