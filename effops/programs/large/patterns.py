@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 from effops.programs.capture.scopes import Fields
 from effops.programs.large.slices import Slice, copied
 
+NAMED, CONTRACTION, LIBRARY = "named op", "contraction", "library function"
+Proposals = Iterator[tuple[str, str, str]]  # how, an expression as source, and why it takes less
+
 
 class Operation(NamedTuple):
     """A call of a method, or of a function of a module, on its operands."""
@@ -108,6 +111,11 @@ class Reader:
             if isinstance(value, Fields):
                 return value.values.get(node.attr, NotImplemented)
         return NotImplemented
+
+    def is_a(self, node: ast.expr, kind: type) -> bool:
+        """Whether an expression stands for an object of a class."""
+        value = self.described(node)
+        return isinstance(value, Fields) and issubclass(value.kind, kind)
 
     def is_module(self, node: ast.expr) -> bool:
         value: Any = None

@@ -16,7 +16,8 @@ from typing import Any
 from effops.programs.capture.scopes import Described, Fields, Scope
 from effops.programs.large.humps import TURNS, Found
 from effops.programs.large.loops import checkpointed, loops
-from effops.programs.large.rewrites import NAMED, Rewrite, rewrites
+from effops.programs.large.patterns import NAMED
+from effops.programs.large.rewrites import Rewrite, rewrites
 from effops.programs.large.slices import Slice, slices, taken_apart
 from effops.programs.large.trials import Trial, compiled, largest_bytes
 
