@@ -14,7 +14,13 @@ from effops.programs.large.rules_of_attention import additive_scores, attention,
 from effops.programs.large.rules_of_densities import mixtures, normal_sums
 from effops.programs.large.rules_of_distances import absolute_distances, cosine_similarity, squared_distances
 from effops.programs.large.rules_of_losses import linear_cross_entropy
-from effops.programs.large.rules_of_products import contraction_paths, expanded_products, one_hot, products
+from effops.programs.large.rules_of_products import (
+    contraction_paths,
+    contractions,
+    expanded_products,
+    one_hot,
+    products,
+)
 from effops.programs.large.slices import Slice
 from effops.programs.large.trials import Trial
 
@@ -28,11 +34,13 @@ RULES = (
     squared_distances,
     absolute_distances,
     cosine_similarity,
+    contractions,
     contraction_paths,
     linear_cross_entropy,
     one_hot,
     expanded_products,
 )
+RESULTS_KEPT = attention_weights, additive_scores  # by the product or softmax that reads them
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,18 +58,25 @@ class Rewrite:
     why: str
     keeps_operands_alone: bool = False
 
+    @property
+    def drops(self) -> bool:
+        """Whether it drops weights, which are others than those of the user's own code."""
+        nodes = (node for one in self.statements for node in ast.walk(one))
+        return any(isinstance(node, ast.keyword) and node.arg == "dropout_p" for node in nodes)
+
 
 def rewrites(found: Slice, trial: Trial) -> Iterator[Rewrite]:
-    """Named ops first, then contractions and functions of libraries."""
+    """Named ops first, then contractions and functions of libraries; in the order of the rules."""
     reader = Reader(found)
-    proposals: list[tuple[str, ast.expr, str, str]] = []
-    for node in reader.nodes():
-        for rule in RULES:
+    proposals: list[tuple[str, ast.expr, str, str, bool]] = []
+    for rule in RULES:
+        for node in reader.nodes():
             try:
-                proposals += [(how, node, source, why) for how, source, why in rule(reader, node, trial)]
+                made = list(rule(reader, node, trial))
             except (AttributeError, IndexError, KeyError):
                 continue
+            proposals += [(how, node, source, why, rule not in RESULTS_KEPT) for how, source, why in made]
     for wanted in (NAMED, CONTRACTION, LIBRARY):
-        for how, node, source, why in proposals:
+        for how, node, source, why, is_not_kept in proposals:
             if how == wanted:
-                yield Rewrite(how, with_replaced(found, node, source), why, how == NAMED)
+                yield Rewrite(how, with_replaced(found, node, source), why, how == NAMED and is_not_kept)

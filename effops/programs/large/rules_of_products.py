@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import ast
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy
 from torch import Tensor
 
+from effops.ops.einsum.contraction import BUDGET
 from effops.programs.large.patterns import CONTRACTION, LIBRARY, NAMED, Proposals, Reader, literal, text
 from effops.programs.large.trials import Trial
 
+WITHIN_BUDGET = f"two are multiplied at a time, within {BUDGET}: in slices where that takes more"
+
 
 def products(reader: Reader, node: ast.expr, trial: Trial) -> Proposals:
+    """`(a * b).sum(-1)`, also with more factors, and over other axes."""
     summed = reader.summed(node)
     sides = None if summed is None else reader.product(summed[0])
     if summed is None or sides is None:
         return
+    factors = list(_factors(reader, summed[0]))
+    if len(factors) > 2 and all(reader.definitions.are_same(one, node) for one in factors):
+        known = trial.values(factors)
+        if known is not None and all(isinstance(one, Tensor) for one in known):
+            dimensions = max(one.ndim for one in known)
+            equation = equation_of(known, {axis % dimensions for axis in summed[1]})
+            yield NAMED, f"effops.einsum({equation!r}, {', '.join(map(ast.unparse, factors))})", WITHIN_BUDGET
     left, right = map(ast.unparse, sides)
     known = trial.values(sides)
     if known is None or not all(isinstance(one, Tensor) for one in known):
@@ -28,6 +39,15 @@ def products(reader: Reader, node: ast.expr, trial: Trial) -> Proposals:
     if axes == {dimensions - 1}:
         yield NAMED, f"effops.broadcast_dot({left}, {right})", why
     yield CONTRACTION, f"torch.einsum({equation_of(known, axes)!r}, {left}, {right})", why
+
+
+def _factors(reader: Reader, node: ast.expr) -> Iterator[ast.expr]:
+    pair = reader.product(node)
+    if pair is None:
+        yield node
+    else:
+        for one in pair:
+            yield from _factors(reader, one)
 
 
 def equation_of(operands: Sequence[Tensor], axes: set[int]) -> str:
@@ -49,6 +69,13 @@ def expanded_products(reader: Reader, node: ast.expr, trial: Trial) -> Proposals
     left, right = map(ast.unparse, sides)
     equation = f"{first},{second}->{batch}{row}{column}"
     yield CONTRACTION, f"torch.einsum({equation!r}, {left}, {right})", "matmul copies what it repeats; einsum does not"
+
+
+def contractions(reader: Reader, node: ast.expr, trial: Trial) -> Proposals:
+    """`torch.einsum` of three operands and more."""
+    found = reader.read(node)
+    if found is not None and found.name == "einsum" and len(found.operands) > 3 and not found.keywords:
+        yield NAMED, f"effops.einsum({', '.join(map(ast.unparse, found.operands))})", WITHIN_BUDGET
 
 
 def contraction_paths(reader: Reader, node: ast.expr, trial: Trial) -> Proposals:
