@@ -360,7 +360,7 @@ class Edges(torch.nn.Module):
         self.one, self.other, self.score = (torch.nn.Linear(size, to).double() for size, to in ((8, 8), (8, 8), (8, 1)))
 
     def forward(self, h):
-        edges = torch.tanh(self.one(h)[:, None] + self.other(h))
+        edges = torch.sigmoid(self.one(h)[:, None] + self.other(h))
         return self.score(edges).squeeze(-1)
 
 

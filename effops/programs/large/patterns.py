@@ -7,8 +7,15 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from torch import Tensor, nn
+
 from effops.programs.capture.scopes import Fields
+from effops.programs.large.definitions import Definitions, targets
 from effops.programs.large.slices import Slice, copied
+from effops.programs.large.trials import Trial
+
+NAMED, CONTRACTION, LIBRARY = "named op", "contraction", "library function"
+Proposals = Iterator[tuple[str, str, str]]  # how, an expression as source, and why it takes less
 
 
 class Operation(NamedTuple):
@@ -49,32 +56,39 @@ SYNONYMS = {
     "pow_": "pow",
     "mul_": "mul",
     "vector_norm": "norm",
+    "masked_fill_": "masked_fill",
+    "add_": "add",
+    "sub_": "sub",
+    "div_": "div",
+    "true_divide": "div",
+    "tanh_": "tanh",
+}
+# Layers that are operations, with the numbers that these take.
+LAYERS: dict[Any, tuple[str, tuple[str, ...]]] = {
+    nn.Softmax: ("softmax", ("dim",)),
+    nn.Dropout: ("dropout", ("p", "training")),
+    nn.Tanh: ("tanh", ()),
 }
 
 
 class Reader:
-    """Reads the operations of a slice. A name that is assigned once stands for what it was assigned."""
+    """Reads the operations of a slice. A name stands for what it was assigned last, where that is certain."""
 
     def __init__(self, found: Slice) -> None:
         self.found = found
-        self.values: dict[str, ast.expr] = {}
-        counts: dict[str, int] = {}
-        for node in (node for one in found.statements for node in ast.walk(one)):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                counts[node.id] = counts.get(node.id, 0) + 1
-        for one in found.statements:
-            target = one.targets[0] if isinstance(one, ast.Assign) and len(one.targets) == 1 else None
-            if isinstance(one, ast.Assign) and isinstance(target, ast.Name) and counts[target.id] == 1:
-                self.values[target.id] = one.value
+        self.definitions = Definitions(found.statements)
 
     def nodes(self) -> Iterator[ast.expr]:
-        """The expressions of the slice, the outermost first."""
-        for one in self.found.statements:
-            yield from (node for node in ast.walk(one) if isinstance(node, ast.expr))
+        """The expressions of the slice, the outermost first; not names, which stand for what was assigned above."""
+        nodes = (node for one in self.found.statements for node in ast.walk(one))
+        return (node for node in nodes if isinstance(node, ast.expr) and not isinstance(node, ast.Name))
 
     def resolved(self, node: ast.expr) -> ast.expr:
-        while isinstance(node, ast.Name) and node.id in self.values:
-            node = self.values[node.id]
+        while isinstance(node, ast.Name):
+            value = self.definitions.of(node).value
+            if value is None:
+                break
+            node = value
         return node
 
     def read(self, node: ast.expr | None) -> Operation | None:
@@ -86,6 +100,9 @@ class Reader:
             return Operation(BINARY[type(node.op)], [node.left, node.right], {})
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return Operation("neg", [node.operand], {})
+        layer = self._layer(node) if isinstance(node, ast.Call) else None
+        if layer is not None:
+            return layer
         if not isinstance(node, ast.Call) or not isinstance(node.func, (ast.Attribute, ast.Name)):
             return None
         if any(isinstance(one, ast.Starred) for one in node.args) or any(one.arg is None for one in node.keywords):
@@ -99,15 +116,49 @@ class Reader:
             operands.insert(0, keywords.pop("input"))
         return Operation(name, operands, keywords) if operands else None
 
+    def _layer(self, node: ast.Call) -> Operation | None:
+        """The operation of a layer that is called, as `self.drop(x)` and `nn.Softmax(dim=-1)(x)`, with its numbers."""
+        made = node.func
+        if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
+            return None
+        if not isinstance(made, ast.Call):
+            layer = self.described(made)
+            name, fields = LAYERS.get(layer.kind, ("", ())) if isinstance(layer, Fields) else ("", ())
+            numbers: dict[str, ast.expr] = {field: ast.Attribute(made, field, ast.Load()) for field in fields}
+        else:
+            name, fields = LAYERS.get(self._class(made.func), ("", ()))
+            numbers = {**dict(zip(fields, made.args[:1])), **{str(one.arg): one.value for one in made.keywords}}
+        return Operation(name, [node.args[0]], numbers) if name else None
+
+    def _class(self, node: ast.expr) -> Any:
+        is_named = isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and self.is_module(node.value))
+        value = self.module(node) if is_named else None
+        return value if isinstance(value, type) else None
+
+    def number(self, node: ast.expr | None) -> Any:
+        """The number that an expression is, or stands for; None if it is not known."""
+        if node is None:
+            return None
+        node = self.resolved(node)
+        value = literal(node)
+        value = self.described(node) if value is None else value
+        return value if isinstance(value, (int, float)) else None
+
     def described(self, node: ast.expr) -> Any:
         """What a name or a field stands for; NotImplemented if that is unknown."""
         if isinstance(node, ast.Name):
-            return self.found.value(node.id)
+            is_certain = self.definitions.times(node.id) <= 1
+            return self.found.value(node.id) if is_certain else NotImplemented
         if isinstance(node, ast.Attribute):
             value = self.described(node.value)
             if isinstance(value, Fields):
                 return value.values.get(node.attr, NotImplemented)
         return NotImplemented
+
+    def is_a(self, node: ast.expr, kind: type) -> bool:
+        """Whether an expression stands for an object of a class."""
+        value = self.described(node)
+        return isinstance(value, Fields) and issubclass(value.kind, kind)
 
     def is_module(self, node: ast.expr) -> bool:
         value: Any = None
@@ -170,13 +221,6 @@ class Reader:
                 return left
         return None
 
-    def softmax(self, node: ast.expr) -> ast.expr | None:
-        """What a softmax over the last axis is taken of."""
-        found = self.read(node)
-        if found is None or found.name != "softmax" or not found.only(2, "dim", "axis"):
-            return None
-        return found.operands[0] if literal(found.argument(1, "dim", "axis")) == -1 else None
-
     def transposed(self, node: ast.expr) -> ast.expr | None:
         """The matrices whose transposes an expression is."""
         node = self.resolved(node)
@@ -222,10 +266,12 @@ def without_dead(statements: Sequence[ast.stmt], results: Sequence[str]) -> list
     kept: list[ast.stmt] = []
     needed = set(results)
     for one in reversed(statements):
-        names = {node.id for node in ast.walk(one) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        if isinstance(one, ast.Assign) and names and not names & needed:
+        nodes = [node for target in targets(one) for node in ast.walk(target)]
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        if names and not names & needed:
             continue
         kept.append(one)
+        needed -= names  # an earlier value of them is not read any more
         needed |= {node.id for node in ast.walk(one) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         if isinstance(one, ast.AugAssign):
             needed |= names
@@ -240,3 +286,42 @@ class _Replace(ast.NodeTransformer):
         if getattr(node, "copy_of", node) is self.old:
             return self.new
         return self.generic_visit(node)
+
+
+def rows(reader: Reader, node: ast.expr, trial: Trial, axis: int) -> str | None:
+    """A side of all pairs as source without the axis along which it is repeated, which an index may have put in."""
+    known = trial.values([node])
+    if known is None or not isinstance(known[0], Tensor):
+        return None
+    shorter = _without_axis(reader, node, trial, axis)
+    plain = _before_new_axis(node, known[0].ndim + axis)
+    return plain or shorter
+
+
+def _before_new_axis(node: ast.expr, place: int) -> str | None:
+    """The `x` of `x[:, None]`, where None alone makes the axis at a place."""
+    if not isinstance(node, ast.Subscript):
+        return None
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    is_whole = all(isinstance(one, ast.Slice) and not (one.lower or one.upper or one.step) for one in parts[:place])
+    rest = parts[place:]
+    is_new = len(rest) > 0 and isinstance(rest[0], ast.Constant) and rest[0].value is None
+    plain = all(isinstance(one, ast.Slice) and not (one.lower or one.upper or one.step) for one in rest[1:])
+    return text(node.value) if is_whole and is_new and plain and len(parts) > place else None
+
+
+def _without_axis(reader: Reader, node: ast.expr, trial: Trial, axis: int) -> str | None:
+    """The source of a tensor without an axis of size 1, which its expression may have put in."""
+    known = trial.values([node])
+    if known is None or not isinstance(known[0], Tensor):
+        return None
+    found = reader.read(node)
+    if found is not None and found.name == "unsqueeze":
+        place = literal(found.argument(1, "dim"))
+        is_there = type(place) is int and place % known[0].ndim == axis % known[0].ndim
+        if is_there and reader.definitions.are_same(found.operands[0], node):
+            return text(found.operands[0])
+    shape = known[0].shape
+    if len(shape) < -axis:
+        return text(node) if len(shape) == -axis - 1 else None
+    return f"{text(node)}.squeeze({axis})" if shape[axis] == 1 else None

@@ -16,7 +16,8 @@ from typing import Any
 from effops.programs.capture.scopes import Described, Fields, Scope
 from effops.programs.large.humps import TURNS, Found
 from effops.programs.large.loops import checkpointed, loops
-from effops.programs.large.rewrites import NAMED, Rewrite, rewrites
+from effops.programs.large.patterns import NAMED
+from effops.programs.large.rewrites import Rewrite, rewrites
 from effops.programs.large.slices import Slice, slices, taken_apart
 from effops.programs.large.trials import Trial, compiled, largest_bytes
 
@@ -69,12 +70,17 @@ def propose(found: Found) -> Fix | None:
     for how in (True, False):  # named ops of all slices first
         for one, trial in tried:
             for rewrite in rewrites(one, trial):
-                if (rewrite.how == NAMED) is how and trial.agrees(_with_imports(one, rewrite)):
+                if (rewrite.how == NAMED) is how and _agrees(one, trial, rewrite):
                     fix = _measured(found, one, rewrite)
                     if fix is not None:
                         return fix
     fixes = [fix for one, trial in tried for fix in _loop_fixes(found, one, trial)]
     return min(fixes, key=lambda one: (one.after_bytes, len(one.code)), default=None)
+
+
+def _agrees(found: Slice, trial: Trial, rewrite: Rewrite) -> bool:
+    statements = _with_imports(found, rewrite)
+    return trial.agrees(statements) or (rewrite.drops and trial.agrees_without_dropout(statements))
 
 
 def _candidates(found: Found) -> Iterator[Slice]:

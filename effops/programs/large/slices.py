@@ -6,10 +6,11 @@ import ast
 import builtins
 import functools
 import linecache
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.distributions import Distribution
 
@@ -20,6 +21,8 @@ FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
 STATEMENTS = ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.If, ast.For, ast.With, ast.FunctionDef
 SIMPLE = ast.Expr, ast.Assert, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return
 COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
+TRIANGLES = {"tril", "triu", "generate_square_subsequent_mask"}
+DEVICES = {"device", "dtype"}  # fields that stay the same where a name is assigned again
 REFUSED_CALLS = {
     "print",
     "open",
@@ -121,8 +124,74 @@ def slices(first: Scope, last: Scope) -> Iterator[Slice]:
                 yield from _before_use(found, first, last.place.source, function)
                 return
             results = _results(found, function, inside_loop)
-            if results is not None:
-                yield Slice(found, first, results)
+            if results is None:
+                continue
+            triangles = _triangles(found, function, first)
+            if triangles:
+                all_of = [*triangles, *found]
+                yield Slice(all_of, first, _results(all_of, function, inside_loop) or results)
+            yield Slice(found, first, results)
+
+
+def _triangles(found: Sequence[ast.stmt], function: ast.AST, scope: Scope) -> list[ast.stmt]:
+    """Earlier statements that make a mask of numbers alone, as `mask = torch.ones(n, n).tril()`: so its form is known.
+
+    They may stand far above, as before a loop over layers. Each name is assigned once, and read by what is given alone.
+    """
+    nodes = list(ast.walk(function))
+    times = Counter(node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
+    times.update(node.arg for node in nodes if isinstance(node, ast.arg))
+    made = {name: one for one in _certain(function, found[0].lineno) for name in assigned([one])}
+    chosen: list[ast.stmt] = []
+
+    def is_number(name: str, statement: ast.stmt) -> bool:
+        """Whether a name stands for the same there as now, and no element of a tensor is read."""
+        fields = [node.attr for node in ast.walk(statement) if _is_field_of(node, name)]
+        reads = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id == name]
+        is_described = isinstance(scope.names.get(name), Described)
+        if is_described and (len(fields) < len(reads) or not set(fields) <= {*DEVICES, "size", "shape"}):
+            return False
+        return times[name] <= 1 or (len(fields) == len(reads) and set(fields) <= DEVICES)
+
+    def take(name: str) -> bool:
+        one = made.pop(name, None)
+        if one is None:
+            return name in assigned(chosen)
+        if not isinstance(one, ast.Assign) or times[name] != 1 or not _is_plain(one):
+            return False
+        if not all(is_number(other, one) or take(other) for other in read_first([one])):
+            return False
+        chosen.append(one)
+        return True
+
+    for name in read_first(found):
+        begin = len(chosen)
+        if isinstance(scope.names.get(name), Described) and not (take(name) and _has_triangle(chosen[begin:])):
+            del chosen[begin:]
+    inside = {id(node) for one in (*chosen, *found) for node in ast.walk(one)}
+    outside = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in inside}
+    if outside & set(assigned(chosen)):
+        return []
+    return sorted(chosen, key=lambda one: one.lineno)
+
+
+def _is_field_of(node: ast.AST, name: str) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
+
+
+def _has_triangle(statements: Sequence[ast.stmt]) -> bool:
+    calls = [node for one in statements for node in ast.walk(one) if isinstance(node, ast.Call)]
+    return any(getattr(one.func, "attr", getattr(one.func, "id", "")) in TRIANGLES for one in calls)
+
+
+def _certain(tree: ast.AST, line: int) -> Iterator[ast.stmt]:
+    """The statements of a function that ran before one of its lines, whatever branches were taken."""
+    for _, value in ast.iter_fields(tree):
+        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+            index = _index(value, line)
+            if index is not None:
+                yield from value[:index]
+                yield from _certain(value[index], line)
 
 
 def taken_apart(found: Slice, sources: Sequence[str]) -> Slice | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
 
 from effops.measure import tensors as tensors_of
 from effops.programs.capture.faked import faked
@@ -24,6 +27,11 @@ from effops.pytorch import FakeTensor, tree_leaves, tree_map_only
 REAL_BYTES = 2**25  # of a trial
 SMALL = 8  # sizes up to it are kept: coordinates, heads
 NORMAL, POSITIVE, ASCENDING = KINDS = "normal", "positive", "ascending"  # along the last axis, as corners of boxes
+WITH_ZEROS = "with zeros"  # every other number of a tensor that needs no gradient, as in a mask
+FIRST_COLUMNS = (False, False, True, True), (False, True, False, True)  # of one mask, of another
+CHOICES = {"masked_fill", "masked_fill_", "where"}
+DROPOUTS = {nn.functional.dropout, torch.dropout}
+ROUNDING = 1e-13  # of float64, with room for sums
 STAND_INS = 5, 6, 7, 9, 10, 11, 13, 14, 15
 # Modules that are called by themselves in a trial: they hold tensors and numbers alone.
 LAYERS = {
@@ -99,9 +107,10 @@ def shrunk(values: Mapping[str, Any], operand_bytes: int) -> Iterator[dict[int, 
 
 
 def real(found: Slice, sizes: Mapping[int, int], kind: str) -> Made:
-    """Random arguments of a slice, of one of the `KINDS`."""
+    """Random arguments of a slice, of one of the `KINDS`, or `WITH_ZEROS`."""
     generator = torch.Generator().manual_seed(0)
     made = Made({})
+    masks = itertools.count()
 
     def tensor(one: Described) -> Tensor:
         shape = [sizes.get(size, size) if size > SMALL else size for size in one.shape]
@@ -114,16 +123,40 @@ def real(found: Slice, sizes: Mapping[int, int], kind: str) -> Made:
                 value = torch.randn(held, generator=generator, dtype=dtype)
             elif kind == ASCENDING and held:
                 value = value.cumsum(-1)
+            elif kind == WITH_ZEROS and not one.requires_grad:
+                value = value * _mixed(torch.rand(held, generator=generator) > 0.5, next(masks))
             value.requires_grad_(one.requires_grad)
             made.tensors.append(value)
         elif one.dtype is torch.bool:
-            value = torch.rand(held, generator=generator) > 0.5
+            value = _mixed(torch.rand(held, generator=generator) > 0.5, next(masks))
         else:
-            value = torch.randint(0, 2, held, generator=generator).to(one.dtype)
+            value = _mixed(torch.randint(0, 2, held, generator=generator) > 0, next(masks)).to(one.dtype)
         return value.expand(shape)
 
-    made.arguments = {name: _instance(found.value(name), tensor, sizes) for name in found.free}
+    values = {name: found.value(name) for name in found.free}
+    numbers = with_products(sizes, set(sizes_of(list(values.values()))))
+    made.arguments = {name: _instance(value, tensor, numbers) for name, value in values.items()}
     return made
+
+
+def _mixed(value: Tensor, number: int) -> Tensor:
+    """Random booleans of which no row is all the same, and no row of two together: masks may not leave out all of it.
+
+    The first columns see to that. They are not as often true in each two of them, as they would be in turns.
+    """
+    columns = value.shape[-1] if value.ndim else 0
+    if columns > 1:
+        first = torch.tensor(FIRST_COLUMNS[1 if columns < len(FIRST_COLUMNS[0]) else number % 2][:columns])
+        value[..., : len(first)] = first ^ value[..., :1]
+    return value
+
+
+def with_products(sizes: Mapping[int, int], known: set[int]) -> dict[int, int]:
+    """Smaller sizes, also of the products of two sizes, as of all heads together."""
+    products: dict[int, set[int]] = defaultdict(set)
+    for one, other in itertools.combinations_with_replacement(sorted(known - {0, 1}), 2):
+        products[one * other].add(sizes.get(one, one) * sizes.get(other, other))
+    return {**{one: smaller.pop() for one, smaller in products.items() if len(smaller) == 1}, **sizes}
 
 
 def fake(found: Slice) -> Made:
@@ -197,10 +230,16 @@ def outcome(function: Function, made: Made) -> Outcome:
 def agree(one: Outcome, other: Outcome) -> bool:
     if len(one.results) != len(other.results) or len(one.gradients) != len(other.gradients):
         return False
-    return all(map(_close, one.results, other.results)) and all(map(_close, one.gradients, other.gradients))
+    noise = ROUNDING * max(map(_scale, (*one.results, *one.gradients)), default=0.0)  # a gradient can be that alone
+    results = all(map(_close, one.results, other.results))
+    return results and all(_close(*both, noise) for both in zip(one.gradients, other.gradients))
 
 
-def _close(one: Tensor | None, other: Tensor | None) -> bool:
+def _scale(value: Tensor | None) -> float:
+    return float(value.abs().amax()) if value is not None and value.numel() else 0.0
+
+
+def _close(one: Tensor | None, other: Tensor | None, noise: float = 0.0) -> bool:
     if one is None or other is None:
         present = one if other is None else other
         return present is None or not present.any()
@@ -208,8 +247,7 @@ def _close(one: Tensor | None, other: Tensor | None) -> bool:
         return False
     if not one.dtype.is_floating_point and not one.dtype.is_complex:
         return bool(torch.equal(one, other))
-    scale = float(one.abs().amax()) if one.numel() else 0.0
-    return bool(torch.allclose(one, other, rtol=1e-6, atol=1e-7 * max(scale, 1e-30)))
+    return bool(torch.allclose(one, other, rtol=1e-6, atol=max(1e-7 * _scale(one), noise, 1e-37)))
 
 
 def is_finite(one: Outcome) -> bool:
@@ -243,8 +281,9 @@ def _bytes(call: Call) -> int:
 class Trial:
     """A slice that was run on small tensors. Other statements are compared with it."""
 
-    def __init__(self, found: Slice, made: Made, expected: Outcome, sizes: Mapping[int, int]) -> None:
-        self.found, self.made, self.expected = found, made, expected
+    def __init__(self, found: Slice, runs: Sequence[tuple[Made, Outcome]], sizes: Mapping[int, int]) -> None:
+        self.found, self.runs = found, runs
+        self.made, self.expected = runs[0]
         self._full = {small: size for size, small in sizes.items()}
 
     def full(self, size: int) -> int:
@@ -253,24 +292,46 @@ class Trial:
 
     @classmethod
     def of(cls, found: Slice, operand_bytes: int) -> Trial | None:
-        """At the first sizes and numbers that the slice takes; None if it takes none."""
+        """At the first sizes and numbers that the slice takes; None if it takes none.
+
+        Where values choose, as by a mask, it runs with zeros among the numbers too: no random number is 0.
+        """
         function = compiled(found.definition(found.statements), found.scope.surroundings)
+
+        def run(sizes: Mapping[int, int], kind: str) -> Iterator[tuple[Made, Outcome]]:
+            try:
+                made = real(found, sizes, kind)
+                expected = outcome(function, made)
+            except Exception:  # whatever the user's code raises at other sizes
+                return
+            if is_finite(expected):
+                yield made, expected
+
         for sizes in shrunk({name: found.value(name) for name in found.free}, operand_bytes):
             for kind in KINDS:
-                try:
-                    made = real(found, sizes, kind)
-                    expected = outcome(function, made)
-                except Exception:  # whatever the user's code raises at other sizes
-                    continue
-                if is_finite(expected):
-                    return cls(found, made, expected, sizes)
+                runs = list(run(sizes, kind))
+                if runs:
+                    return cls(found, [*runs, *(run(sizes, WITH_ZEROS) if _chooses(found) else ())], sizes)
         return None
 
-    def agrees(self, statements: Sequence[Any]) -> bool:
+    def agrees(self, statements: Sequence[ast.stmt]) -> bool:
         """Whether statements give the same results and gradients."""
+        return self._agree(statements, self.runs)
+
+    def agrees_without_dropout(self, statements: Sequence[ast.stmt]) -> bool:
+        """Whether statements do where neither they nor the slice drop anything: other numbers are drawn for them."""
+        function = compiled(self.found.definition(self.found.statements), self.found.scope.surroundings)
+        try:
+            with _KeepsAll():
+                runs = [(made, outcome(function, made)) for made, _ in self.runs]
+                return self._agree([_WithoutDropout().visit(copied(one)) for one in statements], runs)
+        except Exception:  # as in a trial
+            return False
+
+    def _agree(self, statements: Sequence[ast.stmt], runs: Sequence[tuple[Made, Outcome]]) -> bool:
         try:
             function = compiled(self.found.definition(statements, free=self.found.free), self.found.scope.surroundings)
-            return agree(self.expected, outcome(function, self.made))
+            return all(agree(expected, outcome(function, made)) for made, expected in runs)
         except Exception:  # a proposal that fails is none
             return False
 
@@ -293,6 +354,30 @@ class Trial:
         except Exception:  # an expression that is not evaluated by itself
             return None
         return [seen[place] for place in range(len(nodes))] if len(seen) == len(nodes) else None
+
+
+def _chooses(found: Slice) -> bool:
+    """Whether statements compare numbers, or mask by them."""
+    nodes = [node for one in found.statements for node in ast.walk(one)]
+    calls = {getattr(node.func, "attr", getattr(node.func, "id", "")) for node in nodes if isinstance(node, ast.Call)}
+    return bool(calls & CHOICES) or any(isinstance(node, ast.Compare) for node in nodes)
+
+
+class _KeepsAll(TorchFunctionMode):
+    """Lets dropout drop nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **(kwargs or {}))
+
+
+class _WithoutDropout(ast.NodeTransformer):
+    """Leaves out what `effops.attention` would drop."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        node.keywords = [one for one in node.keywords if one.arg != "dropout_p"]
+        return self.generic_visit(node)  # type: ignore[return-value]
 
 
 class _Noted(ast.NodeTransformer):
