@@ -9,9 +9,10 @@ findings that are false. A finding is right if it names the line, and its bytes 
 
 The second table runs each program at its small sizes, with backward where the program is trained. It has the memory
 budget and milliseconds of several ways to write it: as it is, mended by hand, compiled, compiled with Inductor's
-auto-chunker, by `torch.func.vmap(chunk_size=)`, as a checkpointed loop, by KeOps, and by a named op of effops. The
-memory budget is the highest sum, at any moment, of what the run allocated and does not return. * marks a predicted one,
-where a run would take more than half of the free memory. KeOps' own memory is not PyTorch's, and is not counted.
+auto-chunker, by `torch.func.vmap(chunk_size=)`, as a checkpointed loop, by KeOps, by a named op of effops, and by
+`effops.tiled` within 64 MiB. The memory budget is the highest sum, at any moment, of what the run allocated and does
+not return. * marks a predicted one, where a run would take more than half of the free memory. KeOps' own memory is not
+PyTorch's, and is not counted.
 
 Each way has to give the results and gradients of the program as it is; otherwise its cell says so. Times are without
 compilation. The last column is lint's own fix, and the largest tensor that the fix makes. Each half of the corpus has
@@ -46,6 +47,7 @@ from parts.arguments import file_to_write
 from parts.report import format_ms, header, heading, write_json
 from torch._inductor import metrics
 
+import effops
 from effops import lint, measure
 from effops.commands.main import Parser
 from effops.programs.capture.faked import CannotFollow
@@ -59,8 +61,8 @@ LONGEST_NOTE = 200
 CHUNKER = {"auto_chunker.enable": True, "fx_graph_cache": False}  # what is read from disk does not count as chunked
 
 AS_IS, MENDED, COMPILED, CHUNKED = "as it is", "mended", "compiled", "auto-chunker"
-VMAP, LOOP, KEOPS, OP = "vmap", "loop", "KeOps", "named op"
-FORMS = (AS_IS, MENDED, COMPILED, CHUNKED, VMAP, LOOP, KEOPS, OP)
+VMAP, LOOP, KEOPS, OP, TILES = "vmap", "loop", "KeOps", "named op", "tiles"
+FORMS = (AS_IS, MENDED, COMPILED, CHUNKED, VMAP, LOOP, KEOPS, OP, TILES)
 FIX = "lint's fix: largest"
 NONE = "-"
 RECALL_LINE = "{:<26}{:>6}{:>7}{:>10}{:>7}{:>9}"
@@ -201,6 +203,7 @@ def forms_of(program: Program, own_ways: Ways, *, quick: bool) -> dict[str, Prog
         LOOP: own_ways.loop or ("as mended" if own_ways.mended == "loop" else NONE),
         KEOPS: (own_ways.keops and (without_keops() or own_ways.keops)) or own_ways.no_keops or NONE,
         OP: own_ways.op or NONE,
+        TILES: effops.tiled(program.run) if program.expected else NONE,
     }
     made = {name: one if isinstance(one, str) else replace(program, run=one) for name, one in functions.items()}
     return {AS_IS: program, **made}
@@ -229,13 +232,15 @@ def checked(
 
 def cost_of(name: str, program: Program, form: Program, arguments: tuple[Any, ...]) -> Cost:
     """The memory budget of a form: measured, or predicted where it takes more than its share of the free memory."""
-    is_predictable = name not in (COMPILED, CHUNKED, VMAP, KEOPS)
+    is_predictable = name not in (COMPILED, CHUNKED, VMAP, KEOPS, TILES)
     needed = predicted_bytes(form if is_predictable else program, arguments)
     if needed is not None and needed > FREE_SHARE * measure.available_bytes(CPU):
         return Cost(needed, predicted=True) if is_predictable else Cost(reason="does not fit")
     before = metrics.num_auto_chunking
     try:
         nbytes = measured_bytes(form, arguments)
+    except effops.CannotTile as refusal:
+        return Cost(reason="refused", note=str(refusal)[:LONGEST_NOTE])
     except Exception as error:  # what one form cannot run does not end the table
         return Cost(reason="failed", note=f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_NOTE])
     if name == CHUNKED and metrics.num_auto_chunking == before:

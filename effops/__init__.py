@@ -21,9 +21,13 @@ from effops.text import missing_name
 from effops.transformers import register_transformers
 
 if TYPE_CHECKING:
+    from effops.programs.comparison import compare as compare
     from effops.programs.large_lines import lint as lint
     from effops.programs.limits_of_memory import MemoryBudgetExceeded as MemoryBudgetExceeded
     from effops.programs.limits_of_memory import budget as budget
+    from effops.programs.tiles.function import tiled as tiled
+    from effops.programs.tiles.refusals import CannotTile as CannotTile
+    from effops.programs.tiles.refusals import TilesDiffer as TilesDiffer
 
 __version__ = "0.1.0"
 
@@ -58,9 +62,13 @@ __all__ = [
 
 _WHEN_ASKED_FOR = ("measure", "memory")  # public modules that `import effops` does not import
 _NAMES_WHEN_ASKED_FOR = {  # of `programs`
+    "CannotTile": "tiles.refusals",
     "MemoryBudgetExceeded": "limits_of_memory",
+    "TilesDiffer": "tiles.refusals",
     "budget": "limits_of_memory",
+    "compare": "comparison",
     "lint": "large_lines",
+    "tiled": "tiles.function",
 }
 
 

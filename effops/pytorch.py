@@ -17,6 +17,7 @@ from torch._C import (  # type: ignore[attr-defined]
     _get_tracing_state,
     _is_alias_of,
     _len_torch_dispatch_stack,
+    _len_torch_function_stack,
     _select_conv_backend,
     _storage_Use_Count,
     _TorchDispatchModeKey,
@@ -41,7 +42,7 @@ from torch._C._functorch import (
     unwrap_if_dead,
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import (
     ELEMENTWISE_TYPE_PROMOTION_KIND,
@@ -113,6 +114,7 @@ __all__ = [
     "_get_tracing_state",
     "_is_alias_of",
     "_len_torch_dispatch_stack",
+    "_len_torch_function_stack",
     "_neg_view",
     "_no_grad_trunc_normal_",
     "_saved_tensors_hooks_disable",
@@ -136,6 +138,7 @@ __all__ = [
     "reset_code",
     "softmax_backward",
     "tensor_use_count",
+    "tracing",
     "tree_leaves",
     "tree_map_only",
     "unwrap_if_dead",

@@ -71,7 +71,7 @@ class Explanation:
         return f"{self.chosen} was never run on {self.never_run_on}; {remedy}"
 
 
-def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None = None, **kwargs: Any) -> Explanation:
+def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None = None, **kwargs: Any) -> Any:
     """Explain which variant a call would run, why others cannot run, and what each would need; nothing is computed.
 
     It takes the arguments of the op and never allocates the result. So it can be asked about sizes that do not fit
@@ -82,6 +82,8 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
     power_spherical_log_prob: chunked (bytes predicted, beyond the inputs)
     ...
     """
+    if (explained := getattr(function, "explained", None)) is not None:
+        return explained(*args, **kwargs)
     op = find_op(function, "explain")
     assert op.function is not None
     if problem := why_not_bound(op.function, args, kwargs):

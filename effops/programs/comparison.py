@@ -1,0 +1,158 @@
+"""`compare`: results, gradients, bytes and time of a function beside those of another one, against float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from effops.measure import Pass, memory, tensors, times
+from effops.pytorch import tree_map_only
+from effops.text import aligned, format_bytes
+
+REPEATS, SECONDS = 5, 2.0  # of each time
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two functions.
+
+    Attributes:
+        error: the largest error of a result against float64, in units of the first function's own, at least a rounding
+            of the largest value
+        gradient_error: the same of the gradients; None without
+        taken_bytes: the most that a call and its backward pass allocate besides results and gradients
+        time_ms: the median of a call and its backward pass
+    """
+
+    error: float
+    gradient_error: float | None
+    taken_bytes: int
+    time_ms: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found of the function and of the other one."""
+
+    function: Side
+    other: Side
+
+    def __str__(self) -> str:
+        header = "", "error", "of gradients", "bytes", "ms"
+        rows = [
+            (
+                name,
+                f"{side.error:.2f}",
+                "-" if side.gradient_error is None else f"{side.gradient_error:.2f}",
+                format_bytes(side.taken_bytes),
+                f"{side.time_ms:.1f}",
+            )
+            for name, side in (("function", self.function), ("other", self.other))
+        ]
+        title = "errors against float64, in units of the function's own; bytes and time with backward"
+        return f"{title}\n{aligned([header, *rows], left=1)}"
+
+
+def compare(fn: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Comparison:
+    """Compare a function with another one that should equal it, such as `effops.tiled(fn)`.
+
+    Both run on the arguments. Results, and the gradients of arguments and parameters that require them, are compared
+    with those of `fn` in float64.
+
+    Args:
+        fn: the function, or a module; it runs in float64 too, with floating-point arguments converted
+        other: what stands for it
+        args: the arguments of both
+
+    Raises:
+        ValueError: the results differ in number or shape
+
+    Example:
+        >>> line = lambda x, y: (x[:, None] - y).square().sum(-1).exp().sum(1)
+        >>> x, y = torch.rand(300, 8, requires_grad=True), torch.rand(200, 8)
+        >>> effops.compare(line, effops.tiled(line, budget="1 MiB"), x, y).other.taken_bytes <= 2**20
+        True
+    """
+    wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
+    doubled = tree_map_only(Tensor, _wide, args)
+    expected = _outcome(wide, doubled)
+    first, second = _outcome(fn, args), _outcome(other, args)
+    for given in (first, second):
+        shapes = [[one.shape for one in part] for part in given]
+        if shapes != [[one.shape for one in part] for part in expected]:
+            raise ValueError(
+                f"compare: `other` must give results and gradients like those of `fn`; got shapes {shapes}; give "
+                "functions that are equal"
+            )
+    passes = {name: Pass(_with_backward(one, args), args) for name, one in (("function", fn), ("other", other))}
+    timings = times(passes, repeats=REPEATS, budget_s=SECONDS)
+    units = [[_unit(one, right) for one, right in zip(own, exact)] for own, exact in zip(first, expected)]
+    sides = []
+    for name, found in (("function", first), ("other", second)):
+        results, gradients = (
+            [_error(one, right) / unit for one, right, unit in zip(own, exact, of_own)]
+            for own, exact, of_own in zip(found, expected, units)
+        )
+        taken = memory(passes[name]).temporary_bytes
+        error = max(results, default=0.0)
+        sides.append(Side(error, max(gradients) if gradients else None, taken, timings[name].median_ms))
+    return Comparison(*sides)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    wide = tensor.detach()
+    return (wide.double() if wide.is_floating_point() else wide).requires_grad_(tensor.requires_grad)
+
+
+def _leaves(fn: Any, args: Sequence[Any]) -> list[Tensor]:
+    modules = [one for one in (fn, getattr(fn, "fn", None), *args) if isinstance(one, nn.Module)]
+    given = [*tensors(args), *(parameter for module in modules for parameter in module.parameters())]
+    return [one for one in dict.fromkeys(given) if one.requires_grad]
+
+
+def _outcome(fn: Any, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The results, and the gradients of their sum."""
+    results, gradients = _with_backward(fn, args)(*args)
+    found = [one.detach() for one in tensors(results)]
+    return found, [one for one in gradients if one is not None]
+
+
+def _with_backward(fn: Any, args: Sequence[Any]) -> Callable[..., Any]:
+    leaves = _leaves(fn, args)
+
+    def both(*args: Any) -> Any:
+        results = fn(*args)
+        outputs = [one for one in tensors(results) if one.requires_grad and one.grad_fn is not None]
+        if not outputs or not leaves:
+            return results, ()
+        sums = [one.real.sum() for one in outputs]
+        return results, torch.autograd.grad(sums, leaves, allow_unused=True)
+
+    return both
+
+
+def _error(own: Tensor, right: Tensor) -> float:
+    """The largest difference; infinite where one is finite and the other is not."""
+    if not own.is_floating_point():
+        return float((own != right).any())
+    known = right.isfinite()
+    if not torch.equal(known, own.isfinite()):
+        return float("inf")
+    difference = (own.to(right.dtype) - right)[known]
+    return difference.abs().amax().item() if difference.numel() else 0.0
+
+
+def _unit(own: Tensor, right: Tensor) -> float:
+    """The function's own error, at least a rounding of the largest value."""
+    if not own.is_floating_point() or not own.numel():
+        return 1.0
+    known = right.isfinite()
+    largest = right[known].abs().amax().item() if known.any() else 0.0
+    floor = max(torch.finfo(own.dtype).eps * largest, torch.finfo(own.dtype).tiny)
+    own_error = _error(own, right)
+    return max(own_error, floor) if own_error < float("inf") else floor

@@ -1,0 +1,112 @@
+"""Products of matrices, and distances of all pairs of rows."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from effops.ops.einsum.program import product
+from effops.programs.rules.binding import Binding, Place, operands_of, shape_of
+
+aten = torch.ops.aten
+Labels = tuple[int, ...]
+
+
+def contracted(first: Tensor, second: Tensor, labels: tuple[Labels, Labels, Labels]) -> Tensor:
+    """The product of two tensors, summed over the labels that the result lacks, which stands in graphs for both."""
+    own, others, output = labels
+    return product([(first, own), (second, others)], output)
+
+
+def matrices(left: int, right: int, added: int | None = None) -> Callable[[Node], Iterator[Binding]]:
+    """The rule of a product of two operands, given by their numbers, to which another one may be added."""
+
+    def rule(node: Node) -> Iterator[Binding]:
+        operands, shape = operands_of(node), shape_of(node)
+        rank = len(shape)
+
+        def with_added(axis: int, *places: Place) -> tuple[Place, ...]:
+            if added is None:
+                return places
+            own = shape_of(operands[added])
+            place = axis - rank + len(own)
+            return (*places, Place(added, place)) if place >= 0 and own[place] != 1 else places
+
+        rows, columns = rank - 2, rank - 1
+        for axis in range(rank):
+            if shape[axis] == 1:
+                continue
+            if axis < rows:
+                places = [Place(left, axis), Place(right, axis)]
+            else:
+                places = [Place(left, rows)] if axis == rows else [Place(right, columns)]
+            yield Binding(with_added(axis, *places), axis)
+        if added is None and shape_of(operands[left])[-1] != 1:
+            yield Binding((Place(left, columns), Place(right, rows)), None, combined="sum")
+
+    return rule
+
+
+def contraction(node: Node) -> Iterator[Binding]:
+    labels: Any = node.args[2]
+    *factors, output = labels
+    for label in dict.fromkeys((*factors[0], *factors[1])):
+        places = tuple(Place(number, own.index(label)) for number, own in enumerate(factors) if label in own)
+        if label in output:
+            yield Binding(places, output.index(label))
+        else:
+            yield Binding(places, None, combined="sum")
+
+
+def of_vectors(node: Node) -> Iterator[Binding]:
+    """Vectors: `mv` of a matrix and a vector, `dot` of two."""
+    first, second = map(shape_of, operands_of(node))
+    if len(first) == 2 and first[0] != 1:
+        yield Binding((Place(0, 0),), 0)
+    if second[0] != 1:
+        yield Binding((Place(0, len(first) - 1), Place(1, 0)), None, combined="sum")
+
+
+def distances(node: Node) -> Iterator[Binding]:
+    """Each row of the first operand with each of the second; batch axes broadcast."""
+    shapes, shape = [shape_of(one) for one in operands_of(node)[:2]], shape_of(node)
+    rank = len(shape)
+    for axis in range(rank - 2):
+        if shape[axis] != 1:
+            places = ((number, axis - rank + len(own)) for number, own in enumerate(shapes))
+            fitting = (Place(*one) for one in places if one[1] >= 0 and shapes[one[0]][one[1]] == shape[axis])
+            yield Binding(tuple(fitting), axis)
+    for number, axis in enumerate((rank - 2, rank - 1)):
+        if shape[axis] != 1:
+            yield Binding((Place(number, len(shapes[number]) - 2),), axis)
+
+
+def over_batch(node: Node) -> Iterator[Binding]:
+    if shape_of(node)[0] != 1:
+        yield Binding((Place(0, 0),), 0)
+
+
+def sampled(node: Node) -> Iterator[Binding]:
+    """Each image at the places of its grid: batch, channels of the image, rows and columns of the grid."""
+    shape = shape_of(node)
+    places = {0: (Place(0, 0), Place(1, 0)), 1: (Place(0, 1),), 2: (Place(1, 1),), 3: (Place(1, 2),)}
+    for axis, size in enumerate(shape):
+        if size != 1:
+            yield Binding(places[axis], axis)
+
+
+RULES = {
+    aten.convolution.default: over_batch,
+    aten.grid_sampler_2d.default: sampled,
+    contracted: contraction,
+    aten.mm.default: matrices(0, 1),
+    aten.bmm.default: matrices(0, 1),
+    aten.addmm.default: matrices(1, 2, added=0),
+    aten.baddbmm.default: matrices(1, 2, added=0),
+    aten.mv.default: of_vectors,
+    aten.dot.default: of_vectors,
+    aten._cdist_forward.default: distances,
+    aten._euclidean_dist.default: distances,
+}

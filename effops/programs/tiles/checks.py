@@ -1,0 +1,139 @@
+"""Compare tiles with the whole, on a part of the tensors that a loop reads, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from effops.programs.tiles.loops import Loop, Tiles, part
+from effops.programs.tiles.refusals import TilesDiffer
+from effops.programs.tiles.traced import lines_of
+
+LENGTHS = (7, 5, 3)  # of the part, cut into three tiles
+LARGEST = 2**26  # bytes of the part's intermediates
+WORSE = 4  # times the error of the whole that tiles may have
+
+
+def check(loop: Loop, tensors: Sequence[Tensor]) -> None:
+    """Raise if tiles give another result or gradients than the whole, on a few indices from the middle of the cut.
+
+    Errors are those against float64. What it cannot see: offsets that overflow, ties and -inf that the part does not
+    hold, and sums in 16 bits over many tiles.
+    """
+    length = min(next((one for one in LENGTHS if loop.bytes_of(one) <= LARGEST), LENGTHS[-1]), loop.whole)
+    if length < 2:
+        return
+    start = (loop.whole - length) // 2
+    some = [
+        part(one.detach(), along, start, length).requires_grad_(one.requires_grad)
+        for one, (_, along) in zip(tensors, loop.stage.inputs)
+    ]
+    tiles, whole = (_part_of(loop, length, tile) for tile in (-(-length // 3), length))
+    exact = _part_of(loop, length, length)
+    exact.body_of = _in_float64
+    moved = [_moved(one) for one in some]
+    found, *others, expected = (
+        _results(one, given)
+        for one, given in ((tiles, some), (whole, some), (whole, moved), (exact, [_wide(one) for one in some]))
+    )
+    if len({len(found), len(expected), *map(len, others)}) > 1:
+        _raise(loop, len(found), "no gradient", "one")
+    for number, (own, right, *one_piece) in enumerate(zip(found, expected, *others)):
+        _compare(loop, number, own, one_piece, right)
+
+
+def _part_of(loop: Loop, length: int, tile: int) -> Loop:
+    """The loop over a few indices, in tiles of a length."""
+    own = copy.copy(loop)
+    own.bodies = {}
+    own.whole, own.length, own.backward_length = length, tile, tile
+    return own
+
+
+def _results(loop: Loop, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """The results, and the gradients for upstream gradients that are the same for all loops."""
+    results = Tiles.apply(loop, *tensors)
+    leaves = [one for one in tensors if one.requires_grad]
+    outputs = [one for one in results if one.requires_grad]
+    if not outputs or not leaves:
+        return [*results]
+    generator = torch.Generator().manual_seed(0)
+    upstream = [torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one) for one in outputs]
+    with torch.no_grad():
+        return [*results, *torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)]
+
+
+def _compare(
+    loop: Loop, number: int, own: Tensor | None, one_piece: Sequence[Tensor | None], right: Tensor | None
+) -> None:
+    """Compare a result of tiles with that of the whole, and with that for arguments that are moved by roundings."""
+    other, moved = one_piece
+    if own is None or other is None or moved is None or right is None:
+        if own is not other:
+            _raise(loop, number, "no gradient", "a gradient")
+        return
+    if own.is_complex():
+        own, other, moved, right = (torch.view_as_real(one) for one in (own, other, moved, right))
+    if not own.is_floating_point():
+        if not torch.equal(own, other):
+            _raise(loop, number, "another value", "it")
+        return
+    right = right.to(torch.float64)
+    known = right.isfinite()
+    same = torch.equal(own.isfinite(), other.isfinite()) or torch.equal(own.isfinite(), known)
+    error, *of_whole = (_largest((one.to(torch.float64) - right)[known]) for one in (own, other, moved))
+    rounding = torch.finfo(own.dtype).eps * math.sqrt(loop.whole) * _largest(right[known])
+    if not same or not error <= WORSE * (max(of_whole) + rounding):
+        _raise(loop, number, f"an error of {error:.3g}", f"one of {max(of_whole):.3g}")
+
+
+def _largest(values: Tensor) -> float:
+    return values.abs().amax().item() if values.numel() else 0.0
+
+
+def _raise(loop: Loop, number: int, tiles: str, whole: str) -> None:
+    names = [str(node.target) for node in loop.stage.outputs]
+    what = f"result {names[number]}" if number < len(names) else "a gradient"
+    line, _ = lines_of(loop.stage.outputs[0])
+    raise TilesDiffer(
+        f"tiled: on a part of the arguments, tiles give {tiles} in {what}, and the whole {whole}"
+        + (f", in {line}" if line else "")
+        + "; please report the function, and call it without tiled"
+    )
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """The tensor with each value moved by about a rounding, which shows how much roundings matter."""
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.linspace(-1, 1, max(1, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+    moved = tensor.detach() * (1 + torch.finfo(tensor.dtype).eps * noise[: tensor.numel()].reshape(tensor.shape))
+    return moved.requires_grad_(tensor.requires_grad)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    wide = tensor.detach()
+    if tensor.is_floating_point() or tensor.is_complex():
+        wide = wide.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return wide.requires_grad_(tensor.requires_grad)
+
+
+def _in_float64(graph: GraphModule) -> GraphModule:
+    """The graph with float64 for all floating-point dtypes among its arguments."""
+
+    def widened(argument: object) -> object:
+        if not isinstance(argument, torch.dtype):
+            return argument
+        return torch.float64 if argument.is_floating_point else torch.complex128 if argument.is_complex else argument
+
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            node.args = tuple(map(widened, node.args))
+            node.kwargs = {name: widened(one) for name, one in node.kwargs.items()}
+    graph.recompile()
+    return graph

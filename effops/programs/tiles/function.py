@@ -1,0 +1,185 @@
+"""`tiled`: any function of tensors within a memory budget."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch._dynamo import eval_frame
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch.compiler import is_dynamo_compiling
+from torch.fx import GraphModule
+from torch.nn import Parameter
+
+from effops.programs.capture.captured import Captured
+from effops.programs.capture.places import raised_at
+from effops.programs.tiles.plans import Program, program_of, taken_bytes
+from effops.programs.tiles.refusals import CannotTile
+from effops.programs.tiles.report import TilesReport, report_of
+from effops.programs.tiles.traced import traced
+from effops.pytorch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    _are_functorch_transforms_active,
+    _get_dispatch_mode,
+    _get_tracing_state,
+    _len_torch_function_stack,
+    _TorchDispatchModeKey,
+)
+from effops.text import parse_bytes
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+BUDGET = "64 MiB"
+
+
+class Tiled:
+    """A function that runs in tiles where it would not keep its budget as it is."""
+
+    def __init__(self, fn: Callable[..., Any], budget: int, verify: bool) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn, self.budget, self.verify = fn, budget, verify
+        self.captured = Captured(fn, self._run)
+        self.programs: dict[Any, tuple[Program | None, int]] = {}
+        self.lock, self.asked = threading.RLock(), _Asked()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        reason = _why_not_here()
+        if reason:
+            raise CannotTile(reason[0], remedy=reason[1])
+        try:
+            return self.captured(*args, **kwargs)
+        except (Unsupported, BackendCompilerFailed) as error:
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, CannotTile):
+                raise inner from None
+            raise _not_captured(error) from error
+
+    def explained(self, *args: Any, **kwargs: Any) -> TilesReport | CannotTile:
+        """How a call runs, or why it cannot. Nothing is computed."""
+        self.asked.is_set = True
+        try:
+            self(*args, **kwargs)
+        except _Answer as answer:
+            return answer.report
+        except CannotTile as refusal:
+            return refusal
+        finally:
+            self.asked.is_set = False
+        raise AssertionError
+
+    def _run(self, graph: GraphModule, args: Sequence[Any]) -> Sequence[Any]:
+        # A graph has its guards: on dtypes, devices, gradients that are required, modes, and the number of threads.
+        try:
+            key = id(graph), *[(one.shape, one.stride()) if isinstance(one, Tensor) else one for one in args]
+        except RuntimeError:  # a nested tensor has no shape
+            raise _not_dense(args) from None
+        planned = self.programs.get(key)
+        if planned is None:
+            with self.lock:
+                planned = self.programs.get(key) or self._planned(graph, args)
+                self.programs[key] = planned
+        program, as_it_is_bytes = planned
+        if self.asked.is_set:
+            raise _Answer(report_of(program, as_it_is_bytes, self.budget))
+        return graph.forward(*args) if program is None else program(*args)  # type: ignore[no-any-return]
+
+    def _planned(self, graph: GraphModule, args: Sequence[Any]) -> tuple[Program | None, int]:
+        """The program for arguments like these, or None if the function keeps the budget as it is, and its bytes so."""
+        if any(isinstance(one, Tensor) and (one.layout != torch.strided or _is_subclassed(one)) for one in args):
+            raise _not_dense(args)
+        try:
+            found = traced(graph, args)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CannotTile(
+                f"a shape must not depend on values: that of {error.func} does",
+                operator=str(error.func),
+                remedy="compute it outside of the function",
+            ) from None
+        backward = torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in args)
+        as_it_is_bytes = taken_bytes(graph, args, backward=backward)
+        if as_it_is_bytes <= self.budget:
+            return None, as_it_is_bytes
+        try:
+            program = program_of(found, args, self.budget, backward=backward)
+        except CannotTile as error:
+            try:
+                found = traced(graph, args, takes_softmax_apart=True)
+                program = program_of(found, args, self.budget, backward=backward)
+            except CannotTile:
+                raise error from None
+        if not self.verify:
+            program.unchecked.clear()
+        return program, as_it_is_bytes
+
+
+def _is_subclassed(tensor: Tensor) -> bool:
+    return type(tensor) not in (Tensor, Parameter, FakeTensor)
+
+
+def _not_dense(args: Sequence[Any]) -> CannotTile:
+    kinds = {f"{type(one).__name__} of layout {one.layout}" for one in args if isinstance(one, Tensor)}
+    return CannotTile(
+        f"tensors must be dense, and of no subclass; got {', '.join(sorted(kinds))}",
+        remedy="give `.to_dense()`, or the local part of a DTensor",
+    )
+
+
+class _Asked(threading.local):
+    """Whether a call of this thread only asks how it would run."""
+
+    is_set = False
+
+
+class _Answer(Exception):  # noqa: N818
+    """Ends a call that only asks how it would run."""
+
+    def __init__(self, report: TilesReport) -> None:
+        super().__init__()
+        self.report = report
+
+
+def _why_not_here() -> tuple[str, str] | None:
+    """Why a call cannot be cut where it is made, and what to do."""
+    if is_dynamo_compiling():
+        return "a call inside torch.compile is not cut", "call tiled outside, or leave it out"
+    if _are_functorch_transforms_active():
+        return "a call inside a transform of torch.func is not cut", "apply the transform inside of the function"
+    if _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None or _get_tracing_state() is not None:
+        return "a call that is traced is not cut", "trace the function without tiled"
+    if eval_frame._stance.stance != "default":
+        return (
+            f"torch.compiler's stance {eval_frame._stance.stance!r} would run all of it at once",
+            "set the default one",
+        )
+    if _len_torch_function_stack():
+        return "a call under a TorchFunctionMode is not cut", "enter the mode inside of the function"
+    return None
+
+
+def _not_captured(error: Exception) -> CannotTile:
+    """Why Dynamo could not capture a function, with the user's line."""
+    place = raised_at(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    user = re.search(r'File "([^"]*)", line (\d+)', str(error))
+    return CannotTile(
+        f"the function cannot be captured: {lines[0] if lines else type(error).__name__}",
+        line=f"{user[1]}:{user[2]}" if user else str(place or ""),
+        remedy="put only what computes with tensors into the function",
+    )
+
+
+@overload
+def tiled(fn: FunctionT, *, budget: str | float = ..., verify: bool = ...) -> FunctionT: ...
+@overload
+def tiled(fn: None = None, *, budget: str | float = ..., verify: bool = ...) -> Callable[[FunctionT], FunctionT]: ...
+def tiled(fn: Any = None, *, budget: str | float = BUDGET, verify: bool = True) -> Any:
+    """The same function within a memory budget: where it would take more, it runs tile by tile."""
+    if fn is None:
+        return functools.partial(tiled, budget=budget, verify=verify)
+    return Tiled(fn, parse_bytes(budget, "tiled: `budget`"), verify)

@@ -1,0 +1,250 @@
+"""A loop over the tiles of a stage, forward and backward. Backward computes each tile again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from effops.numerics.layout import empty_gradient
+from effops.numerics.precision import arithmetic_dtype
+from effops.programs.rules.binding import argument, nbytes_of, operands_of
+from effops.programs.rules.view import SIZES
+from effops.programs.tiles.combiners import COMBINERS, Combiner
+from effops.programs.tiles.cuts import Along, Stage
+from effops.programs.tiles.traced import is_without_gradients
+from effops.pytorch import FakeTensor
+
+aten = torch.ops.aten
+Body = Callable[..., Sequence[Tensor]]
+
+
+class Loop:
+    """A stage that runs in tiles.
+
+    Attributes:
+        whole: how many indices of the cut there are
+        length: how many of them a tile has forward
+        backward_length: the same in backward, which holds what autograd saves of a tile
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.whole = self.length = self.backward_length = stage.cut.length
+        self.combiners: list[Combiner | None] = [
+            COMBINERS[stage.cut.combined[node]] if node in stage.cut.combined else None for node in stage.outputs
+        ]
+        self.nested: Callable[[GraphModule, Sequence[Tensor]], Body] | None = None
+        self.body_of: Callable[[GraphModule], GraphModule] = lambda graph: graph
+        self.bodies: dict[tuple[int, bool], Body] = {}
+
+    @functools.cached_property
+    def pattern(self) -> str:
+        """A text that loops share which compute the same of tensors that are laid out alike."""
+        values = [(node.meta["val"], along) for node, along in self.stage.inputs]
+        layouts = [(tuple(one.shape), one.stride(), one.dtype, along) for one, along in values]
+        return f"{self.whole} {self.graph(1).code} {layouts}"
+
+    def bytes_of(self, length: int) -> int:
+        """About what some indices of the cut take: the sum of all that a stage computes for them."""
+        placed = self.stage.cut.placed
+        shares = (nbytes_of(node) * (length / self.whole if node in placed else 1) for node in self.stage.nodes)
+        return int(sum(shares))
+
+    def tiles(self, length: int) -> Iterator[tuple[int, int]]:
+        """The first index and the number of indices of each tile; all but the last have `length`."""
+        for start in range(0, self.whole, length):
+            yield start, min(length, self.whole - start)
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """The results, and the totals of those that are combined."""
+        results: list[Tensor | None] = [None] * len(self.combiners)
+        totals: list[list[Tensor]] = [[] for _ in self.combiners]
+        dtypes: dict[int, torch.dtype] = {}
+        for start, length in _seen(self.tiles(self.length), tensors):
+            parts = [part(one, along, start, length) for one, (_, along) in zip(tensors, self.stage.inputs)]
+            found = iter(self.body(length, parts)(*parts))
+            for place, (node, combiner) in enumerate(zip(self.stage.outputs, self.combiners)):
+                if combiner is None:
+                    computed = next(found)
+                    result = results[place]
+                    along = self.stage.cut.placed[node]
+                    if result is None:
+                        results[place] = result = self._empty(node, along, computed)
+                    part(result, along, start, length).copy_(computed)
+                else:
+                    own = [next(found) for _ in range(combiner.count)]
+                    dtypes[place] = own[0].dtype
+                    if totals[place]:
+                        combiner.add(totals[place], own)
+                    else:
+                        totals[place] = combiner.start(own)
+            del found, parts
+        for place, combiner in enumerate(self.combiners):
+            if combiner is not None:
+                results[place] = combiner.result(totals[place], dtypes[place])
+        return [one for one in results if one is not None], totals
+
+    def _empty(self, node: Node, along: Along, part: Tensor) -> Tensor:
+        """Memory for a result, with the strides that the function gives it."""
+        value = node.meta["val"]
+        shape = list(value.shape)
+        shape[along.axis] = self.whole * along.stretch
+        return torch.empty_strided(shape, value.stride(), dtype=part.dtype, device=part.device)
+
+    def backward(
+        self,
+        tensors: Sequence[Tensor],
+        totals: Sequence[Sequence[Tensor]],
+        upstream: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """The gradients of the tensors that are wanted."""
+        inputs = self.stage.inputs
+        sums: list[Tensor | None] = [None] * len(tensors)  # of what no gradient reaches, as autograd has it
+        for start, length in _seen(self.tiles(self.backward_length), tensors):
+            parts = [
+                part(one.detach(), along, start, length).requires_grad_(is_wanted)
+                for one, (_, along), is_wanted in zip(tensors, inputs, wanted)
+            ]
+            with torch.enable_grad():
+                found = list(self.body(length, parts)(*parts))
+            outputs, gradients = self._upstream_of_tile(found, totals, upstream, start, length)
+            leaves = [place for place, is_wanted in enumerate(wanted) if is_wanted]
+            if outputs and leaves:
+                pulled = torch.autograd.grad(outputs, [parts[place] for place in leaves], gradients, allow_unused=True)
+                for place, gradient in zip(leaves, pulled):
+                    if gradient is not None:
+                        total = sums[place]
+                        if total is None:
+                            sums[place] = total = _zeros(tensors[place])
+                        part(total, inputs[place][1], start, length).add_(gradient)
+                del pulled, gradient
+            del parts, found, outputs, gradients
+        return [
+            None if total is None else total if total.dtype == one.dtype else empty_gradient(one).copy_(total)
+            for total, one in zip(sums, tensors)
+        ]
+
+    def _upstream_of_tile(
+        self,
+        found: Sequence[Tensor],
+        totals: Sequence[Sequence[Tensor]],
+        upstream: Sequence[Tensor | None],
+        start: int,
+        length: int,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The results of a tile through which gradients flow, and their gradients."""
+        outputs, gradients, at = [], [], 0
+        for place, (node, combiner) in enumerate(zip(self.stage.outputs, self.combiners)):
+            count = 1 if combiner is None else combiner.count
+            own, gradient = found[at : at + count], upstream[place]
+            at += count
+            if gradient is None or not own[0].requires_grad:
+                continue
+            if combiner is None:
+                gradient = part(gradient, self.stage.cut.placed[node], start, length)
+            else:
+                gradient = combiner.pulled_back(gradient, own, totals[place])
+            outputs.append(own[0])
+            gradients.append(gradient)
+        return outputs, gradients
+
+    def body(self, length: int, parts: Sequence[Tensor]) -> Body:
+        """What a tile of this length runs."""
+        key = length, any(one.requires_grad for one in parts)
+        if key not in self.bodies:
+            graph = self.body_of(self.graph(length))
+            self.bodies[key] = graph if self.nested is None else self.nested(graph, parts)
+        return self.bodies[key]
+
+    def graph(self, length: int) -> GraphModule:
+        """The nodes of the stage for a tile. Sizes among arguments become those of the tile."""
+        stage, graph = self.stage, Graph()
+        slots = {one: graph.placeholder(f"input_{number}") for number, one in enumerate(stage.inputs)}
+        copied: dict[Node, Node] = {}
+        for node in stage.nodes:
+            numbers = iter(range(len(operands_of(node))))
+
+            def taken(operand: Node, node: Node = node, numbers: Iterator[int] = numbers) -> Node:
+                number = next(numbers)
+                return copied[operand] if operand in copied else slots[operand, stage.along_of(node, number)]
+
+            args, kwargs = map_arg((node.args, node.kwargs), taken)
+            made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            made.meta["custom"] = node.meta.get("custom", {})
+            if node in stage.cut.placed and node.target in SIZES:
+                _set_size(made, node, stage.cut.placed[node], length)
+            is_float = isinstance(node.meta["val"], Tensor) and node.meta["val"].is_floating_point()
+            if is_without_gradients(node) and is_float:
+                made = graph.call_function(aten.detach.default, (made,))
+            copied[node] = made
+        outputs = []
+        for node, combiner in zip(stage.outputs, self.combiners):
+            outputs += [copied[node]] if combiner is None else combiner.parts(graph, node, copied[node])
+        graph.output(tuple(outputs))
+        return GraphModule({}, graph)
+
+
+class Tiles(torch.autograd.Function):
+    """A loop, as autograd sees it: its inputs are saved, and totals of what is combined."""
+
+    @staticmethod
+    def forward(ctx: Any, loop: Loop, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results, totals = loop.forward(tensors)
+        ctx.loop, ctx.counts = loop, [len(one) for one in totals]
+        ctx.mark_non_differentiable(*(one for one in results if not _is_differentiable(one)))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *(one for own in totals for one in own))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "tiled: gradients must not be differentiated again; got create_graph=True; call the function without "
+                "tiled for that"
+            )
+        loop, count = ctx.loop, len(ctx.loop.stage.inputs)
+        saved = ctx.saved_tensors
+        rest = iter(saved[count:])
+        totals = [[next(rest) for _ in range(number)] for number in ctx.counts]
+        return None, *loop.backward(saved[:count], totals, upstream, ctx.needs_input_grad[1:])
+
+
+def part(tensor: Tensor, along: Along | None, start: int, length: int) -> Tensor:
+    if along is None:
+        return tensor
+    return tensor.narrow(along.axis, start * along.stretch, length * along.stretch)
+
+
+def _seen(tiles: Iterator[tuple[int, int]], tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """All tiles, or of fake tensors three of them: the others take as many bytes."""
+    if not any(isinstance(one, FakeTensor) for one in tensors):
+        return tiles
+    found = list(tiles)
+    return iter(found if len(found) <= 3 else [*found[:2], found[-1]])
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _zeros(operand: Tensor) -> Tensor:
+    dtype = operand.dtype if operand.is_complex() else arithmetic_dtype(operand.dtype)
+    return torch.zeros_like(operand, dtype=dtype)
+
+
+def _set_size(made: Node, node: Node, along: Along, length: int) -> None:
+    """Put the size of a tile among the sizes that an operator is given."""
+    name = SIZES[node.target]  # type: ignore[index]
+    sizes = list(argument(node, name))
+    if sizes[along.axis] != -1:
+        sizes[along.axis] = length * along.stretch
+    names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+    made.update_arg(names.index(name), sizes)

@@ -1,0 +1,258 @@
+"""Choose the axes to cut and the lengths of tiles, so that a function keeps its memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+
+from effops.dispatch.native import without_hooks
+from effops.prediction.allocations import fake_mode
+from effops.prediction.inside import InsideUntilReturned
+from effops.programs.rules.binding import is_operator, nbytes_of, operands_of, shape_of
+from effops.programs.tiles.checks import check
+from effops.programs.tiles.cuts import Blocked, Cut, follow, stages_of
+from effops.programs.tiles.loops import Body, Loop, Tiles
+from effops.programs.tiles.refusals import CannotTile
+from effops.programs.tiles.regions import Region, regions
+from effops.programs.tiles.traced import is_without_gradients, lines_of
+from effops.pytorch import FakeTensor, _disable_current_modes
+
+TILE_BYTES = 2**22  # of a tile at most, since smaller ones stay in the cache
+DEEPEST = 3  # cuts within tiles
+SEEDS = 4  # the largest nodes of a region whose axes are tried
+MOST_TILES = 20_000
+
+
+class Program:
+    """The steps of a graph: nodes, and loops over tiles. `taken_bytes` are those of a call, as predicted."""
+
+    def __init__(self, graph: GraphModule, loops: Sequence[Loop]) -> None:
+        self.module, self.loops, self.taken_bytes = graph, loops, 0
+        self.unchecked = {loop.pattern for loop in loops}  # each is compared with the whole when it runs first
+        self.steps: list[Node | Loop] = []
+        self.placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        (self.output,) = (node for node in graph.graph.nodes if node.op == "output")
+        made_by = {node: loop for loop in loops for node in loop.stage.outputs}
+        self._order(made_by)
+        self.last_use = {read: number for number, step in enumerate(self.steps) for read in _read_by(step)}
+
+    def _order(self, made_by: dict[Node, Loop]) -> None:
+        """Steps in an order in which each comes after what it reads."""
+        done: set[Node] = set(self.placeholders)
+        todo: list[Node] = [self.output]
+        while todo:
+            node = todo[-1]
+            step = made_by.get(node, node)
+            missing = [one for one in _read_by(step) if one not in done]
+            if node in done:
+                todo.pop()
+            elif missing:
+                todo += missing
+            else:
+                todo.pop()
+                self.steps.append(step)
+                done.update(step.stage.outputs if isinstance(step, Loop) else [node])
+
+    def __call__(self, *args: Any) -> Any:
+        values = dict(zip(self.placeholders, args))
+        for number, step in enumerate(self.steps):
+            if isinstance(step, Loop):
+                tensors = [values[node] for node, _ in step.stage.inputs]
+                if step.pattern in self.unchecked and not any(isinstance(one, FakeTensor) for one in tensors):
+                    self.unchecked.discard(step.pattern)
+                    with without_hooks():  # which would see them once, and not when a checkpoint runs again
+                        check(step, tensors)
+                found = Tiles.apply(step, *tensors)
+                values.update(zip(step.stage.outputs, found))
+                del found, tensors
+            elif step is self.output:
+                return map_arg(step.args[0], values.__getitem__)
+            else:
+                values[step] = self._computed(step, values)
+            for node in _read_by(step):
+                if self.last_use[node] == number:
+                    values.pop(node, None)
+        raise AssertionError
+
+    def _computed(self, node: Node, values: dict[Node, Any]) -> Any:
+        if node.op == "get_attr":
+            return getattr(self.module, str(node.target))
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_without_gradients(node)):
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _read_by(step: Node | Loop) -> list[Node]:
+    if isinstance(step, Loop):
+        return list(dict.fromkeys(node for node, _ in step.stage.inputs))
+    return list(dict.fromkeys(operands_of(step)))
+
+
+def taken_bytes(function: Any, args: Sequence[Any], *, backward: bool) -> int:
+    """The highest sum, at any moment, of what a call and its backward pass allocate on fake memory, and keep inside."""
+    with _disable_current_modes(), torch.inference_mode(False), fake_mode(allow_non_fake_inputs=True):
+        fakes = [_fake(one, backward) for one in args]
+        tensors = [one for one in fakes if isinstance(one, Tensor)]
+        allocations = InsideUntilReturned()
+        with torch.set_grad_enabled(backward), without_hooks(), allocations:
+            for one in tensors:
+                allocations.count(one, nbytes=0)
+            results = [one for one in _flat(function(*fakes)) if isinstance(one, Tensor)]
+        outputs = [one for one in results if one.requires_grad]
+        leaves = [one for one in tensors if one.requires_grad]
+        gradients: Sequence[Tensor | None] = ()
+        if outputs and leaves:
+            upstream = [torch.empty_like(one) for one in outputs]
+            with without_hooks(), allocations:
+                for one in upstream:
+                    allocations.count(one, nbytes=0)
+                gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+        return int(allocations.most_bytes_without([*results, *gradients]))
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _fake(one: Any, backward: bool) -> Any:
+    if not isinstance(one, Tensor):
+        return one
+    fake = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cpu")
+    return fake.requires_grad_(backward and one.requires_grad)
+
+
+def program_of(graph: GraphModule, args: Sequence[Any], budget: int, *, backward: bool, depth: int = 0) -> Program:
+    """A program of a graph that keeps the budget, for arguments like these. The graph's nodes have fake values."""
+    refuse_randomness(graph)
+    target = min(TILE_BYTES, budget // 4) if depth == 0 else budget
+    threshold = target
+    while True:
+        found = regions(graph.graph, threshold, backward=backward)
+        loops = [Loop(stage) for region in found for stage in stages_of(_best(region, target))]
+        alike: dict[str, Loop] = {}
+        for loop in loops:
+            first = alike.setdefault(loop.pattern, loop)
+            if first is loop:
+                _set_lengths(loop, target, backward, depth)
+            else:
+                loop.length, loop.backward_length, loop.nested = first.length, first.backward_length, first.nested
+        program = Program(graph, loops)
+        if depth:
+            return program
+        taken = program.taken_bytes = taken_bytes(program, args, backward=backward)
+        if taken <= budget:
+            return program
+        target, threshold = target // 2, threshold // 2
+        if target < 2**14:
+            raise CannotTile(
+                f"the budget must suffice for the smallest tiles; got {budget:,} bytes, and they take {taken:,}",
+                remedy="give a larger budget",
+            )
+
+
+def refuse_randomness(graph: GraphModule) -> None:
+    """Raise if a graph draws random numbers: in tiles it would draw others, and backward others again."""
+    for node in graph.graph.nodes:
+        if is_operator(node) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            user, library = lines_of(node)
+            raise CannotTile(
+                f"what is cut must not draw random numbers: {node.target} does",
+                operator=str(node.target),
+                line=user,
+                library_line=library,
+                remedy="draw them outside of the function, and give them as an argument",
+            )
+
+
+def _best(region: Region, target: int) -> Cut:
+    """The cut that leaves the least whole, in the fewest stages, and reads the least."""
+    most = max(map(nbytes_of, region.large))
+    seeds = [node for node in region.large if nbytes_of(node) == most][:SEEDS]
+    found: list[Cut] = []
+    blocked: list[Blocked] = []
+    for seed in seeds:
+        for axis, size in enumerate(shape_of(seed)):
+            if size > 1:
+                try:
+                    found.append(follow(region.nodes, seed, axis))
+                except Blocked as error:
+                    blocked.append(error)
+
+    def rank(cut: Cut) -> tuple[Any, ...]:
+        smallest = max(nbytes_of(node) // cut.length for node in cut.placed)
+        return _whole_bytes(cut) > target, smallest > target, bool(cut.combined), _whole_bytes(cut), -cut.length
+
+    best = min(found, key=rank, default=None)
+    if best is not None and (_whole_bytes(best) <= target or not blocked):
+        return best
+    node, why = blocked[0].node, blocked[0].why
+    user, library = lines_of(node)
+    raise CannotTile(
+        f"no axis of {tuple(shape_of(seeds[0]))} can be cut: {node.target} {why}",
+        operator=str(node.target),
+        shapes=[shape_of(node)],
+        line=user,
+        library_line=library,
+        remedy="reduce the tensor along a whole axis at a time, or give a larger budget",
+    )
+
+
+def _whole_bytes(cut: Cut) -> int:
+    """The bytes of the largest node that no tile takes a part of."""
+    return max((nbytes_of(node) for node in cut.region if node not in cut.placed), default=0)
+
+
+def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
+    """The longest tiles, forward and backward, that take at most `target` bytes."""
+
+    def length_within(is_backward: bool) -> int:
+        length = loop.stage.cut.length
+        while length > 1:
+            taken = _tile_bytes(loop, length, is_backward)
+            if taken <= target:
+                break
+            length = max(1, min(length - 1, int(length * max(0.02, 0.95 * target / taken))))
+        # Tiles of about one length.
+        return -(-loop.stage.cut.length // -(-loop.stage.cut.length // length))
+
+    loop.length = length_within(False)
+    loop.backward_length = length_within(True) if backward else loop.length
+    if depth < DEEPEST and max(_tile_bytes(loop, loop.length, False), 0) > 2 * target:
+        loop.nested = lambda graph, parts: _nested(graph, parts, target, depth + 1)
+
+
+def _tile_bytes(loop: Loop, length: int, backward: bool) -> int:
+    """What a tile allocates at most."""
+    graph = loop.graph(length)
+    args = [_tile_of(node.meta["val"], along, length, backward) for node, along in loop.stage.inputs]
+    return taken_bytes(graph, args, backward=backward)
+
+
+def _tile_of(value: Tensor, along: Any, length: int, backward: bool) -> Tensor:
+    """A tensor without memory that is like a tile's part of another one."""
+    shape = list(value.shape)
+    if along is not None:
+        shape[along.axis] = length * along.stretch
+    like = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device="meta")
+    return like.requires_grad_(backward and value.is_floating_point())
+
+
+def _nested(graph: GraphModule, parts: Sequence[Tensor], target: int, depth: int) -> Body:
+    """The program of a tile that is too large itself."""
+    with _disable_current_modes(), torch.no_grad(), fake_mode(allow_non_fake_inputs=True):
+        _Valued(graph).run(*(_fake(one, False) for one in parts))
+    backward = any(one.requires_grad for one in parts)
+    return program_of(graph, parts, target, backward=backward, depth=depth)
+
+
+class _Valued(Interpreter):
+    """Runs a graph, and notes the value of each node."""
+
+    def run_node(self, n: Node) -> Any:
+        n.meta["val"] = value = super().run_node(n)
+        return value

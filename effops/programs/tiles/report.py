@@ -1,0 +1,81 @@
+"""How a function runs in tiles: the axes that are cut, what is combined, and the bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from effops.programs.rules.binding import shape_of
+from effops.programs.tiles.loops import Loop
+from effops.programs.tiles.plans import Program
+from effops.programs.tiles.traced import lines_of
+from effops.text import aligned, counted, format_bytes
+
+
+@dataclass(frozen=True)
+class LoopReport:
+    """A loop over tiles.
+
+    Attributes:
+        length: of the axis that is cut
+        tile, backward_tile: how many of its indices a tile has
+        largest: the shape of the largest intermediate that a tile has a part of
+        line: where the user's program makes it, as "file:number"
+        combined: how reductions of the axis are put together
+    """
+
+    length: int
+    tile: int
+    backward_tile: int
+    largest: tuple[int, ...]
+    line: str
+    combined: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TilesReport:
+    """How a call runs: as it is, without loops, or in tiles. Bytes are predicted, of a call with its backward pass.
+
+    Attributes:
+        budget_bytes: the most that it may take besides arguments, results and gradients
+        as_it_is_bytes: what the function takes as it is
+        taken_bytes: what the call takes
+    """
+
+    budget_bytes: int
+    as_it_is_bytes: int
+    taken_bytes: int
+    loops: tuple[LoopReport, ...]
+
+    def __str__(self) -> str:
+        taken, budget = format_bytes(self.taken_bytes), format_bytes(self.budget_bytes)
+        if not self.loops:
+            return f"runs as it is: it takes {taken}, and the budget is {budget}"
+        header = "axis", "tile", "backward", "largest intermediate", "combined", "line"
+        rows = [
+            (
+                f"{one.length:,}",
+                f"{one.tile:,}",
+                f"{one.backward_tile:,}",
+                str(one.largest),
+                "+".join(one.combined),
+                one.line,
+            )
+            for one in self.loops
+        ]
+        count = counted(len(self.loops), "loops")
+        title = f"{count} over tiles: {taken} within {budget}; as it is {format_bytes(self.as_it_is_bytes)}"
+        return f"{title}\n{aligned([header, *rows], left=len(header))}"
+
+
+def report_of(program: Program | None, as_it_is_bytes: int, budget: int) -> TilesReport:
+    if program is None:
+        return TilesReport(budget, as_it_is_bytes, as_it_is_bytes, ())
+    return TilesReport(budget, as_it_is_bytes, program.taken_bytes, tuple(map(_loop_report, program.loops)))
+
+
+def _loop_report(loop: Loop) -> LoopReport:
+    cut = loop.stage.cut
+    largest = max(cut.placed, key=lambda node: node.meta["val"].numel() if hasattr(node.meta["val"], "numel") else 0)
+    line, library = lines_of(largest)
+    combined = tuple(dict.fromkeys(cut.combined.values()))
+    return LoopReport(loop.whole, loop.length, loop.backward_length, shape_of(largest), line or library, combined)

@@ -1,0 +1,158 @@
+"""The graph of a call: the operators of ATen that a captured function runs, for the sizes of its arguments."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import get_decompositions
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+from effops.prediction.allocations import fake_mode
+from effops.programs.capture.places import kind_of
+from effops.programs.tiles.products import with_products
+from effops.programs.tiles.refusals import CannotTile
+from effops.pytorch import tracing
+
+aten = torch.ops.aten
+WITHOUT_GRADIENTS = "without_gradients"
+
+
+def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: bool = False) -> GraphModule:
+    """The graph of a call with arguments, which may be real. Nothing is computed.
+
+    Means, variances and extrema of all elements are taken apart into what can be combined, and masks into what depends
+    on one index of each axis. A softmax too, if it is asked for: its axis can be cut then. Nodes that a function
+    computes without gradients are marked.
+    """
+    decompositions = DECOMPOSITIONS | (OF_SOFTMAX if takes_softmax_apart else {})
+    mode = fake_mode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [_fake(one) if isinstance(one, Tensor) else one for one in args]
+        with preserve_node_meta(), tracing(None), torch.enable_grad():
+            graph = make_fx(_Marking(captured).run, decompositions, _allow_non_fake_inputs=True)(*fakes)
+            if any(_is_mutable(node) for node in graph.graph.nodes):
+                _refuse_mutation_of_inputs(graph)
+                pure = torch.func.functionalize(Interpreter(graph).run, remove="mutations")
+                graph = make_fx(pure, decompositions, _allow_non_fake_inputs=True)(*fakes)
+        graph.graph.eliminate_dead_code()
+        with_products(graph)
+    return graph
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _refuse_mutation_of_inputs(graph: GraphModule) -> None:
+    """Raise if an operator changes the memory of an input, also by a view of it."""
+    inputs = {one.meta["val"].untyped_storage()._cdata: one for one in graph.graph.nodes if _is_input(one)}
+    for node in graph.graph.nodes:
+        if _is_mutable(node):
+            for number, one in enumerate(node.target._schema.arguments):
+                value = node.args[number] if number < len(node.args) else node.kwargs.get(one.name)
+                if one.is_write and isinstance(value, Node) and value.meta["val"].untyped_storage()._cdata in inputs:
+                    user, library = lines_of(node)
+                    raise CannotTile(
+                        f"an input, parameter, buffer or global must not be changed: {node.target} does",
+                        operator=str(node.target),
+                        line=user,
+                        library_line=library,
+                        remedy="change a copy, or do it outside of the function",
+                    )
+
+
+def _is_input(node: Node) -> bool:
+    return node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("val"), Tensor)
+
+
+def _is_mutable(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+class _Marking(Interpreter):
+    """Runs a graph, and marks what it computes without gradients."""
+
+    def run_node(self, n: Node) -> Any:
+        n.meta["custom"] = {WITHOUT_GRADIENTS: not torch.is_grad_enabled()}
+        return super().run_node(n)
+
+
+def is_without_gradients(node: Node) -> bool:
+    return bool(node.meta.get("custom", {}).get(WITHOUT_GRADIENTS))
+
+
+_FRAME = re.compile(r'File "(.*)", line (\d+), in ')
+
+
+def lines_of(node: Node) -> tuple[str, str]:
+    """The innermost lines of the user and of a library that called the operator of a node, empty if not known."""
+    found = {"user": "", "library": ""}
+    for file, line in _FRAME.findall(node.meta.get("stack_trace") or ""):
+        kind = kind_of(file)
+        if kind in found:
+            found[kind] = f"{file}:{line}"
+    return found["user"], found["library"]
+
+
+def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.sum(x, dtype=dtype) / x.numel()
+
+
+def _mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    axes = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    return torch.sum(x, dim, keepdim, dtype=dtype) / math.prod(x.shape[axis] for axis in axes if x.dim())
+
+
+def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    axes = list(range(x.dim())) if not dim else [dim] if isinstance(dim, int) else list(dim)
+    count = math.prod(x.shape[axis] for axis in axes)
+    deviations = x - x.sum(axes, keepdim=True) / count
+    return (deviations * deviations).sum(axes, keepdim) / max(0, count - (1 if correction is None else correction))
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return torch.exp(x - torch.logsumexp(x, dim, keepdim=True))
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return x - torch.logsumexp(x, dim, keepdim=True)
+
+
+def _eye(n: int, m: int | None = None, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    rows, columns = (torch.arange(size, device=device) for size in (n, n if m is None else m))
+    return (rows[:, None] == columns).to(dtype or torch.get_default_dtype())
+
+
+def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Callable[..., Tensor]:
+    """Zeros where the distance from the diagonal does not hold."""
+
+    def masked(x: Tensor, diagonal: int = 0) -> Tensor:
+        rows, columns = (torch.arange(size, device=x.device) for size in x.shape[-2:])
+        return torch.where(keeps(columns - rows[:, None], diagonal), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+    return masked
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    **get_decompositions([aten.nll_loss_forward]),
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean_dim,
+    aten.var.correction: _variance,
+    aten.min.default: lambda x: torch.amin(x, tuple(range(x.dim()))),
+    aten.max.default: lambda x: torch.amax(x, tuple(range(x.dim()))),
+    aten.copy.default: lambda target, source, non_blocking=False: source.to(target.dtype).expand(target.shape),
+    aten.eye.default: _eye,
+    aten.eye.m: _eye,
+    aten.triu.default: _triangle(lambda distance, diagonal: distance >= diagonal),
+    aten.tril.default: _triangle(lambda distance, diagonal: distance <= diagonal),
+    # A tile of length 1 must not be squeezed.
+    aten.squeeze.default: lambda x: aten.squeeze.dims(x, [axis for axis, size in enumerate(x.shape) if size == 1]),
+}
+OF_SOFTMAX: dict[Any, Callable[..., Any]] = {aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax}
