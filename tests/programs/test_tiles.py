@@ -388,6 +388,32 @@ def test_two_threads_at_once(generator):
         close([out], [expected])
 
 
+def test_autocast_around_and_inside(generator):
+    """Its casts are in the graph: a part that leaves autocast stays in float32."""
+    x, y = points(280, 210, 16, generator)
+
+    def function(x, y):
+        narrow = x @ y.mT
+        with torch.autocast("cpu", enabled=False):
+            wide = x @ y.mT
+        return (narrow.float()[..., None] * y).sum(1), (wide[..., None] * y).tanh().sum(1)
+
+    tiled = effops.tiled(function, budget=BUDGET)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = tiled(x, y), function(x, y)
+    close(out, expected)
+    upstream = [torch.randn(one.shape, generator=generator) for one in expected]
+    found, right = (torch.autograd.grad(one, (x, y), upstream) for one in (out, expected))
+    for one, other in zip(found, right):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2 * other.abs().max().item())
+
+
+def test_constants_inside(generator):
+    x, y = points(280, 210, 6, generator)
+    function = lambda x, y: ((pairs(x, y)[..., None] - torch.tensor([1.0, 2.0, 5.0])) ** 2).sum((1, 2))  # noqa: E731
+    close([effops.tiled(function, budget=BUDGET)(x, y)], [function(x, y)])
+
+
 def test_hooks_and_anomaly_mode_of_the_user(generator):
     x, y = points(280, 210, 6, generator)
     expected = torch.autograd.grad(log_sum(x, y).sum(), (x, y))

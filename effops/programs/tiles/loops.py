@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from effops.numerics.layout import empty_gradient
-from effops.numerics.precision import arithmetic_dtype
+from effops.numerics.precision import arithmetic_dtype, without_autocast
 from effops.programs.rules.binding import argument, nbytes_of, operands_of
 from effops.programs.rules.view import SIZES
 from effops.programs.tiles.combiners import COMBINERS, Combiner
@@ -214,7 +214,8 @@ class Tiles(torch.autograd.Function):
         saved = ctx.saved_tensors
         rest = iter(saved[count:])
         totals = [[next(rest) for _ in range(number)] for number in ctx.counts]
-        return None, *loop.backward(saved[:count], totals, upstream, ctx.needs_input_grad[1:])
+        with without_autocast(saved[0].device):
+            return None, *loop.backward(saved[:count], totals, upstream, ctx.needs_input_grad[1:])
 
 
 def part(tensor: Tensor, along: Along | None, start: int, length: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from effops.dispatch.native import without_hooks
+from effops.numerics.precision import CPU, without_autocast
 from effops.prediction.allocations import fake_mode
 from effops.prediction.inside import InsideUntilReturned
 from effops.programs.rules.binding import is_operator, nbytes_of, operands_of, shape_of
@@ -59,6 +60,11 @@ class Program:
                 done.update(step.stage.outputs if isinstance(step, Loop) else [node])
 
     def __call__(self, *args: Any) -> Any:
+        device = next((one.device for one in args if isinstance(one, Tensor)), CPU)
+        with without_autocast(device):  # its casts are nodes of the graph
+            return self._run(args)
+
+    def _run(self, args: Sequence[Any]) -> Any:
         values = dict(zip(self.placeholders, args))
         for number, step in enumerate(self.steps):
             if isinstance(step, Loop):
