@@ -12,6 +12,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 Shape = tuple[int, ...]
+WITHOUT_GRADIENTS = "without_gradients"  # marks nodes that a function computes so
 
 
 class Place(NamedTuple):
@@ -106,3 +107,7 @@ def is_operator(node: Node) -> bool:
 def is_item(node: Node) -> bool:
     """Whether the node takes one of several results."""
     return node.target is operator.getitem
+
+
+def is_without_gradients(node: Node) -> bool:
+    return bool(node.meta.get("custom", {}).get(WITHOUT_GRADIENTS))

@@ -31,6 +31,8 @@ def selected(node: Node) -> Iterator[Binding]:
 
 
 def embedded(node: Node) -> Iterator[Binding]:
+    if argument(node, "scale_grad_by_freq"):  # its gradient counts all numbers
+        return
     shape = shape_of(node)
     for axis, size in enumerate(shape):
         if size != 1:

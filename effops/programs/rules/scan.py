@@ -15,6 +15,8 @@ def along(name: str) -> Callable[[Node], Iterator[Binding]]:
 
     def rule(node: Node) -> Iterator[Binding]:
         axes = argument(node, name)
+        if axes == []:  # for some operators all elements in one row
+            return iter(())
         return all_but(node, [axes] if isinstance(axes, int) else axes)
 
     return rule

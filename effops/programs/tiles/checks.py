@@ -15,7 +15,7 @@ from effops.programs.tiles.refusals import TilesDiffer
 from effops.programs.tiles.traced import lines_of
 
 LENGTHS = (7, 5, 3)  # of the part, cut into three tiles
-LARGEST = 2**26  # bytes of the part's intermediates
+LARGEST = 2**21  # bytes of the part's intermediates
 WORSE = 4  # times the error of the whole that tiles may have
 
 
@@ -84,8 +84,9 @@ def _compare(
             _raise(loop, number, "another value", "it")
         return
     right = right.to(torch.float64)
-    known = right.isfinite()
-    same = torch.equal(own.isfinite(), other.isfinite()) or torch.equal(own.isfinite(), known)
+    patterns = [one.isfinite() for one in (own, other, right)]
+    same = torch.equal(patterns[0], patterns[1]) or torch.equal(patterns[0], patterns[2])
+    known = patterns[0] & patterns[1] & patterns[2] & moved.isfinite()
     error, *of_whole = (_largest((one.to(torch.float64) - right)[known]) for one in (own, other, moved))
     rounding = torch.finfo(own.dtype).eps * math.sqrt(loop.whole) * _largest(right[known])
     if not same or not error <= WORSE * (max(of_whole) + rounding):

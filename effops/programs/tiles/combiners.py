@@ -23,6 +23,7 @@ class Combiner(Protocol):
     """
 
     count: int  # of the parts
+    keeps_totals: bool  # for backward
 
     def parts(self, graph: Graph, node: Node, copied: Node) -> list[Node]:
         """Nodes of a tile's graph. `copied` is the reduction in it."""
@@ -40,7 +41,7 @@ class Combiner(Protocol):
 
 
 class Sum:
-    count = 1
+    count, keeps_totals = 1, False
 
     def parts(self, graph: Graph, node: Node, copied: Node) -> list[Node]:
         return [copied]
@@ -61,6 +62,8 @@ class Sum:
 
 
 class LogSumExp(Sum):
+    keeps_totals = True
+
     def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
         torch.logaddexp(totals[0], parts[0].to(totals[0].dtype), out=totals[0])
 
@@ -73,7 +76,7 @@ class LogSumExp(Sum):
 class Extremum:
     """The maximum or minimum, and how many elements are equal to it: they share its gradient."""
 
-    count = 2
+    count, keeps_totals = 2, True
 
     def __init__(self, *, largest: bool) -> None:
         self.largest = largest
@@ -107,7 +110,7 @@ class Extremum:
     def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], totals: Sequence[Tensor]) -> Tensor:
         (best, count), (part, equal) = totals, parts
         share = (equal / count).to(upstream.dtype)
-        return torch.where(part == best, upstream * share, 0)
+        return torch.where((part == best) | best.isnan(), upstream * share, 0)
 
 
 class Truth(Sum):

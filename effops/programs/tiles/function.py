@@ -6,12 +6,13 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch._dynamo import eval_frame
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
 from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule
 from torch.nn import Parameter
@@ -21,7 +22,7 @@ from effops.programs.capture.places import raised_at
 from effops.programs.tiles.plans import Program, program_of, taken_bytes
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.report import TilesReport, report_of
-from effops.programs.tiles.traced import traced
+from effops.programs.tiles.traced import refuse_what_autograd_would_lose, traced
 from effops.pytorch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -54,11 +55,17 @@ class Tiled:
             raise CannotTile(reason[0], remedy=reason[1])
         try:
             return self.captured(*args, **kwargs)
-        except (Unsupported, BackendCompilerFailed) as error:
+        except (Unsupported, BackendCompilerFailed, FailOnRecompileLimitHit) as error:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, CannotTile):
                 raise inner from None
             raise _not_captured(error) from error
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        return Tiled, (self.fn, self.budget, self.verify)
 
     def explained(self, *args: Any, **kwargs: Any) -> TilesReport | CannotTile:
         """How a call runs, or why it cannot. Nothing is computed."""
@@ -76,7 +83,7 @@ class Tiled:
     def _run(self, graph: GraphModule, args: Sequence[Any]) -> Sequence[Any]:
         # A graph has its guards: on dtypes, devices, gradients that are required, modes, and the number of threads.
         try:
-            key = id(graph), *[(one.shape, one.stride()) if isinstance(one, Tensor) else one for one in args]
+            key = id(graph), *[_outline(one) if isinstance(one, Tensor) else one for one in args]
         except RuntimeError:  # a nested tensor has no shape
             raise _not_dense(args) from None
         planned = self.programs.get(key)
@@ -91,7 +98,7 @@ class Tiled:
 
     def _planned(self, graph: GraphModule, args: Sequence[Any]) -> tuple[Program | None, int]:
         """The program for arguments like these, or None if the function keeps the budget as it is, and its bytes so."""
-        if any(isinstance(one, Tensor) and (one.layout != torch.strided or _is_subclassed(one)) for one in args):
+        if any(isinstance(one, Tensor) and not _is_ordinary(one) for one in args):
             raise _not_dense(args)
         try:
             found = traced(graph, args)
@@ -105,6 +112,7 @@ class Tiled:
         as_it_is_bytes = taken_bytes(graph, args, backward=backward)
         if as_it_is_bytes <= self.budget:
             return None, as_it_is_bytes
+        refuse_what_autograd_would_lose(graph)
         try:
             program = program_of(found, args, self.budget, backward=backward)
         except CannotTile as error:
@@ -118,16 +126,21 @@ class Tiled:
         return program, as_it_is_bytes
 
 
-def _is_subclassed(tensor: Tensor) -> bool:
-    return type(tensor) not in (Tensor, Parameter, FakeTensor)
+def _is_ordinary(tensor: Tensor) -> bool:
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return type(tensor) in (Tensor, Parameter, FakeTensor) and tensor.layout == torch.strided and not is_lazy
 
 
 def _not_dense(args: Sequence[Any]) -> CannotTile:
     kinds = {f"{type(one).__name__} of layout {one.layout}" for one in args if isinstance(one, Tensor)}
     return CannotTile(
-        f"tensors must be dense, and of no subclass; got {', '.join(sorted(kinds))}",
-        remedy="give `.to_dense()`, or the local part of a DTensor",
+        f"tensors must be dense, of no subclass, and hold their own values; got {', '.join(sorted(kinds))}",
+        remedy="give `.to_dense()`, the local part of a DTensor, or `.resolve_conj().resolve_neg()`",
     )
+
+
+def _outline(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.is_conj() or tensor.is_neg()
 
 
 class _Asked(threading.local):

@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from effops.dispatch.native import without_hooks
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import arithmetic_dtype, without_autocast
-from effops.programs.rules.binding import argument, nbytes_of, operands_of
+from effops.prediction.allocations import fake_mode
+from effops.programs.rules.binding import argument, is_without_gradients, nbytes_of, operands_of
 from effops.programs.rules.view import SIZES
 from effops.programs.tiles.combiners import COMBINERS, Combiner
 from effops.programs.tiles.cuts import Along, Stage
-from effops.programs.tiles.traced import is_without_gradients
-from effops.pytorch import FakeTensor
+from effops.pytorch import FakeTensor, _disable_current_modes
 
 aten = torch.ops.aten
 Body = Callable[..., Sequence[Tensor]]
@@ -42,6 +43,7 @@ class Loop:
         self.nested: Callable[[GraphModule, Sequence[Tensor]], Body] | None = None
         self.body_of: Callable[[GraphModule], GraphModule] = lambda graph: graph
         self.bodies: dict[tuple[int, bool], Body] = {}
+        self._differentiable: dict[tuple[bool, ...], tuple[bool, ...]] = {}
 
     @functools.cached_property
     def pattern(self) -> str:
@@ -55,6 +57,31 @@ class Loop:
         placed = self.stage.cut.placed
         shares = (nbytes_of(node) * (length / self.whole if node in placed else 1) for node in self.stage.nodes)
         return int(sum(shares))
+
+    def differentiable(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
+        """Which results require gradients, if these inputs do."""
+        key = tuple(wanted)
+        if key not in self._differentiable:
+            with (
+                _disable_current_modes(),
+                torch.inference_mode(False),
+                fake_mode(),
+                torch.enable_grad(),
+                without_hooks(),
+            ):
+                parts = []
+                for (node, along), is_wanted in zip(self.stage.inputs, key):
+                    shape = list(node.meta["val"].shape)
+                    if along is not None:
+                        shape[along.axis] = along.stretch
+                    parts.append(torch.empty(shape, dtype=node.meta["val"].dtype).requires_grad_(is_wanted))
+                found = iter(self.graph(1)(*parts))
+                flags = []
+                for combiner in self.combiners:
+                    first, *_ = [next(found) for _ in range(1 if combiner is None else combiner.count)]
+                    flags.append(first.requires_grad)
+            self._differentiable[key] = tuple(flags)
+        return self._differentiable[key]
 
     def tiles(self, length: int) -> Iterator[tuple[int, int]]:
         """The first index and the number of indices of each tile; all but the last have `length`."""
@@ -197,8 +224,13 @@ class Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loop: Loop, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, totals = loop.forward(tensors)
+        totals = [
+            own if combiner is not None and combiner.keeps_totals else []
+            for own, combiner in zip(totals, loop.combiners)
+        ]
         ctx.loop, ctx.counts = loop, [len(one) for one in totals]
-        ctx.mark_non_differentiable(*(one for one in results if not _is_differentiable(one)))
+        differentiable = loop.differentiable(ctx.needs_input_grad[1:])
+        ctx.mark_non_differentiable(*(one for one, is_one in zip(results, differentiable) if not is_one))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *(one for own in totals for one in own))
         return tuple(results)
@@ -230,10 +262,6 @@ def _seen(tiles: Iterator[tuple[int, int]], tensors: Sequence[Tensor]) -> Iterat
         return tiles
     found = list(tiles)
     return iter(found if len(found) <= 3 else [*found[:2], found[-1]])
-
-
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _zeros(operand: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ from effops.dispatch.native import without_hooks
 from effops.numerics.precision import CPU, without_autocast
 from effops.prediction.allocations import fake_mode
 from effops.prediction.inside import InsideUntilReturned
-from effops.programs.rules.binding import is_operator, nbytes_of, operands_of, shape_of
+from effops.programs.rules.binding import is_operator, is_without_gradients, nbytes_of, operands_of, shape_of
 from effops.programs.tiles.checks import check
 from effops.programs.tiles.cuts import Blocked, Cut, follow, stages_of
 from effops.programs.tiles.loops import Body, Loop, Tiles
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.regions import Region, regions
-from effops.programs.tiles.traced import is_without_gradients, lines_of
+from effops.programs.tiles.traced import lines_of
 from effops.pytorch import FakeTensor, _disable_current_modes
 
 TILE_BYTES = 2**22  # of a tile at most, since smaller ones stay in the cache
@@ -70,9 +70,9 @@ class Program:
             if isinstance(step, Loop):
                 tensors = [values[node] for node, _ in step.stage.inputs]
                 if step.pattern in self.unchecked and not any(isinstance(one, FakeTensor) for one in tensors):
-                    self.unchecked.discard(step.pattern)
                     with without_hooks():  # which would see them once, and not when a checkpoint runs again
                         check(step, tensors)
+                    self.unchecked.discard(step.pattern)
                 found = Tiles.apply(step, *tensors)
                 values.update(zip(step.stage.outputs, found))
                 del found, tensors

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from effops.programs.rules.binding import argument, shape_of, value_of
+from effops.programs.rules.binding import argument, is_without_gradients, shape_of, value_of
 from effops.programs.rules.product import contracted
 
 aten = torch.ops.aten
@@ -25,6 +25,8 @@ def _replace(graph: Graph, total: Node, products: Node) -> None:
     shape, rank = shape_of(products), len(shape_of(products))
     values: list[Tensor] = [value_of(one) for one in factors]
     is_alike = len({one.dtype for one in (*values, value_of(products), value_of(total))}) == 1
+    if is_without_gradients(total) != is_without_gradients(products):
+        return
     if len(factors) != 2 or len(products.users) > 1 or not is_alike or not values[0].is_floating_point():
         return
     if max(one.numel() for one in values) >= value_of(products).numel() or 0 in shape:

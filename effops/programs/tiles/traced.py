@@ -14,14 +14,15 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
+from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import fake_mode
 from effops.programs.capture.places import kind_of
+from effops.programs.rules.binding import WITHOUT_GRADIENTS
 from effops.programs.tiles.products import with_products
 from effops.programs.tiles.refusals import CannotTile
 from effops.pytorch import tracing
 
 aten = torch.ops.aten
-WITHOUT_GRADIENTS = "without_gradients"
 
 
 def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: bool = False) -> GraphModule:
@@ -44,6 +45,24 @@ def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: b
         graph.graph.eliminate_dead_code()
         with_products(graph)
     return graph
+
+
+def refuse_what_autograd_would_lose(captured: GraphModule) -> None:
+    """Raise if a part of a captured function has a gradient of its own, or is a graph of its own.
+
+    The trace has the operators inside of it, and neither that gradient nor what it does without gradients.
+    """
+    for module in captured.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                user, library = lines_of(node)
+                raise CannotTile(
+                    f"what is cut must not have a part with a graph of its own: {node.target} is one",
+                    operator=str(node.target),
+                    line=user,
+                    library_line=library,
+                    remedy="leave out torch.autograd.Function and checkpoint inside: tiles are computed again anyway",
+                )
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -84,10 +103,6 @@ class _Marking(Interpreter):
         return super().run_node(n)
 
 
-def is_without_gradients(node: Node) -> bool:
-    return bool(node.meta.get("custom", {}).get(WITHOUT_GRADIENTS))
-
-
 _FRAME = re.compile(r'File "(.*)", line (\d+), in ')
 
 
@@ -102,27 +117,50 @@ def lines_of(node: Node) -> tuple[str, str]:
 
 
 def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.sum(x, dtype=dtype) / x.numel()
+    return _mean_dim(x, None, dtype=dtype)
 
 
 def _mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum, in float32 or wider, by the number of elements."""
+    if not x.is_floating_point():
+        return NotImplemented  # type: ignore[no-any-return]
     axes = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    return torch.sum(x, dim, keepdim, dtype=dtype) / math.prod(x.shape[axis] for axis in axes if x.dim())
+    count = math.prod(x.shape[axis] for axis in axes if x.dim())
+    result = dtype or x.dtype
+    return (torch.sum(x, dim, keepdim, dtype=arithmetic_dtype(result)) / count).to(result)
 
 
 def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    if not x.is_floating_point():
+        return NotImplemented  # type: ignore[no-any-return]
     axes = list(range(x.dim())) if not dim else [dim] if isinstance(dim, int) else list(dim)
     count = math.prod(x.shape[axis] for axis in axes)
-    deviations = x - x.sum(axes, keepdim=True) / count
-    return (deviations * deviations).sum(axes, keepdim) / max(0, count - (1 if correction is None else correction))
+    wide = x.to(arithmetic_dtype(x.dtype))
+    deviations = wide - wide.sum(axes, keepdim=True) / count
+    squares = (deviations * deviations).sum(axes, keepdim)
+    return (squares / max(0, count - (1 if correction is None else correction))).to(x.dtype)
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return torch.exp(x - torch.logsumexp(x, dim, keepdim=True))
+    wide = x.to(arithmetic_dtype(x.dtype))
+    found = torch.exp(wide - torch.logsumexp(wide, dim, keepdim=True))
+    return found if half_to_float else found.to(x.dtype)
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return x - torch.logsumexp(x, dim, keepdim=True)
+    wide = x.to(arithmetic_dtype(x.dtype))
+    found = wide - torch.logsumexp(wide, dim, keepdim=True)
+    return found if half_to_float else found.to(x.dtype)
+
+
+def _squeezed(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Without those axes that have size 1, which a tile of length 1 has too along another one."""
+    chosen = sorted({dim % x.dim() for dim in dims} if x.dim() else set(), reverse=True)
+    found = aten.alias.default(x)
+    for axis in chosen:
+        if x.shape[axis] == 1:
+            found = aten.select.int(found, axis, 0)
+    return found
 
 
 def _eye(n: int, m: int | None = None, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
@@ -152,7 +190,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.eye.m: _eye,
     aten.triu.default: _triangle(lambda distance, diagonal: distance >= diagonal),
     aten.tril.default: _triangle(lambda distance, diagonal: distance <= diagonal),
-    # A tile of length 1 must not be squeezed.
-    aten.squeeze.default: lambda x: aten.squeeze.dims(x, [axis for axis, size in enumerate(x.shape) if size == 1]),
+    aten.squeeze.default: lambda x: _squeezed(x, range(x.dim())),
+    aten.squeeze.dim: lambda x, dim: _squeezed(x, [dim]),
+    aten.squeeze.dims: _squeezed,
 }
 OF_SOFTMAX: dict[Any, Callable[..., Any]] = {aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax}
