@@ -29,7 +29,7 @@ class TimeLeft:
         """Begin a step: 'op 3 of 13, about 1:40 left'."""
         guessed, left = sum(self.guesses_s[: self.done]), sum(self.guesses_s[self.done :])
         trusted, taken = min(60.0, (guessed + left) / 2), time.perf_counter() - self.start if self.done else 0.0
-        seconds = left * (trusted + taken) / (trusted + guessed)
+        seconds = left * (trusted + taken) / (trusted + guessed) if left else 0.0
         self.done += 1
         unit = 5 if seconds > 20 else 1
         minutes, seconds = divmod(max(1, unit * round(seconds / unit)), 60)

@@ -352,7 +352,7 @@ def test_where_a_call_is_refused(generator):
         torch.autograd.grad(tiled(leaf, y).sum(), leaf, create_graph=True)
 
 
-def test_distributions_keep_their_validation(generator):
+def test_distributions_keep_their_validation(generator, monkeypatch):
     """Capture needs it off for a moment."""
     locs, x = torch.randn(90, generator=generator), torch.randn(4000, generator=generator)
 
@@ -360,6 +360,7 @@ def test_distributions_keep_their_validation(generator):
         scales = torch.distributions.Normal(loc, torch.ones(())).log_prob(x[:, None])
         return torch.logsumexp(scales, 1)
 
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # compiling turns it off for all
     before = torch.distributions.Distribution._validate_args
     tiled = effops.tiled(density, budget=BUDGET)
     close([tiled(locs, x)], [density(locs, x)])

@@ -101,6 +101,9 @@ RIGHT = {
 }
 
 
+LARGER = "products without gradients", "a last tile of length 1", "outside of autocast"  # budgets
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
     function, *args = RIGHT[name]

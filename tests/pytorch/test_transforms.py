@@ -143,8 +143,9 @@ def test_transforms_keep_the_memory(op, device, generator):
     def by_vmap(*args):
         return vmap(lambda one: total(*args[:mapped], one, *args[mapped + 1 :]))(args[mapped]).sum()
 
-    expected = memory(Pass(broadcast, args, backward=True))
-    assert memory(Pass(by_vmap, args, backward=True)).temporary_bytes <= expected.temporary_bytes
+    found, expected = (memory(Pass(one, args, backward=True)) for one in (by_vmap, broadcast))
+    # An operator computes again what a call at once may have kept.
+    assert found.temporary_bytes + found.saved_bytes <= expected.temporary_bytes + expected.saved_bytes
     every = memory(Pass(lambda *args: torch.autograd.grad(broadcast(*args), args), args))
     transformed = memory(Pass(grad(by_vmap, all_of(args)), tuple(arg.detach() for arg in args)))
     assert transformed.temporary_bytes <= every.temporary_bytes
