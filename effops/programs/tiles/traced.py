@@ -156,7 +156,7 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 def _squeezed(x: Tensor, dims: Sequence[int]) -> Tensor:
     """Without those axes that have size 1, which a tile of length 1 has too along another one."""
     chosen = sorted({dim % x.dim() for dim in dims} if x.dim() else set(), reverse=True)
-    found = aten.alias.default(x)
+    found: Tensor = aten.alias.default(x)
     for axis in chosen:
         if x.shape[axis] == 1:
             found = aten.select.int(found, axis, 0)
