@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from effops.programs.rules.binding import Binding, nbytes_of, operands_of, shape_of
+from effops.programs.rules.binding import Binding, operands_of, shape_of
 from effops.programs.rules.table import bindings, why_none
 from effops.programs.rules.view import RULES as VIEWS
 
@@ -149,10 +149,6 @@ class Stage:
         """The axis of an operand from outside of the stage; None if each tile reads all of it."""
         operand = operands_of(node)[number]
         return self.cut.sliced.get((node, number)) or self.cut.placed.get(operand)
-
-    def whole_bytes(self) -> int:
-        """The bytes of all results without slices, and of the largest operand that is read whole."""
-        return sum(nbytes_of(node) for node in self.outputs)
 
 
 def stages_of(cut: Cut) -> list[Stage]:

@@ -20,13 +20,12 @@ from effops.programs.tiles.cuts import Blocked, Cut, follow, stages_of
 from effops.programs.tiles.loops import Body, Loop, Tiles
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.regions import Region, regions
-from effops.programs.tiles.traced import lines_of
+from effops.programs.tiles.traced import refused_at
 from effops.pytorch import FakeTensor, _disable_current_modes
 
 TILE_BYTES = 2**22  # of a tile at most, since smaller ones stay in the cache
 DEEPEST = 3  # cuts within tiles
 SEEDS = 4  # the largest nodes of a region whose axes are tried
-MOST_TILES = 20_000
 
 
 class Program:
@@ -40,7 +39,10 @@ class Program:
         (self.output,) = (node for node in graph.graph.nodes if node.op == "output")
         made_by = {node: loop for loop in loops for node in loop.stage.outputs}
         self._order(made_by)
-        self.last_use = {read: number for number, step in enumerate(self.steps) for read in _read_by(step)}
+        last_use = {read: number for number, step in enumerate(self.steps) for read in _read_by(step)}
+        self.released: list[list[Node]] = [[] for _ in self.steps]  # what no later step reads
+        for node, number in last_use.items():
+            self.released[number].append(node)
 
     def _order(self, made_by: dict[Node, Loop]) -> None:
         """Steps in an order in which each comes after what it reads."""
@@ -80,9 +82,8 @@ class Program:
                 return map_arg(step.args[0], values.__getitem__)
             else:
                 values[step] = self._computed(step, values)
-            for node in _read_by(step):
-                if self.last_use[node] == number:
-                    values.pop(node, None)
+            for node in self.released[number]:
+                del values[node]
         raise AssertionError
 
     def _computed(self, node: Node, values: dict[Node, Any]) -> Any:
@@ -165,13 +166,10 @@ def refuse_randomness(graph: GraphModule) -> None:
     """Raise if a graph draws random numbers: in tiles it would draw others, and backward others again."""
     for node in graph.graph.nodes:
         if is_operator(node) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            user, library = lines_of(node)
-            raise CannotTile(
+            raise refused_at(
+                node,
                 f"what is cut must not draw random numbers: {node.target} does",
-                operator=str(node.target),
-                line=user,
-                library_line=library,
-                remedy="draw them outside of the function, and give them as an argument",
+                "draw them outside of the function, and give them as an argument",
             )
 
 
@@ -197,14 +195,11 @@ def _best(region: Region, target: int) -> Cut:
     if best is not None and (_whole_bytes(best) <= target or not blocked):
         return best
     node, why = blocked[0].node, blocked[0].why
-    user, library = lines_of(node)
-    raise CannotTile(
-        f"no axis of {tuple(shape_of(seeds[0]))} can be cut: {node.target} {why}",
-        operator=str(node.target),
+    raise refused_at(
+        node,
+        f"no axis of {shape_of(seeds[0])} can be cut: {node.target} {why}",
+        "reduce the tensor along a whole axis at a time, or give a larger budget",
         shapes=[shape_of(node)],
-        line=user,
-        library_line=library,
-        remedy="reduce the tensor along a whole axis at a time, or give a larger budget",
     )
 
 
@@ -228,7 +223,7 @@ def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
 
     loop.length = length_within(False)
     loop.backward_length = length_within(True) if backward else loop.length
-    if depth < DEEPEST and max(_tile_bytes(loop, loop.length, False), 0) > 2 * target:
+    if depth < DEEPEST and _tile_bytes(loop, loop.length, False) > 2 * target:
         loop.nested = lambda graph, parts: _nested(graph, parts, target, depth + 1)
 
 

@@ -55,13 +55,10 @@ def refuse_what_autograd_would_lose(captured: GraphModule) -> None:
     for module in captured.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             if isinstance(node.target, torch._ops.HigherOrderOperator):
-                user, library = lines_of(node)
-                raise CannotTile(
+                raise refused_at(
+                    node,
                     f"what is cut must not have a part with a graph of its own: {node.target} is one",
-                    operator=str(node.target),
-                    line=user,
-                    library_line=library,
-                    remedy="leave out torch.autograd.Function and checkpoint inside: tiles are computed again anyway",
+                    "leave out torch.autograd.Function and checkpoint inside: tiles are computed again anyway",
                 )
 
 
@@ -77,13 +74,10 @@ def _refuse_mutation_of_inputs(graph: GraphModule) -> None:
             for number, one in enumerate(node.target._schema.arguments):
                 value = node.args[number] if number < len(node.args) else node.kwargs.get(one.name)
                 if one.is_write and isinstance(value, Node) and value.meta["val"].untyped_storage()._cdata in inputs:
-                    user, library = lines_of(node)
-                    raise CannotTile(
+                    raise refused_at(
+                        node,
                         f"an input, parameter, buffer or global must not be changed: {node.target} does",
-                        operator=str(node.target),
-                        line=user,
-                        library_line=library,
-                        remedy="change a copy, or do it outside of the function",
+                        "change a copy, or do it outside of the function",
                     )
 
 
@@ -114,6 +108,13 @@ def lines_of(node: Node) -> tuple[str, str]:
         if kind in found:
             found[kind] = f"{file}:{line}"
     return found["user"], found["library"]
+
+
+def refused_at(node: Node, reason: str, remedy: str, shapes: Sequence[tuple[int, ...]] = ()) -> CannotTile:
+    """The refusal of a function for one of its operators, with the lines that called it."""
+    user, library = lines_of(node)
+    operator = str(node.target)
+    return CannotTile(reason, operator=operator, shapes=shapes, line=user, library_line=library, remedy=remedy)
 
 
 def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
