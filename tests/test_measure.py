@@ -324,6 +324,7 @@ assert "KINETO_LOG_LEVEL" not in os.environ
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "expected"), [(None, False), ("0", True)])
 def test_the_profiler_is_silent(level: str | None, expected: bool) -> None:
     """PyTorch's libraries wrote lines of "USDT" and "CPUAllocator". Who sets the variable may have the former."""

@@ -127,6 +127,7 @@ def test_a_patch_that_is_never_called_warns(original, call):
             p.log_prob(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("called", [False, True])
 def test_a_patch_that_is_never_called_warns_at_the_end_of_python(called):
     program = "import effops, torch, power_spherical as p; effops.patch_power_spherical();" + (

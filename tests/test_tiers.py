@@ -53,6 +53,13 @@ def test_each_pair_of_values_once_where_there_are_four_parameters() -> None:
             assert any(all(word in name for word in pair) for name in chosen), pair
 
 
+def test_of_several_reasons_the_slowest_counts() -> None:
+    alike = [[item(f"test_{i}", sharded=True)] for i in range(40)]
+    slow = [[item(f"test_{i}", sharded=True, slow=True)] for i in range(40)]
+    assert sum(map(len, map(default, alike))) == 40
+    assert sum(map(len, map(default, slow))) <= 10
+
+
 def test_each_function_once_though_it_is_interpreted_or_sharded() -> None:
     """66 functions had none of their cases in the default, as a hash would have it."""
     markers = ("interpreted", "sharded")

@@ -140,6 +140,7 @@ def test_advise_knows_the_other_attentions_of_an_architecture(content, monkeypat
     assert fused.model().encoder.layers[0].self_attention.kind == "fused"
 
 
+@pytest.mark.slow
 def test_sweep(content, memory, tmp_path):
     axes = ["--axis", "seq-len=8,16", "--axis", "architecture=encoder_only_tst,tst"]
     picture = tmp_path / "sweep.svg"

@@ -77,6 +77,7 @@ def test_predicted_bytes(runs, record_property):
     assert tally.share_marked <= MOST_MARKED, str(tally)
 
 
+@pytest.mark.slow
 def test_predicted_bytes_of_many_blocks(runs):
     for run in runs(RUNS_OF_LARGE, RUNS_OF_LARGE, 1):
         seed(run)(holding(hold_bytes, Tally(), large=True))()

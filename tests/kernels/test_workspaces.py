@@ -47,6 +47,7 @@ def test_statistics_of_a_mixture_in_parts_are_a_workspace():
     assert workspace == 3 * statistics  # 70 components in tiles of 32
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("interpreted")
 def test_calls_on_fake_tensors_need_no_interpreter():

@@ -216,6 +216,7 @@ def test_a_step_that_fits_needs_nothing():
     assert "the budget of 1.0 GiB holds the step as it is: no method is needed" in str(advice)
 
 
+@pytest.mark.slow
 def test_why_a_method_is_not_in_the_combination():
     """It was not told whether it would not help or was not needed."""
     found = workload(Layers, LENGTH)

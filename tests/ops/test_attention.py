@@ -85,6 +85,7 @@ def test_an_excluded_pair_has_no_score_whatever_its_key_is(function, keys, devic
     assert torch.equal(out[1].isnan().any(-1), mask[:, 9].expand(3, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [1000, 1100], ids=["whole rows", "parts of rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_of_blocks_under_masks(keys, dtype, device, generator):

@@ -42,6 +42,7 @@ def told_bytes(finding: Finding, program: Any, expected: Any) -> int:
     return max(recall.bytes_of(finding, *recall.line_of(program, expected)), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", NAMED)
 def test_corpus(program: Any) -> None:
     report = of_program(program)

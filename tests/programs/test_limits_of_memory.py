@@ -290,6 +290,7 @@ def test_memory(memory_budget):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("expression", "passes"), [("points @ centres.mT", True), ("(points[:, None] * centres).sum(-1)", False)]
 )

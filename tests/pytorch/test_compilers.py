@@ -46,6 +46,7 @@ def test_compiled_as_one_graph(op, variant, backend, dynamic, device, generator)
             same(compiled(*args), expected, rtol=0, atol=0)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("op", OPS)
 def test_other_sizes_compile_nothing_new(op, device, generator):
     torch._dynamo.reset()
@@ -69,6 +70,7 @@ def test_named_variants_compile_too(op, variant, device, generator):
     assert error_ratio(op, args, compiled(*args)) <= 1
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("op", OPS)
 def test_bad_arguments_fail_when_compiled(op, device, generator):
     torch._dynamo.reset()
@@ -198,6 +200,7 @@ def test_ahead_of_time_compiled_package(capsys):
     assert "the same bits" in capsys.readouterr().out
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("op", OPS)
 def test_double_backward_of_a_compiled_function_is_an_error(op, device, generator):
     torch._dynamo.reset()

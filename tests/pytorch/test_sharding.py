@@ -512,6 +512,7 @@ def test_attention_over_sharded_batch_and_heads(threads: Callable[[int, Callable
     threads(4, attention_is_that_of_one_process)
 
 
+@pytest.mark.slow
 @pytest.mark.sharded
 @pytest.mark.parametrize("count", [2, 4])
 def test_in_processes(count: int) -> None:

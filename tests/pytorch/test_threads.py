@@ -98,6 +98,7 @@ assert max(before + in_workers) <= 1, (before, in_workers)
 """
 
 
+@pytest.mark.slow
 def test_after_a_fork():
     """Workers of a DataLoader compute with one thread: with more, OpenMP waits for threads that no fork copies."""
     code = FORKED.format(sizes=SIZES, count=len(tried_ops()))

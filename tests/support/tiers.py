@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-# A marker says why a test is slow; the first one found counts. The default has at most one slow test of a function:
-# the first whose turn it is, of so many. It has none of a function with quick tests.
+# A marker says why a test is slow; of several, the one with the highest number counts. The default has at most one slow
+# test of a function: the first whose turn it is, of so many. It has none of a function with quick tests.
 ONE_IN = {"ahead_of_time": 8, "compiled": 8, "interpreted": 1, "sharded": 1, "slow": 8}
 MOST_WORKERS = 8  # each takes more than a GiB
 
@@ -54,7 +54,7 @@ def slowness(item: pytest.Item) -> int:
     """How many slow tests take turns with this one; 0 for a quick test."""
     counts = [count for marker, count in ONE_IN.items() if item.get_closest_marker(marker)]
     turns = item.get_closest_marker("turns") if item.get_closest_marker("compiled") else None
-    return counts[0] * (turns.args[0] if turns else 1) if counts else 0
+    return max(counts) * (turns.args[0] if turns else 1) if counts else 0
 
 
 def parameter_words(item: pytest.Item) -> list[str]:
