@@ -2,11 +2,13 @@
 
 import gc
 import threading
+import warnings
 from collections import namedtuple
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import metrics
 from torch.nn import functional
 
 import effops
@@ -269,6 +271,35 @@ def test_other_sizes_need_no_other_capture(generator):
         x, y = points(size, size - 7, 5, generator)
         close([tiled(x, y)], [log_sum(x, y)])
     assert len(tiled.captured.graphs) == 1
+
+
+def test_a_number_that_takes_many_captures_is_named(generator):
+    x = torch.randn(40, 3, generator=generator)
+    tiled = effops.tiled(lambda x, scale, names: pairs(x, x) * scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(7):
+            tiled(x, number, [*"several"])
+    with pytest.warns(UserWarning, match="`scale` of .*lambda.* had 8 values.*give it as a tensor"):
+        tiled(x, 7, [*"several"])
+    tiled(x, 3, [*"several"])
+
+
+@pytest.mark.compiled
+def test_compiled_tiles(generator):
+    x, y = (torch.randn(size, 8, generator=generator, requires_grad=True) for size in (300, 200))
+    tiled = effops.tiled(log_sum, budget=BUDGET // 4, compile=True)
+    metrics.reset()
+    result = tiled(x, y)
+    gradients = torch.autograd.grad(result.square().sum(), (x, y))
+    count = metrics.generated_cpp_vec_kernel_count
+    assert count
+    expected = log_sum(x, y)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), (x, y)), rtol=1e-3, atol=1e-4)
+    tiled(x, y).sum().backward()
+    assert metrics.generated_cpp_vec_kernel_count == count  # nothing was compiled again
+    assert memory(Pass(tiled, (x, y), backward=True)).temporary_bytes <= BUDGET // 4
 
 
 def test_small_calls_run_as_they_are(generator):

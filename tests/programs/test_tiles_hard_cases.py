@@ -33,6 +33,10 @@ def in_checkpoint(a, b):
     return (s * (a[:, None] + b).sin()).sum(1)
 
 
+def in_two_checkpoints(a, b):
+    return checkpoint(in_checkpoint, a, b, use_reentrant=False) * a
+
+
 def products_without_gradients(a, b, c):
     with torch.no_grad():
         p = a[:, None] * b
@@ -62,7 +66,6 @@ def half(value):
 NUMBERS = torch.arange(3000) * 7 % 50
 REFUSED = {
     "a gradient of its own": (lambda x, y: StraightThrough.apply(x[:, None] * y).exp().sum(-1), (512,), (512,)),
-    "a checkpoint": (lambda a, b: checkpoint(in_checkpoint, a, b, use_reentrant=False), (640,), (640,)),
     "frequencies of numbers": (
         lambda w: functional.embedding(NUMBERS, w, scale_grad_by_freq=True).sin().sum(-1),
         (50, 128),
@@ -98,18 +101,20 @@ RIGHT = {
         random(512, 512),
     ),
     "overflow": (overflowing, torch.ones(640), torch.ones(640)),
+    "a checkpoint": (lambda a, b: checkpoint(in_checkpoint, a, b, use_reentrant=False), random(640), random(640)),
+    "a checkpoint in a checkpoint": (
+        lambda a, b: checkpoint(in_two_checkpoints, a, b, use_reentrant=False).sin(),
+        random(640),
+        random(640),
+    ),
 }
-
-
-LARGER = "products without gradients", "a last tile of length 1", "outside of autocast"  # budgets
+LARGER = "products without gradients", "a last tile of length 1", "outside of autocast"  # their tiles take more
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
     function, *args = RIGHT[name]
-    budget = (
-        2**20 if name in ("products without gradients", "a last tile of length 1", "outside of autocast") else BUDGET
-    )
+    budget = 2**20 if name in LARGER else BUDGET
     context = torch.autocast("cpu", torch.bfloat16) if "autocast" in name else contextlib.nullcontext()
     with context:
         found, expected = effops.tiled(function, budget=budget)(*args), function(*args)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import Unsupported
+from torch._dynamo import optimize
 from torch.distributions import Distribution
 from torch.fx import GraphModule
 from torch.fx.experimental import _config as shapes_config
 
-MOST_CAPTURES = 64
+from effops.pytorch import tree_leaves
+
+MOST_CAPTURES, MANY_CAPTURES = 64, 8
 Run = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]
 
 
@@ -30,52 +33,64 @@ class Captured:
     """
 
     def __init__(self, fn: Callable[..., Any], run: Run) -> None:
-        self.run, self.lock = run, threading.RLock()
+        self.run = run
         self.graphs: list[GraphModule] = []
-        compiled: Any = torch.compile  # its stub lacks `recompile_limit`
         with _validation_as_it_is():  # PyTorch turns the validation of distributions off for the process
-            self.compiled = compiled(
-                fn,
+            context: Any = optimize(
                 backend=self._backend,
-                fullgraph=True,
-                dynamic=True,
+                nopython=True,
                 recompile_limit=MOST_CAPTURES,
-                options={"guard_filter_fn": _without_validation},
+                guard_filter_fn=_without_validation,
             )
+            context.callback = _Capture(context.callback)
+            self.compiled = context(fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _settings.of_capture, _settings.of_shapes:
-            if self.graphs:
-                seen = len(self.graphs)
-                try:
-                    return self.compiled(*args, **kwargs)
-                except Unsupported:
-                    if len(self.graphs) != seen:
-                        raise
-            # A distribution that checks its values cannot be captured.
-            with self.lock, _validation_as_it_is():
-                Distribution.set_default_validate_args(False)
-                return self.compiled(*args, **kwargs)
+        return self.compiled(*args, **kwargs)
 
     def _backend(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs.append(graph)
         return lambda *args: self.run(graph, args)
 
 
-class _Settings(threading.local):
-    """Sizes are symbols that differ, numbers are constants, and hooks of submodules are guarded.
+class _Capture:
+    """What Dynamo calls for arguments that no graph has been captured for, with the settings that a capture needs.
 
-    Each thread has settings of its own, which a call that captures nothing needs too, since it cannot know.
+    Sizes are symbols that differ, numbers are constants, hooks of submodules are guarded, and distributions do not
+    check their values: those that do cannot be captured. A call that captures nothing pays for none of it.
     """
 
-    def __init__(self) -> None:
-        self.of_capture = dynamo_config.patch(
-            specialize_int=True, specialize_float=True, skip_nnmodule_hook_guards=False
+    lock = threading.RLock()  # the validation of distributions is the process's
+
+    def __init__(self, capture: Any) -> None:
+        self._torchdynamo_orig_backend = capture  # by which Dynamo finds the backend
+        self.numbers: dict[str, set[Any]] = defaultdict(set)  # of the captures so far, by the argument
+
+    def __call__(self, frame: Any, *args: Any) -> Any:
+        self._note_numbers(frame)
+        of_capture = dynamo_config.patch(
+            assume_static_by_default=False,
+            specialize_int=True,
+            specialize_float=True,
+            skip_nnmodule_hook_guards=False,
         )
-        self.of_shapes = shapes_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        of_shapes = shapes_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        with self.lock, _validation_as_it_is(), of_capture, of_shapes:
+            Distribution.set_default_validate_args(False)
+            return self._torchdynamo_orig_backend(frame, *args)
 
-
-_settings = _Settings()
+    def _note_numbers(self, frame: Any) -> None:
+        """Warn of an argument each of whose values takes a capture."""
+        for name, value in frame.f_locals.items():
+            numbers = tuple(one for one in tree_leaves(value) if isinstance(one, (bool, int, float, str)))
+            if numbers not in self.numbers[name]:
+                self.numbers[name].add(numbers)
+                if len(self.numbers[name]) == MANY_CAPTURES:
+                    warnings.warn(
+                        f"tiled: `{name}` of {frame.f_code.co_name} had {MANY_CAPTURES} values, each of which was "
+                        "captured anew; give it as a tensor",
+                        stacklevel=4,
+                    )
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def check(loop: Loop, tensors: Sequence[Tensor]) -> None:
 def _part_of(loop: Loop, length: int, tile: int) -> Loop:
     """The loop over a few indices, in tiles of a length."""
     own = copy.copy(loop)
-    own.bodies = {}
+    own.bodies, own.compiles = {}, False  # Inductor compiles no rule, and takes seconds
     own.whole, own.length, own.backward_length = length, tile, tile
     return own
 

@@ -42,9 +42,9 @@ BUDGET = "64 MiB"
 class Tiled:
     """A function that runs in tiles where it would not keep its budget as it is."""
 
-    def __init__(self, fn: Callable[..., Any], budget: int, verify: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], budget: int, compiles: bool, verify: bool) -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.budget, self.verify = fn, budget, verify
+        self.fn, self.budget, self.compiles, self.verify = fn, budget, compiles, verify
         self.captured = Captured(fn, self._run)
         self.programs: dict[Any, tuple[Program | None, int]] = {}
         self.lock, self.asked = threading.RLock(), _Asked()
@@ -65,7 +65,7 @@ class Tiled:
         return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        return Tiled, (self.fn, self.budget, self.verify)
+        return Tiled, (self.fn, self.budget, self.compiles, self.verify)
 
     def explained(self, *args: Any, **kwargs: Any) -> TilesReport | CannotTile:
         """How a call runs, or why it cannot. Nothing is computed."""
@@ -114,11 +114,11 @@ class Tiled:
             return None, as_it_is_bytes
         refuse_what_autograd_would_lose(graph)
         try:
-            program = program_of(found, args, self.budget, backward=backward)
+            program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
         except CannotTile as error:
             try:
                 found = traced(graph, args, takes_softmax_apart=True)
-                program = program_of(found, args, self.budget, backward=backward)
+                program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
             except CannotTile:
                 raise error from None
         if not self.verify:
@@ -188,11 +188,41 @@ def _not_captured(error: Exception) -> CannotTile:
 
 
 @overload
-def tiled(fn: FunctionT, *, budget: str | float = ..., verify: bool = ...) -> FunctionT: ...
+def tiled(fn: FunctionT, *, budget: str | float = ..., compile: bool = ..., verify: bool = ...) -> FunctionT: ...
 @overload
-def tiled(fn: None = None, *, budget: str | float = ..., verify: bool = ...) -> Callable[[FunctionT], FunctionT]: ...
-def tiled(fn: Any = None, *, budget: str | float = BUDGET, verify: bool = True) -> Any:
-    """The same function within a memory budget: where it would take more, it runs tile by tile."""
+def tiled(
+    fn: None = None, *, budget: str | float = ..., compile: bool = ..., verify: bool = ...
+) -> Callable[[FunctionT], FunctionT]: ...
+def tiled(fn: Any = None, *, budget: str | float = BUDGET, compile: bool = False, verify: bool = True) -> Any:
+    """The same function within a memory budget: where it would take more, it runs tile by tile.
+
+    Its operators run on a part of the axes that none of them mixes, or whose reductions can be combined. Backward
+    computes each tile again: only arguments, results and gradients are kept, and totals of what is combined.
+
+    Args:
+        fn: a function of tensors, or a module, whose parameters count as arguments. Arguments and results may be
+            nested in lists, dictionaries and the like. It is captured at its first call. Numbers among the arguments
+            are constants: each value is captured anew. Sizes are not
+        budget: the highest sum, at any moment, of live storages that a call and its backward pass allocate and do not
+            return, as "64 MiB" or in bytes. A function that keeps it as it is runs as it is
+        compile: whether Inductor compiles the tiles, which takes seconds at the first call
+        verify: whether the first call compares the tiles of a few indices with the whole, in float64 too
+
+    Returns:
+        The function: the same results, in the same dtypes and strides, and gradients in the order of summation of the
+        tiles. `effops.explain` tells the tiles of a call.
+
+    Raises:
+        CannotTile: an operator needs what would be cut, or the function cannot be captured; it names the line
+        TilesDiffer: the tiles give other values: a defect of effops
+
+    Example:
+        >>> line = lambda x, y: (x[:, None] - y).square().sum(-1).exp().sum(1)
+        >>> x, y = torch.rand(3000, 8), torch.rand(2000, 8)
+        >>> in_tiles = effops.tiled(line, budget="1 MiB")
+        >>> torch.allclose(in_tiles(x, y), line(x, y))
+        True
+    """
     if fn is None:
-        return functools.partial(tiled, budget=budget, verify=verify)
-    return Tiled(fn, parse_bytes(budget, "tiled: `budget`"), verify)
+        return functools.partial(tiled, budget=budget, compile=compile, verify=verify)
+    return Tiled(fn, parse_bytes(budget, "tiled: `budget`"), compile, verify)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import lookup_backend
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -32,18 +33,24 @@ class Loop:
         whole: how many indices of the cut there are
         length: how many of them a tile has forward
         backward_length: the same in backward, which holds what autograd saves of a tile
+        compiles: whether Inductor compiles a tile
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+    def __init__(self, stage: Stage, *, compiles: bool = False) -> None:
+        self.stage, self.compiles = stage, compiles
         self.whole = self.length = self.backward_length = stage.cut.length
         self.combiners: list[Combiner | None] = [
             COMBINERS[stage.cut.combined[node]] if node in stage.cut.combined else None for node in stage.outputs
         ]
         self.nested: Callable[[GraphModule, Sequence[Tensor]], Body] | None = None
         self.body_of: Callable[[GraphModule], GraphModule] = lambda graph: graph
-        self.bodies: dict[tuple[int, bool], Body] = {}
+        self.bodies: dict[tuple[int, bool, bool], Body] = {}
         self._differentiable: dict[tuple[bool, ...], tuple[bool, ...]] = {}
+
+    def run_like(self, other: Loop) -> None:
+        """Take the lengths of a loop of the same pattern, and share what it runs."""
+        self.length, self.backward_length, self.nested = other.length, other.backward_length, other.nested
+        self.bodies, self._differentiable = other.bodies, other._differentiable
 
     @functools.cached_property
     def pattern(self) -> str:
@@ -184,10 +191,14 @@ class Loop:
 
     def body(self, length: int, parts: Sequence[Tensor]) -> Body:
         """What a tile of this length runs."""
-        key = length, any(one.requires_grad for one in parts)
+        compiles = self.compiles and self.nested is None and not any(isinstance(one, FakeTensor) for one in parts)
+        key = length, any(one.requires_grad for one in parts), compiles
         if key not in self.bodies:
             graph = self.body_of(self.graph(length))
-            self.bodies[key] = graph if self.nested is None else self.nested(graph, parts)
+            if self.nested is not None:
+                self.bodies[key] = self.nested(graph, parts)
+            else:
+                self.bodies[key] = lookup_backend("inductor")(graph, list(parts)) if compiles else graph
         return self.bodies[key]
 
     def graph(self, length: int) -> GraphModule:

@@ -133,21 +133,23 @@ def _fake(one: Any, backward: bool) -> Any:
     return fake.requires_grad_(backward and one.requires_grad)
 
 
-def program_of(graph: GraphModule, args: Sequence[Any], budget: int, *, backward: bool, depth: int = 0) -> Program:
+def program_of(
+    graph: GraphModule, args: Sequence[Any], budget: int, *, backward: bool, compiles: bool = False, depth: int = 0
+) -> Program:
     """A program of a graph that keeps the budget, for arguments like these. The graph's nodes have fake values."""
     refuse_randomness(graph)
     target = min(TILE_BYTES, budget // 4) if depth == 0 else budget
     threshold = target
     while True:
         found = regions(graph.graph, threshold, backward=backward)
-        loops = [Loop(stage) for region in found for stage in stages_of(_best(region, target))]
+        loops = [Loop(stage, compiles=compiles) for region in found for stage in stages_of(_best(region, target))]
         alike: dict[str, Loop] = {}
         for loop in loops:
             first = alike.setdefault(loop.pattern, loop)
             if first is loop:
                 _set_lengths(loop, target, backward, depth)
             else:
-                loop.length, loop.backward_length, loop.nested = first.length, first.backward_length, first.nested
+                loop.run_like(first)
         program = Program(graph, loops)
         if depth:
             return program
@@ -224,7 +226,7 @@ def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
     loop.length = length_within(False)
     loop.backward_length = length_within(True) if backward else loop.length
     if depth < DEEPEST and _tile_bytes(loop, loop.length, False) > 2 * target:
-        loop.nested = lambda graph, parts: _nested(graph, parts, target, depth + 1)
+        loop.nested = lambda graph, parts: _nested(graph, parts, target, loop.compiles, depth + 1)
 
 
 def _tile_bytes(loop: Loop, length: int, backward: bool) -> int:
@@ -243,12 +245,12 @@ def _tile_of(value: Tensor, along: Any, length: int, backward: bool) -> Tensor:
     return like.requires_grad_(backward and value.is_floating_point())
 
 
-def _nested(graph: GraphModule, parts: Sequence[Tensor], target: int, depth: int) -> Body:
+def _nested(graph: GraphModule, parts: Sequence[Tensor], target: int, compiles: bool, depth: int) -> Body:
     """The program of a tile that is too large itself."""
     with _disable_current_modes(), torch.no_grad(), fake_mode(allow_non_fake_inputs=True):
         _Valued(graph).run(*(_fake(one, False) for one in parts))
     backward = any(one.requires_grad for one in parts)
-    return program_of(graph, parts, target, backward=backward, depth=depth)
+    return program_of(graph, parts, target, backward=backward, compiles=compiles, depth=depth)
 
 
 class _Valued(Interpreter):

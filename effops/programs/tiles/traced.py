@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+from torch._higher_order_ops.wrap import TagActivationCheckpoint, tag_activation_checkpoint
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
@@ -54,11 +55,11 @@ def refuse_what_autograd_would_lose(captured: GraphModule) -> None:
     """
     for module in captured.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not tag_activation_checkpoint:
                 raise refused_at(
                     node,
                     f"what is cut must not have a part with a graph of its own: {node.target} is one",
-                    "leave out torch.autograd.Function and checkpoint inside: tiles are computed again anyway",
+                    "write it with PyTorch's operators, without torch.autograd.Function",
                 )
 
 
@@ -90,7 +91,14 @@ def _is_mutable(node: Node) -> bool:
 
 
 class _Marking(Interpreter):
-    """Runs a graph, and marks what it computes without gradients."""
+    """Runs a graph, and marks what it computes without gradients. A checkpoint inside is left out."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is tag_activation_checkpoint:
+            body, *operands = args
+            _, own = TagActivationCheckpoint.divide_kwargs(kwargs)
+            return _Marking(body).run(*operands, *own.values())
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         n.meta["custom"] = {WITHOUT_GRADIENTS: not torch.is_grad_enabled()}
