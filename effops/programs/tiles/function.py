@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from effops.programs.capture.captured import Captured
 from effops.programs.capture.places import raised_at
+from effops.programs.tiles.modes import ModesAside, is_predicted
 from effops.programs.tiles.plans import Program, program_of, taken_bytes
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.report import TilesReport, report_of
@@ -39,6 +40,15 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 BUDGET = "64 MiB"
 
 
+class Planned(NamedTuple):
+    """How a call runs: its program, or None where it runs as it is; and the graph that was captured, with inputs."""
+
+    program: Program | None
+    as_it_is_bytes: int
+    graph: GraphModule
+    args: Sequence[Any]
+
+
 class Tiled:
     """A function that runs in tiles where it would not keep its budget as it is."""
 
@@ -47,9 +57,15 @@ class Tiled:
         self.fn, self.budget, self.compiles, self.verify = fn, budget, compiles, verify
         self.captured = Captured(fn, self._run)
         self.programs: dict[Any, tuple[Program | None, int]] = {}
-        self.lock, self.asked = threading.RLock(), _Asked()
+        self.lock, self.asked, self.modes = threading.RLock(), _Asked(), ModesAside()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_predicted():
+            with self.modes.set_aside():
+                return self._called(args, kwargs)
+        return self._called(args, kwargs)
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
         reason = _why_not_here()
         if reason:
             raise CannotTile(reason[0], remedy=reason[1])
@@ -69,13 +85,19 @@ class Tiled:
 
     def explained(self, *args: Any, **kwargs: Any) -> TilesReport | CannotTile:
         """How a call runs, or why it cannot. Nothing is computed."""
+        try:
+            planned = self.planned(*args, **kwargs)
+        except CannotTile as refusal:
+            return refusal
+        return report_of(planned.program, planned.as_it_is_bytes, self.budget)
+
+    def planned(self, *args: Any, **kwargs: Any) -> Planned:
+        """The program of a call, whose tensors may be fake. Nothing is computed; raises `CannotTile`."""
         self.asked.is_set = True
         try:
             self(*args, **kwargs)
         except _Answer as answer:
-            return answer.report
-        except CannotTile as refusal:
-            return refusal
+            return answer.planned
         finally:
             self.asked.is_set = False
         raise AssertionError
@@ -93,8 +115,9 @@ class Tiled:
                 self.programs[key] = planned
         program, as_it_is_bytes = planned
         if self.asked.is_set:
-            raise _Answer(report_of(program, as_it_is_bytes, self.budget))
-        return graph.forward(*args) if program is None else program(*args)  # type: ignore[no-any-return]
+            raise _Answer(Planned(program, as_it_is_bytes, graph, args))
+        with self.modes.again():
+            return graph.forward(*args) if program is None else program(*args)  # type: ignore[no-any-return]
 
     def _planned(self, graph: GraphModule, args: Sequence[Any]) -> tuple[Program | None, int]:
         """The program for arguments like these, or None if the function keeps the budget as it is, and its bytes so."""
@@ -152,9 +175,9 @@ class _Asked(threading.local):
 class _Answer(Exception):  # noqa: N818
     """Ends a call that only asks how it would run."""
 
-    def __init__(self, report: TilesReport) -> None:
+    def __init__(self, planned: Planned) -> None:
         super().__init__()
-        self.report = report
+        self.planned = planned
 
 
 def _why_not_here() -> tuple[str, str] | None:
