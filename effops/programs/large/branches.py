@@ -8,14 +8,13 @@ the other branch agrees. Else it stands under the condition, and calls that take
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from effops.programs.capture.scopes import Fields
 from effops.programs.large.slices import Slice, assigned, copied
-from effops.programs.large.trials import Trial
+from effops.programs.large.trials import REAL_BYTES, Trial
 
 MASKS = {"attn_mask", "is_causal"}
 
@@ -64,7 +63,7 @@ class Straight:
         if not any(one.arg in MASKS for one in keywords):
             return None
         turned = _turned(self.whole, test)
-        trial = None if turned is None else Trial.of(turned, math.inf)
+        trial = None if turned is None else Trial.of(turned, 2 * REAL_BYTES)
         runs = [ast.parse("import effops").body[0], *made]
         return made if trial is not None and trial.agrees(runs) else None
 

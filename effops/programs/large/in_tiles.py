@@ -241,7 +241,7 @@ def _planned(found: Found, whole: Whole) -> InTiles | None:
     budget = MOST_BUDGET
     while budget > max(found.largest_bytes // LESS, LEAST_BUDGET):
         budget //= 2
-    tiled = Tiled(function, budget, verify=False)
+    tiled = Tiled(function, budget, compiles=False, verify=False)
     try:
         as_it_is = at_full_size(function, whole.body)
         if as_it_is.largest_bytes < found.largest_bytes:  # it was not given what its arguments stand for now
