@@ -10,16 +10,20 @@ from effops.programs.rules.binding import Binding, Place, argument, operands_of,
 aten = torch.ops.aten
 
 
-def reducing(combined: str, *, keeps: bool | None = None) -> Callable[[Node], Iterator[Binding]]:
-    """The rule of an operator with arguments `dim` and `keepdim`; without a combiner the reduced axis is mixed."""
+def reducing(combined: str, *, of_no_axes: str = "all") -> Callable[[Node], Iterator[Binding]]:
+    """The rule of an operator with arguments `dim` and `keepdim`; without a combiner the reduced axis is mixed.
+
+    `of_no_axes` says whether "all" axes or "none" are reduced where `dim` is an empty list.
+    """
 
     def rule(node: Node) -> Iterator[Binding]:
         shape = shape_of(operands_of(node)[0])
         names = {one.name for one in node.target._schema.arguments}  # type: ignore[union-attr]
         dims = argument(node, "dim") if "dim" in names else None
-        keepdim = argument(node, "keepdim") if keeps is None and "keepdim" in names else bool(keeps)
+        keepdim = "keepdim" in names and argument(node, "keepdim")
         given = [dims] if isinstance(dims, int) else dims
-        reduced = {axis % len(shape) for axis in given} if given else set(range(len(shape)))
+        is_all = given is None or (len(given) == 0 and of_no_axes == "all")
+        reduced = set(range(len(shape))) if is_all else {axis % len(shape) for axis in given if shape}
         axis = 0
         for source, size in enumerate(shape):
             if source not in reduced:
@@ -32,29 +36,34 @@ def reducing(combined: str, *, keeps: bool | None = None) -> Callable[[Node], It
     return rule
 
 
+def norm(node: Node) -> Iterator[Binding]:
+    """The norms of order 1 and 2 are combined."""
+    return reducing({1: "sum", 2: "norm"}.get(argument(node, "ord"), ""))(node)
+
+
 RULES = {
     aten.sum.default: reducing("sum"),
     aten.sum.dim_IntList: reducing("sum"),
     aten.amax.default: reducing("max"),
     aten.amin.default: reducing("min"),
     aten.any.dim: reducing("any"),
-    aten.any.dims: reducing("any"),
+    aten.any.dims: reducing("any", of_no_axes="none"),
     aten.any.default: reducing("any"),
     aten.all.dim: reducing("all"),
-    aten.all.dims: reducing("all"),
+    aten.all.dims: reducing("all", of_no_axes="none"),
     aten.all.default: reducing("all"),
     aten.logsumexp.default: reducing("logsumexp"),
-    aten.linalg_vector_norm.default: reducing(""),
-    aten.prod.dim_int: reducing(""),
-    aten.argmin.default: reducing(""),
-    aten.argmax.default: reducing(""),
-    aten.max.dim: reducing(""),
-    aten.min.dim: reducing(""),
+    aten.linalg_vector_norm.default: norm,
+    aten.prod.default: reducing("product"),
+    aten.prod.dim_int: reducing("product"),
+    aten.max.dim: reducing("first max"),
+    aten.min.dim: reducing("first min"),
+    aten.count_nonzero.default: reducing("sum"),
+    aten.count_nonzero.dim_IntList: reducing("sum"),
     aten.median.dim: reducing(""),
     aten.nanmedian.dim: reducing(""),
     aten.mode.default: reducing(""),
     aten.kthvalue.default: reducing(""),
-    aten.count_nonzero.dim_IntList: reducing(""),
     aten.std.correction: reducing(""),
     aten.var_mean.correction: reducing(""),
     aten.std_mean.correction: reducing(""),

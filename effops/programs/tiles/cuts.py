@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from effops.programs.rules.binding import Binding, operands_of, shape_of
+from effops.programs.rules.binding import Binding, is_item, operands_of, shape_of, value_of
 from effops.programs.rules.table import bindings, why_none
 from effops.programs.rules.view import RULES as VIEWS
 
@@ -36,7 +36,7 @@ class Cut:
         region: the nodes, in order
         length: of the axis
         placed: the axis of the nodes that have it
-        combined: how the nodes that reduce it are combined
+        combined: how the nodes that reduce it are combined, or the results of one that has several
         sliced: the axis of an operand from outside, by the node that takes it and the operand's number
     """
 
@@ -82,8 +82,9 @@ def follow(region: Sequence[Node], seed: Node, axis: int) -> Cut:
         if binding.axis is not None:
             place(node, Along(binding.axis, binding.stretch * scale))
         else:
-            if cut.combined.setdefault(node, binding.combined) != binding.combined:
-                raise Blocked(node, "would be cut along two axes at once")
+            for result in node.users if isinstance(value_of(node), (tuple, list)) else [node]:
+                if cut.combined.setdefault(result, binding.combined) != binding.combined:
+                    raise Blocked(node, "would be cut along two axes at once")
 
     def scale(along: Along, stretch: int, node: Node) -> int:
         if along.stretch % stretch:
@@ -135,7 +136,7 @@ class Stage:
             node = todo.pop()
             if node not in needed:
                 needed.add(node)
-                todo += [one for one in operands_of(node) if one in self.cut.placed]
+                todo += [one for one in operands_of(node) if one in self.cut.placed or is_item(node)]
         self.nodes = [node for node in self.cut.region if node in needed]
         read = dict.fromkeys(
             (one, self.along_of(node, number))

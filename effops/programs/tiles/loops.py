@@ -16,7 +16,7 @@ from effops.dispatch.native import without_hooks
 from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import arithmetic_dtype, without_autocast
 from effops.prediction.allocations import fake_mode
-from effops.programs.rules.binding import argument, is_without_gradients, nbytes_of, operands_of
+from effops.programs.rules.binding import argument, is_item, is_without_gradients, nbytes_of, operands_of
 from effops.programs.rules.view import SIZES
 from effops.programs.tiles.combiners import COMBINERS, Combiner
 from effops.programs.tiles.cuts import Along, Stage
@@ -40,8 +40,9 @@ class Loop:
         self.stage, self.compiles = stage, compiles
         self.whole = self.length = self.backward_length = stage.cut.length
         self.combiners: list[Combiner | None] = [
-            COMBINERS[stage.cut.combined[node]] if node in stage.cut.combined else None for node in stage.outputs
+            COMBINERS[stage.cut.combined[node]](node) if node in stage.cut.combined else None for node in stage.outputs
         ]
+        self._stretches = [_stretch(stage, node) for node in stage.outputs]
         self.nested: Callable[[GraphModule, Sequence[Tensor]], Body] | None = None
         self.body_of: Callable[[GraphModule], GraphModule] = lambda graph: graph
         self.bodies: dict[tuple[int, bool, bool], Body] = {}
@@ -100,10 +101,11 @@ class Loop:
         results: list[Tensor | None] = [None] * len(self.combiners)
         totals: list[list[Tensor]] = [[] for _ in self.combiners]
         dtypes: dict[int, torch.dtype] = {}
+        outputs = [*zip(self.stage.outputs, self.combiners, self._stretches)]
         for start, length in _seen(self.tiles(self.length), tensors):
             parts = [part(one, along, start, length) for one, (_, along) in zip(tensors, self.stage.inputs)]
             found = iter(self.body(length, parts)(*parts))
-            for place, (node, combiner) in enumerate(zip(self.stage.outputs, self.combiners)):
+            for place, (node, combiner, stretch) in enumerate(outputs):
                 if combiner is None:
                     computed = next(found)
                     result = results[place]
@@ -113,7 +115,8 @@ class Loop:
                     part(result, along, start, length).copy_(computed)
                 else:
                     own = [next(found) for _ in range(combiner.count)]
-                    dtypes[place] = own[0].dtype
+                    own = combiner.placed(own, start * stretch)
+                    dtypes[place] = _dtype_of(node, own[0])
                     if totals[place]:
                         combiner.add(totals[place], own)
                     else:
@@ -134,7 +137,7 @@ class Loop:
     def backward(
         self,
         tensors: Sequence[Tensor],
-        totals: Sequence[Sequence[Tensor]],
+        kept: Sequence[Sequence[Tensor]],
         upstream: Sequence[Tensor | None],
         wanted: Sequence[bool],
     ) -> list[Tensor | None]:
@@ -148,7 +151,7 @@ class Loop:
             ]
             with torch.enable_grad():
                 found = list(self.body(length, parts)(*parts))
-            outputs, gradients = self._upstream_of_tile(found, totals, upstream, start, length)
+            outputs, gradients = self._upstream_of_tile(found, kept, upstream, start, length)
             leaves = [place for place, is_wanted in enumerate(wanted) if is_wanted]
             if outputs and leaves:
                 pulled = torch.autograd.grad(outputs, [parts[place] for place in leaves], gradients, allow_unused=True)
@@ -168,14 +171,15 @@ class Loop:
     def _upstream_of_tile(
         self,
         found: Sequence[Tensor],
-        totals: Sequence[Sequence[Tensor]],
+        kept: Sequence[Sequence[Tensor]],
         upstream: Sequence[Tensor | None],
         start: int,
         length: int,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The results of a tile through which gradients flow, and their gradients."""
         outputs, gradients, at = [], [], 0
-        for place, (node, combiner) in enumerate(zip(self.stage.outputs, self.combiners)):
+        of_outputs = zip(self.stage.outputs, self.combiners, self._stretches)
+        for place, (node, combiner, stretch) in enumerate(of_outputs):
             count = 1 if combiner is None else combiner.count
             own, gradient = found[at : at + count], upstream[place]
             at += count
@@ -184,7 +188,8 @@ class Loop:
             if combiner is None:
                 gradient = part(gradient, self.stage.cut.placed[node], start, length)
             else:
-                gradient = combiner.pulled_back(gradient, own, totals[place])
+                own = combiner.placed(own, start * stretch)
+                gradient = combiner.pulled_back(gradient, own, kept[place])
             outputs.append(own[0])
             gradients.append(gradient)
         return outputs, gradients
@@ -218,13 +223,14 @@ class Loop:
             made.meta["custom"] = node.meta.get("custom", {})
             if node in stage.cut.placed and node.target in SIZES:
                 _set_size(made, node, stage.cut.placed[node], length)
-            is_float = isinstance(node.meta["val"], Tensor) and node.meta["val"].is_floating_point()
-            if is_without_gradients(node) and is_float:
-                made = graph.call_function(aten.detach.default, (made,))
-            copied[node] = made
+            copied[node] = made if node in stage.cut.combined else _detached(graph, node, made)
         outputs = []
         for node, combiner in zip(stage.outputs, self.combiners):
-            outputs += [copied[node]] if combiner is None else combiner.parts(graph, node, copied[node])
+            if combiner is None:
+                outputs.append(copied[node])
+            else:
+                first, *others = combiner.parts(graph, copied[node])
+                outputs += [_detached(graph, node, first), *others]
         graph.output(tuple(outputs))
         return GraphModule({}, graph)
 
@@ -235,15 +241,12 @@ class Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loop: Loop, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, totals = loop.forward(tensors)
-        totals = [
-            own if combiner is not None and combiner.keeps_totals else []
-            for own, combiner in zip(totals, loop.combiners)
-        ]
-        ctx.loop, ctx.counts = loop, [len(one) for one in totals]
+        kept = [() if combiner is None else combiner.kept(own) for own, combiner in zip(totals, loop.combiners)]
+        ctx.loop, ctx.counts = loop, [len(one) for one in kept]
         differentiable = loop.differentiable(ctx.needs_input_grad[1:])
         ctx.mark_non_differentiable(*(one for one, is_one in zip(results, differentiable) if not is_one))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *(one for own in totals for one in own))
+        ctx.save_for_backward(*tensors, *(one for own in kept for one in own))
         return tuple(results)
 
     @staticmethod
@@ -256,15 +259,33 @@ class Tiles(torch.autograd.Function):
         loop, count = ctx.loop, len(ctx.loop.stage.inputs)
         saved = ctx.saved_tensors
         rest = iter(saved[count:])
-        totals = [[next(rest) for _ in range(number)] for number in ctx.counts]
+        kept = [[next(rest) for _ in range(number)] for number in ctx.counts]
         with without_autocast(saved[0].device):
-            return None, *loop.backward(saved[:count], totals, upstream, ctx.needs_input_grad[1:])
+            return None, *loop.backward(saved[:count], kept, upstream, ctx.needs_input_grad[1:])
 
 
 def part(tensor: Tensor, along: Along | None, start: int, length: int) -> Tensor:
     if along is None:
         return tensor
     return tensor.narrow(along.axis, start * along.stretch, length * along.stretch)
+
+
+def _stretch(stage: Stage, node: Node) -> int:
+    """How many indices of the axis that a node reduces are one of the cut; 1 if it reduces none."""
+    along = stage.along_of(operands_of(node)[0] if is_item(node) else node, 0) if node in stage.cut.combined else None
+    return 1 if along is None else along.stretch
+
+
+def _dtype_of(node: Node, part: Tensor) -> torch.dtype:
+    """The dtype of what is combined of parts, which may be wider than it, as all are in a check."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype if dtype.is_floating_point and part.dtype == arithmetic_dtype(dtype) else part.dtype
+
+
+def _detached(graph: Graph, node: Node, made: Node) -> Node:
+    """The copy of a node, without gradients if the function computes it so."""
+    is_float = isinstance(node.meta["val"], Tensor) and node.meta["val"].is_floating_point()
+    return graph.call_function(aten.detach.default, (made,)) if is_without_gradients(node) and is_float else made
 
 
 def _seen(tiles: Iterator[tuple[int, int]], tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:

@@ -150,6 +150,51 @@ def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, ke
     return (squares / max(0, count - (1 if correction is None else correction))).to(x.dtype)
 
 
+def _deviation(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    """The root of the variance. Its gradient is 0 where it is 0."""
+    if not x.is_floating_point():
+        return NotImplemented  # type: ignore[no-any-return]
+    variance = _variance(x.to(arithmetic_dtype(x.dtype)), dim, correction=correction, keepdim=keepdim)
+    is_zero = variance == 0
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, variance).sqrt()).to(x.dtype)
+
+
+def _with_mean(spread: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def both(
+        x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        if not x.is_floating_point():
+            return NotImplemented  # type: ignore[no-any-return]
+        return spread(x, dim, correction=correction, keepdim=keepdim), _mean_dim(x, dim, keepdim)
+
+    return both
+
+
+def _number_of(extremum: Any) -> Callable[..., Tensor]:
+    """The number of the first extremum, among all elements if no axis is given. `max` is faster than `argmax`."""
+
+    def number(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        if dim is not None:
+            return extremum(x, dim, keepdim)[1]  # type: ignore[no-any-return]
+        found: Tensor = extremum(x.reshape(-1), 0, False)[1]
+        return found.reshape([1] * x.dim()) if keepdim else found
+
+    return number
+
+
+def _extrema(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    axes = range(x.dim()) if dim is None else [dim]
+    return torch.amin(x, axes, keepdim), torch.amax(x, axes, keepdim)
+
+
+def _sum_without_nan(
+    x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    if not x.is_floating_point():
+        return NotImplemented  # type: ignore[no-any-return]
+    return torch.sum(torch.where(x.isnan(), 0, x), dim, keepdim, dtype=dtype)
+
+
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = x.to(arithmetic_dtype(x.dtype))
     found = torch.exp(wide - torch.logsumexp(wide, dim, keepdim=True))
@@ -192,6 +237,13 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean_dim,
     aten.var.correction: _variance,
+    aten.std.correction: _deviation,
+    aten.var_mean.correction: _with_mean(_variance),
+    aten.std_mean.correction: _with_mean(_deviation),
+    aten.nansum.default: _sum_without_nan,
+    aten.aminmax.default: _extrema,
+    aten.argmin.default: _number_of(aten.min.dim),
+    aten.argmax.default: _number_of(aten.max.dim),
     aten.min.default: lambda x: torch.amin(x, tuple(range(x.dim()))),
     aten.max.default: lambda x: torch.amax(x, tuple(range(x.dim()))),
     aten.copy.default: lambda target, source, non_blocking=False: source.to(target.dtype).expand(target.shape),
