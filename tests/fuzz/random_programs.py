@@ -28,6 +28,9 @@ ALONG = {
     "centred": lambda x, axis: x - x.mean(axis, keepdim=True),
     "scaled": lambda x, axis: x / (x.var(axis, keepdim=True) + 1),
     "running": lambda x, axis: x.cumsum(axis) / 20,
+    "running product": lambda x, axis: (1 + x.tanh() / 8).cumprod(axis),
+    "running logsumexp": torch.logcumsumexp,
+    "highest so far": lambda x, axis: x.cummax(axis).values,
     "flipped": lambda x, axis: x.flip(axis),
     "by place": lambda x, axis: x * _places(x, axis).sin(),
 }
@@ -38,6 +41,9 @@ REDUCE = {
     "amax": torch.amax,
     "amin": torch.amin,
     "max": lambda x, axis: x.max(axis).values,
+    "min": lambda x, axis: x.min(axis).values,
+    "prod": lambda x, axis: (1 + x.tanh() / 8).prod(axis),
+    "std": lambda x, axis: (x * (1 + _places(x, axis).sin())).std(axis),
     "any": lambda x, axis: (x > 0.5).any(axis).float() + x.sum(axis),
     "norm": lambda x, axis: x.norm(dim=axis),
 }

@@ -29,7 +29,7 @@ def forced(function, args, length):
     if not areas:
         return found, blocked
     area = max(areas, key=lambda one: max(map(nbytes_of, one.large)))
-    seed = max(area.large, key=nbytes_of)
+    seed = max(area.large, key=lambda node: (not isinstance(node.meta["val"], tuple), nbytes_of(node)))
     for axis, size in enumerate(shape_of(seed)):
         if size > 1:
             try:

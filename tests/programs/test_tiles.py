@@ -59,6 +59,21 @@ def assigned(x, y):
     return pairs(x, y).argmin(1)
 
 
+def first_ones(x, y):
+    z = pairs(x, y)
+    return z.argmin(0), z.argmax(1), z.max(0).values.sum() + z.min(1).values.sum(), z.argmax()
+
+
+def running(x, y):
+    z = pairs(x, y)
+    return (z.cumsum(0) * z.cumsum(1)).sum(1) / 1e4, z.cummin(0).values.mean(1) + z.cummax(1).values.mean(1)
+
+
+def spread(x, y):
+    z = pairs(x, y)
+    return z.std(0).sum() + z.std(1).sum(), z.norm(), (1 + z / 1e3).prod(0) + (1 + z / 1e3).prod(1).mean()
+
+
 def normalised(x, y):
     z = x[:, None] * y
     return ((z - z.mean(-1, keepdim=True)) / (z.var(-1, keepdim=True) + 1e-3).sqrt()).mean((0, 1))
@@ -131,6 +146,9 @@ FUNCTIONS = (
     largest,
     ties,
     assigned,
+    first_ones,
+    running,
+    spread,
     normalised,
     masked,
     by_position,
@@ -359,7 +377,7 @@ def test_refusals(generator):
     answer = refused(lambda x, y: x.sum() if x.sum() > 0 else y.sum(), x, y)
     assert "captured" in answer.reason
     assert answer.line.startswith(f"{__file__}:")
-    answer = refused(lambda x, y: torch.cumsum((x[:, None] * y).flatten(), 0).sum(), x, y)
+    answer = refused(lambda x, y: torch.sort((x[:, None] * y).flatten()).values.cos().sum(), x, y)
     assert "whole axis" in answer.reason
     answer = refused(log_sum, x, y, budget=2000)
     assert "budget" in answer.reason

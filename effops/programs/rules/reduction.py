@@ -1,8 +1,12 @@
 """Operators that reduce axes. Those that have a combiner can be cut along the reduced axis too."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from effops.programs.rules.binding import Binding, Place, argument, operands_of, shape_of
@@ -21,7 +25,7 @@ def reducing(combined: str, *, of_no_axes: str = "all") -> Callable[[Node], Iter
         names = {one.name for one in node.target._schema.arguments}  # type: ignore[union-attr]
         dims = argument(node, "dim") if "dim" in names else None
         keepdim = "keepdim" in names and argument(node, "keepdim")
-        given = [dims] if isinstance(dims, int) else dims
+        given: Any = [dims] if isinstance(dims, int) else dims
         is_all = given is None or (len(given) == 0 and of_no_axes == "all")
         reduced = set(range(len(shape))) if is_all else {axis % len(shape) for axis in given if shape}
         axis = 0
@@ -34,6 +38,31 @@ def reducing(combined: str, *, of_no_axes: str = "all") -> Callable[[Node], Iter
             axis += keepdim or source not in reduced
 
     return rule
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: Any, keepdim: bool) -> Tensor:
+        result = torch.logsumexp(x, dim, keepdim=True)
+        ctx.save_for_backward(x, result)
+        ctx.keepdim = keepdim
+        return result.clone() if keepdim else result.squeeze(dim)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        x, result = ctx.saved_tensors
+        if not ctx.keepdim:
+            upstream = upstream.reshape(result.shape)
+        weights = x - torch.where(result == -torch.inf, 0, result)
+        return weights.exp_().mul_(upstream), None, None
+
+
+def log_sum_exp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """The same as PyTorch's, of which a row of -inf has no gradient, since others of other tiles may have some."""
+    return _LogSumExp.apply(x, dim, keepdim)  # type: ignore[no-any-return]
+
+
+log_sum_exp._schema = aten.logsumexp.default._schema  # type: ignore[attr-defined]
 
 
 def norm(node: Node) -> Iterator[Binding]:
@@ -53,6 +82,7 @@ RULES = {
     aten.all.dims: reducing("all", of_no_axes="none"),
     aten.all.default: reducing("all"),
     aten.logsumexp.default: reducing("logsumexp"),
+    log_sum_exp: reducing("logsumexp"),
     aten.linalg_vector_norm.default: norm,
     aten.prod.default: reducing("product"),
     aten.prod.dim_int: reducing("product"),

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from effops.numerics.precision import arithmetic_dtype
 from effops.programs.rules.binding import argument, is_operator, operands_of
+from effops.programs.rules.reduction import log_sum_exp
 
 aten = torch.ops.aten
 
@@ -32,7 +33,11 @@ class Combiner:
         """Nodes of a tile's graph. `made` is the reduction in it, of which sums in 16 bits are kept in float32."""
         value, operand = self.node.meta["val"], operands_of(self.node)[0].meta["val"]
         names = {one.name for one in made.target._schema.arguments} if is_operator(made) else ()  # type: ignore[union-attr]
-        if "dtype" in names and value.dtype == operand.dtype != arithmetic_dtype(value.dtype) and value.is_floating_point():
+        if (
+            "dtype" in names
+            and value.dtype == operand.dtype != arithmetic_dtype(value.dtype)
+            and value.is_floating_point()
+        ):
             made.update_kwarg("dtype", arithmetic_dtype(value.dtype))
         return [made]
 
@@ -63,6 +68,11 @@ class Combiner:
 
 
 class LogSumExp(Combiner):
+    def parts(self, graph: Graph, made: Node) -> list[Node]:
+        if self.node.meta["val"].dtype == operands_of(self.node)[0].meta["val"].dtype:
+            made.target = log_sum_exp
+        return [made]
+
     def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
         torch.logaddexp(totals[0], parts[0].to(totals[0].dtype), out=totals[0])
 
@@ -70,9 +80,9 @@ class LogSumExp(Combiner):
         return totals
 
     def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
-        # The weight of a tile among all; a tile of -inf alone has none, and neither has one of many.
+        # The weight of a tile among all. In a row of -inf alone it is NaN, as PyTorch's gradient is.
         weight = torch.exp(parts[0].detach().to(kept[0].dtype) - kept[0])
-        return (upstream * weight.masked_fill_(parts[0] == -torch.inf, 0)).to(parts[0].dtype)
+        return (upstream * weight.masked_fill_(parts[0] == torch.inf, 1)).to(parts[0].dtype)
 
 
 class Norm(Combiner):
@@ -152,7 +162,8 @@ class Extremum(Combiner):
     def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
         (best, count), (part, equal) = kept, parts
         share = (equal / count).to(upstream.dtype)
-        return torch.where((part == best) | best.isnan(), upstream * share, 0)
+        shared = torch.where(part == best, upstream * share, 0)
+        return shared.masked_fill_(best.isnan(), torch.nan)
 
 
 class FirstExtremum(Combiner):
@@ -162,8 +173,8 @@ class FirstExtremum(Combiner):
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)
-        (of, item) = node.args
-        self.is_largest, self.item = of.target is aten.max.dim, item  # type: ignore[union-attr]
+        of, item = node.args
+        self.is_largest, self.item = of.target is aten.max.dim, int(item)  # type: ignore[union-attr, arg-type]
 
     def parts(self, graph: Graph, made: Node) -> list[Node]:
         return [made, graph.call_function(operator.getitem, (made.args[0], 1 - self.item))]

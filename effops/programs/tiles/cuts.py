@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from effops.programs.rules.binding import Binding, is_item, operands_of, shape_of, value_of
+from effops.programs.rules.draws import seed_of
 from effops.programs.rules.table import bindings, why_none
 from effops.programs.rules.view import RULES as VIEWS
 
@@ -37,6 +38,7 @@ class Cut:
         length: of the axis
         placed: the axis of the nodes that have it
         combined: how the nodes that reduce it are combined, or the results of one that has several
+        carried: the nodes of which each tile goes on from the one before it
         sliced: the axis of an operand from outside, by the node that takes it and the operand's number
     """
 
@@ -44,6 +46,7 @@ class Cut:
     length: int
     placed: dict[Node, Along] = field(default_factory=dict)
     combined: dict[Node, str] = field(default_factory=dict)
+    carried: set[Node] = field(default_factory=set)
     sliced: dict[tuple[Node, int], Along] = field(default_factory=dict)
 
     @property
@@ -81,6 +84,8 @@ def follow(region: Sequence[Node], seed: Node, axis: int) -> Cut:
                 cut.sliced[node, number] = along
         if binding.axis is not None:
             place(node, Along(binding.axis, binding.stretch * scale))
+            if binding.combined:
+                cut.carried.add(node)
         else:
             for result in node.users if isinstance(value_of(node), (tuple, list)) else [node]:
                 if cut.combined.setdefault(result, binding.combined) != binding.combined:
@@ -144,6 +149,7 @@ class Stage:
             for number, one in enumerate(operands_of(node))
             if one not in needed
         )
+        read.update(dict.fromkeys((seed, None) for seed in map(seed_of, self.nodes) if seed is not None))
         self.inputs = list(read)
 
     def along_of(self, node: Node, number: int) -> Along | None:

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from effops.programs.capture.captured import Captured
 from effops.programs.capture.places import raised_at
+from effops.programs.rules.draws import give_seeds
 from effops.programs.tiles.plans import Program, program_of, taken_bytes
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.report import TilesReport, report_of
@@ -37,14 +38,15 @@ from effops.text import parse_bytes
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 BUDGET = "64 MiB"
+RANDOMNESS = "error", "different"
 
 
 class Tiled:
     """A function that runs in tiles where it would not keep its budget as it is."""
 
-    def __init__(self, fn: Callable[..., Any], budget: int, compiles: bool, verify: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], budget: int, compiles: bool, verify: bool, randomness: str) -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.budget, self.compiles, self.verify = fn, budget, compiles, verify
+        self.fn, self.budget, self.compiles, self.verify, self.randomness = fn, budget, compiles, verify, randomness
         self.captured = Captured(fn, self._run)
         self.programs: dict[Any, tuple[Program | None, int]] = {}
         self.lock, self.asked = threading.RLock(), _Asked()
@@ -65,7 +67,7 @@ class Tiled:
         return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        return Tiled, (self.fn, self.budget, self.compiles, self.verify)
+        return Tiled, (self.fn, self.budget, self.compiles, self.verify, self.randomness)
 
     def explained(self, *args: Any, **kwargs: Any) -> TilesReport | CannotTile:
         """How a call runs, or why it cannot. Nothing is computed."""
@@ -101,7 +103,7 @@ class Tiled:
         if any(isinstance(one, Tensor) and not _is_ordinary(one) for one in args):
             raise _not_dense(args)
         try:
-            found = traced(graph, args)
+            found = self._traced(graph, args)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CannotTile(
                 f"a shape must not depend on values: that of {error.func} does",
@@ -117,13 +119,19 @@ class Tiled:
             program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
         except CannotTile as error:
             try:
-                found = traced(graph, args, takes_softmax_apart=True)
+                found = self._traced(graph, args, takes_softmax_apart=True)
                 program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
             except CannotTile:
                 raise error from None
         if not self.verify:
             program.unchecked.clear()
         return program, as_it_is_bytes
+
+    def _traced(self, graph: GraphModule, args: Sequence[Any], **options: bool) -> GraphModule:
+        found = traced(graph, args, **options)
+        if self.randomness == "different":
+            give_seeds(found.graph)
+        return found
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
@@ -188,12 +196,21 @@ def _not_captured(error: Exception) -> CannotTile:
 
 
 @overload
-def tiled(fn: FunctionT, *, budget: str | float = ..., compile: bool = ..., verify: bool = ...) -> FunctionT: ...
+def tiled(
+    fn: FunctionT, *, budget: str | float = ..., compile: bool = ..., verify: bool = ..., randomness: str = ...
+) -> FunctionT: ...
 @overload
 def tiled(
-    fn: None = None, *, budget: str | float = ..., compile: bool = ..., verify: bool = ...
+    fn: None = None, *, budget: str | float = ..., compile: bool = ..., verify: bool = ..., randomness: str = ...
 ) -> Callable[[FunctionT], FunctionT]: ...
-def tiled(fn: Any = None, *, budget: str | float = BUDGET, compile: bool = False, verify: bool = True) -> Any:
+def tiled(
+    fn: Any = None,
+    *,
+    budget: str | float = BUDGET,
+    compile: bool = False,
+    verify: bool = True,
+    randomness: str = "error",
+) -> Any:
     """The same function within a memory budget: where it would take more, it runs tile by tile.
 
     Its operators run on a part of the axes that none of them mixes, or whose reductions can be combined. Backward
@@ -207,6 +224,8 @@ def tiled(fn: Any = None, *, budget: str | float = BUDGET, compile: bool = False
             return, as "64 MiB" or in bytes. A function that keeps it as it is runs as it is
         compile: whether Inductor compiles the tiles, which takes seconds at the first call
         verify: whether the first call compares the tiles of a few indices with the whole, in float64 too
+        randomness: "error" refuses to cut what draws random numbers; with "different" each tile draws its own, backward
+            those of forward, and `torch.manual_seed` repeats a call. They are not those that `fn` draws
 
     Returns:
         The function: the same results, in the same dtypes and strides, and gradients in the order of summation of the
@@ -223,6 +242,8 @@ def tiled(fn: Any = None, *, budget: str | float = BUDGET, compile: bool = False
         >>> torch.allclose(in_tiles(x, y), line(x, y))
         True
     """
+    if randomness not in RANDOMNESS:
+        raise ValueError(f"tiled: `randomness`: expected one of {', '.join(RANDOMNESS)}; got {randomness!r}")
     if fn is None:
-        return functools.partial(tiled, budget=budget, compile=compile, verify=verify)
-    return Tiled(fn, parse_bytes(budget, "tiled: `budget`"), compile, verify)
+        return functools.partial(tiled, budget=budget, compile=compile, verify=verify, randomness=randomness)
+    return Tiled(fn, parse_bytes(budget, "tiled: `budget`"), compile, verify, randomness)

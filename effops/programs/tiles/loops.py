@@ -14,9 +14,11 @@ from torch.fx.node import map_arg
 
 from effops.dispatch.native import without_hooks
 from effops.numerics.layout import empty_gradient
-from effops.numerics.precision import arithmetic_dtype, without_autocast
+from effops.numerics.precision import CPU, arithmetic_dtype, without_autocast
 from effops.prediction.allocations import fake_mode
 from effops.programs.rules.binding import argument, is_item, is_without_gradients, nbytes_of, operands_of
+from effops.programs.rules.draws import new_seed, seed_of, seeded
+from effops.programs.rules.scan import first_carried, in_a_tile
 from effops.programs.rules.view import SIZES
 from effops.programs.tiles.combiners import COMBINERS, Combiner
 from effops.programs.tiles.cuts import Along, Stage
@@ -42,6 +44,8 @@ class Loop:
         self.combiners: list[Combiner | None] = [
             COMBINERS[stage.cut.combined[node]](node) if node in stage.cut.combined else None for node in stage.outputs
         ]
+        self.carrying = [node for node in stage.nodes if node in stage.cut.carried]
+        self.drawing = [node for node in stage.nodes if seed_of(node) is not None]
         self._stretches = [_stretch(stage, node) for node in stage.outputs]
         self.nested: Callable[[GraphModule, Sequence[Tensor]], Body] | None = None
         self.body_of: Callable[[GraphModule], GraphModule] = lambda graph: graph
@@ -52,6 +56,15 @@ class Loop:
         """Take the lengths of a loop of the same pattern, and share what it runs."""
         self.length, self.backward_length, self.nested = other.length, other.backward_length, other.nested
         self.bodies, self._differentiable = other.bodies, other._differentiable
+
+    @property
+    def keeps_lengths(self) -> bool:
+        """Whether tiles must be the same forward and backward."""
+        return bool(self.carrying or self.drawing)
+
+    def first_carried(self, device: Any) -> list[Tensor]:
+        """What the first tile is given of one before it, for all nodes that go on from it."""
+        return [one for node in self.carrying for one in first_carried(node, device)]
 
     @functools.cached_property
     def pattern(self) -> str:
@@ -83,7 +96,7 @@ class Loop:
                     if along is not None:
                         shape[along.axis] = along.stretch
                     parts.append(torch.empty(shape, dtype=node.meta["val"].dtype).requires_grad_(is_wanted))
-                found = iter(self.graph(1)(*parts))
+                found = iter(self.graph(1)(*parts, *self.first_carried("cpu")))
                 flags = []
                 for combiner in self.combiners:
                     first, *_ = [next(found) for _ in range(1 if combiner is None else combiner.count)]
@@ -96,14 +109,15 @@ class Loop:
         for start in range(0, self.whole, length):
             yield start, min(length, self.whole - start)
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """The results, and the totals of those that are combined."""
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
+        """The results, the totals of those that are combined, and what each tile leaves to the next one."""
         results: list[Tensor | None] = [None] * len(self.combiners)
         totals: list[list[Tensor]] = [[] for _ in self.combiners]
         dtypes: dict[int, torch.dtype] = {}
+        carried, left = self.first_carried(_device_of(tensors)), list[Tensor]()
         outputs = [*zip(self.stage.outputs, self.combiners, self._stretches)]
         for start, length in _seen(self.tiles(self.length), tensors):
-            parts = [part(one, along, start, length) for one, (_, along) in zip(tensors, self.stage.inputs)]
+            parts = [*self._parts(tensors, start, length), *carried]
             found = iter(self.body(length, parts)(*parts))
             for place, (node, combiner, stretch) in enumerate(outputs):
                 if combiner is None:
@@ -121,11 +135,26 @@ class Loop:
                         combiner.add(totals[place], own)
                     else:
                         totals[place] = combiner.start(own)
+            carried = self._leave(list(found), left, start // self.length)
             del found, parts
         for place, combiner in enumerate(self.combiners):
             if combiner is not None:
                 results[place] = combiner.result(totals[place], dtypes[place])
-        return [one for one in results if one is not None], totals
+        return [one for one in results if one is not None], totals, left
+
+    def _parts(self, tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+        """What a tile reads: parts of tensors, and a seed of its own."""
+        return [
+            one + start if node.target is new_seed else part(one, along, start, length)
+            for one, (node, along) in zip(tensors, self.stage.inputs)
+        ]
+
+    def _leave(self, carried: list[Tensor], left: list[Tensor], tile: int) -> list[Tensor]:
+        """Put what a tile carries to the next one into the memory for that of all tiles."""
+        if not left:
+            count = -(-self.whole // self.length)
+            left += [one.new_empty((count, *one.shape)) for one in carried]
+        return [of_all[tile].copy_(one) for of_all, one in zip(left, carried)]
 
     def _empty(self, node: Node, along: Along, part: Tensor) -> Tensor:
         """Memory for a result, with the strides that the function gives it."""
@@ -138,25 +167,37 @@ class Loop:
         self,
         tensors: Sequence[Tensor],
         kept: Sequence[Sequence[Tensor]],
+        left: Sequence[Tensor],
         upstream: Sequence[Tensor | None],
         wanted: Sequence[bool],
     ) -> list[Tensor | None]:
         """The gradients of the tensors that are wanted."""
         inputs = self.stage.inputs
         sums: list[Tensor | None] = [None] * len(tensors)  # of what no gradient reaches, as autograd has it
-        for start, length in _seen(self.tiles(self.backward_length), tensors):
+        first = self.first_carried(_device_of(tensors))
+        of_carried: list[Tensor | None] = [None for _ in first]  # gradients, from the tile behind
+        for start, length in reversed([*_seen(self.tiles(self.backward_length), tensors)]):
+            carried = [one[start // self.length - 1] for one in left] if start else first
             parts = [
-                part(one.detach(), along, start, length).requires_grad_(is_wanted)
-                for one, (_, along), is_wanted in zip(tensors, inputs, wanted)
+                one.detach().requires_grad_(is_wanted)
+                for one, is_wanted in zip(self._parts(tensors, start, length), wanted)
             ]
+            parts += [one.detach().requires_grad_(one.is_floating_point()) for one in carried]
             with torch.enable_grad():
                 found = list(self.body(length, parts)(*parts))
             outputs, gradients = self._upstream_of_tile(found, kept, upstream, start, length)
-            leaves = [place for place, is_wanted in enumerate(wanted) if is_wanted]
+            for own, pulled_back in zip(found[len(found) - len(first) :], of_carried):
+                if pulled_back is not None and own.requires_grad:
+                    outputs.append(own)
+                    gradients.append(pulled_back)
+            of_carried = [None for _ in first]
+            leaves = [place for place, one in enumerate(parts) if one.requires_grad]
             if outputs and leaves:
                 pulled = torch.autograd.grad(outputs, [parts[place] for place in leaves], gradients, allow_unused=True)
                 for place, gradient in zip(leaves, pulled):
-                    if gradient is not None:
+                    if place >= len(tensors):
+                        of_carried[place - len(tensors)] = gradient
+                    elif gradient is not None:
                         total = sums[place]
                         if total is None:
                             sums[place] = total = _zeros(tensors[place])
@@ -181,7 +222,7 @@ class Loop:
         of_outputs = zip(self.stage.outputs, self.combiners, self._stretches)
         for place, (node, combiner, stretch) in enumerate(of_outputs):
             count = 1 if combiner is None else combiner.count
-            own, gradient = found[at : at + count], upstream[place]
+            own, gradient = [*found[at : at + count]], upstream[place]
             at += count
             if gradient is None or not own[0].requires_grad:
                 continue
@@ -196,7 +237,8 @@ class Loop:
 
     def body(self, length: int, parts: Sequence[Tensor]) -> Body:
         """What a tile of this length runs."""
-        compiles = self.compiles and self.nested is None and not any(isinstance(one, FakeTensor) for one in parts)
+        is_fake = any(isinstance(one, FakeTensor) for one in parts)
+        compiles = self.compiles and self.nested is None and not self.drawing and not is_fake
         key = length, any(one.requires_grad for one in parts), compiles
         if key not in self.bodies:
             graph = self.body_of(self.graph(length))
@@ -210,6 +252,13 @@ class Loop:
         """The nodes of the stage for a tile. Sizes among arguments become those of the tile."""
         stage, graph = self.stage, Graph()
         slots = {one: graph.placeholder(f"input_{number}") for number, one in enumerate(stage.inputs)}
+        given = {
+            node: [
+                graph.placeholder(f"carried_{number}_{place}") for place, _ in enumerate(first_carried(node, "meta"))
+            ]
+            for number, node in enumerate(self.carrying)
+        }
+        left: list[Node] = []  # to the next tile
         copied: dict[Node, Node] = {}
         for node in stage.nodes:
             numbers = iter(range(len(operands_of(node))))
@@ -219,10 +268,18 @@ class Loop:
                 return copied[operand] if operand in copied else slots[operand, stage.along_of(node, number)]
 
             args, kwargs = map_arg((node.args, node.kwargs), taken)
-            made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            if node in given:
+                operands: Any = args
+                made, *more = in_a_tile(graph, node, operands[0], given[node])
+                left += [_detached(graph, node, one) for one in more]
+            else:
+                made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             made.meta["custom"] = node.meta.get("custom", {})
             if node in stage.cut.placed and node.target in SIZES:
                 _set_size(made, node, stage.cut.placed[node], length)
+            seed = seed_of(node)
+            if seed is not None:
+                seeded(node, made, slots[seed, None])
             copied[node] = made if node in stage.cut.combined else _detached(graph, node, made)
         outputs = []
         for node, combiner in zip(stage.outputs, self.combiners):
@@ -231,7 +288,7 @@ class Loop:
             else:
                 first, *others = combiner.parts(graph, copied[node])
                 outputs += [_detached(graph, node, first), *others]
-        graph.output(tuple(outputs))
+        graph.output((*outputs, *left))
         return GraphModule({}, graph)
 
 
@@ -240,13 +297,13 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loop: Loop, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, totals = loop.forward(tensors)
+        results, totals, left = loop.forward(tensors)
         kept = [() if combiner is None else combiner.kept(own) for own, combiner in zip(totals, loop.combiners)]
         ctx.loop, ctx.counts = loop, [len(one) for one in kept]
         differentiable = loop.differentiable(ctx.needs_input_grad[1:])
         ctx.mark_non_differentiable(*(one for one, is_one in zip(results, differentiable) if not is_one))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *(one for own in kept for one in own))
+        ctx.save_for_backward(*tensors, *(one for own in kept for one in own), *left)
         return tuple(results)
 
     @staticmethod
@@ -261,7 +318,7 @@ class Tiles(torch.autograd.Function):
         rest = iter(saved[count:])
         kept = [[next(rest) for _ in range(number)] for number in ctx.counts]
         with without_autocast(saved[0].device):
-            return None, *loop.backward(saved[:count], kept, upstream, ctx.needs_input_grad[1:])
+            return None, *loop.backward(saved[:count], kept, [*rest], upstream, ctx.needs_input_grad[1:])
 
 
 def part(tensor: Tensor, along: Along | None, start: int, length: int) -> Tensor:
@@ -294,6 +351,10 @@ def _seen(tiles: Iterator[tuple[int, int]], tensors: Sequence[Tensor]) -> Iterat
         return tiles
     found = list(tiles)
     return iter(found if len(found) <= 3 else [*found[:2], found[-1]])
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else CPU
 
 
 def _zeros(operand: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from effops.dispatch.native import without_hooks
 from effops.numerics.precision import CPU, without_autocast
 from effops.prediction.allocations import fake_mode
 from effops.prediction.inside import InsideUntilReturned
-from effops.programs.rules.binding import is_operator, is_without_gradients, nbytes_of, operands_of, shape_of
+from effops.programs.rules.binding import is_without_gradients, nbytes_of, operands_of, shape_of
+from effops.programs.rules.draws import draws_of, seed_of
 from effops.programs.tiles.checks import check
 from effops.programs.tiles.cuts import Blocked, Cut, follow, stages_of
 from effops.programs.tiles.loops import Body, Loop, Tiles
@@ -136,7 +137,10 @@ def _fake(one: Any, backward: bool) -> Any:
 def program_of(
     graph: GraphModule, args: Sequence[Any], budget: int, *, backward: bool, compiles: bool = False, depth: int = 0
 ) -> Program:
-    """A program of a graph that keeps the budget, for arguments like these. The graph's nodes have fake values."""
+    """A program of a graph that keeps the budget, for arguments like these. The graph's nodes have fake values.
+
+    What draws random numbers has been given seeds, or the graph is refused.
+    """
     refuse_randomness(graph)
     target = min(TILE_BYTES, budget // 4) if depth == 0 else budget
     threshold = target
@@ -150,6 +154,7 @@ def program_of(
                 _set_lengths(loop, target, backward, depth)
             else:
                 loop.run_like(first)
+        _draw_alike(loops)
         program = Program(graph, loops)
         if depth:
             return program
@@ -165,41 +170,65 @@ def program_of(
 
 
 def refuse_randomness(graph: GraphModule) -> None:
-    """Raise if a graph draws random numbers: in tiles it would draw others, and backward others again."""
-    for node in graph.graph.nodes:
-        if is_operator(node) and torch.Tag.nondeterministic_seeded in node.target.tags:
+    """Raise if a graph draws random numbers without seeds: in tiles others, and backward others again."""
+    for node in draws_of(graph.graph):
+        if seed_of(node) is None:
             raise refused_at(
                 node,
                 f"what is cut must not draw random numbers: {node.target} does",
-                "draw them outside of the function, and give them as an argument",
+                'draw them outside of the function, and give them as an argument; or give randomness="different"',
             )
+        if node.kwargs.get("generator") is not None:
+            raise refused_at(node, f"{node.target} must not have a generator", "leave it to PyTorch's own generator")
+
+
+def _draw_alike(loops: Sequence[Loop]) -> None:
+    """Give the loops of a cut that draw the same tiles, since they may draw the same numbers again."""
+    for loop in loops:
+        if loop.drawing:
+            if loop.nested is not None:
+                node = loop.drawing[0]
+                raise refused_at(
+                    node,
+                    f"what draws random numbers must not be cut along two axes: {node.target} would be",
+                    "give a larger budget, or draw outside of the function, and give the numbers as an argument",
+                )
+            same = [one for one in loops if one.drawing and one.stage.cut is loop.stage.cut]
+            loop.length = loop.backward_length = min(one.length for one in same)
 
 
 def _best(region: Region, target: int) -> Cut:
     """The cut that leaves the least whole, in the fewest stages, and reads the least."""
-    most = max(map(nbytes_of, region.large))
-    seeds = [node for node in region.large if nbytes_of(node) == most][:SEEDS]
+    largest = sorted(region.large, key=nbytes_of, reverse=True)
+    count = min(SEEDS, [*map(nbytes_of, largest)].count(nbytes_of(largest[0])))
     found: list[Cut] = []
     blocked: list[Blocked] = []
-    for seed in seeds:
-        for axis, size in enumerate(shape_of(seed)):
-            if size > 1:
-                try:
-                    found.append(follow(region.nodes, seed, axis))
-                except Blocked as error:
-                    blocked.append(error)
 
     def rank(cut: Cut) -> tuple[Any, ...]:
         smallest = max(nbytes_of(node) // cut.length for node in cut.placed)
-        return _whole_bytes(cut) > target, smallest > target, bool(cut.combined), _whole_bytes(cut), -cut.length
+        return (
+            _whole_bytes(cut) > target,
+            smallest > target,
+            bool(cut.combined or cut.carried),
+            _whole_bytes(cut),
+            -cut.length,
+        )
 
-    best = min(found, key=rank, default=None)
-    if best is not None and (_whole_bytes(best) <= target or not blocked):
-        return best
+    for seeds in (largest[:count], largest[count : count + SEEDS]):  # others if the largest have no axis
+        for seed in seeds:
+            for axis, size in enumerate(shape_of(seed)):
+                if size > 1:
+                    try:
+                        found.append(follow(region.nodes, seed, axis))
+                    except Blocked as error:
+                        blocked.append(error)
+        best = min(found, key=rank, default=None)
+        if best is not None and (_whole_bytes(best) <= target or not blocked):
+            return best
     node, why = blocked[0].node, blocked[0].why
     raise refused_at(
         node,
-        f"no axis of {shape_of(seeds[0])} can be cut: {node.target} {why}",
+        f"no axis of {shape_of(largest[0])} can be cut: {node.target} {why}",
         "reduce the tensor along a whole axis at a time, or give a larger budget",
         shapes=[shape_of(node)],
     )
@@ -225,6 +254,8 @@ def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
 
     loop.length = length_within(False)
     loop.backward_length = length_within(True) if backward else loop.length
+    if loop.keeps_lengths:
+        loop.length = loop.backward_length = min(loop.length, loop.backward_length)
     if depth < DEEPEST and _tile_bytes(loop, loop.length, False) > 2 * target:
         loop.nested = lambda graph, parts: _nested(graph, parts, target, loop.compiles, depth + 1)
 
@@ -233,6 +264,7 @@ def _tile_bytes(loop: Loop, length: int, backward: bool) -> int:
     """What a tile allocates at most."""
     graph = loop.graph(length)
     args = [_tile_of(node.meta["val"], along, length, backward) for node, along in loop.stage.inputs]
+    args += [_tile_of(one, None, length, backward) for one in loop.first_carried("meta")]
     return taken_bytes(graph, args, backward=backward)
 
 

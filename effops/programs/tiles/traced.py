@@ -55,6 +55,12 @@ def refuse_what_autograd_would_lose(captured: GraphModule) -> None:
     """
     for module in captured.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if node.target is torch._C._set_grad_enabled and node.args == (True,) and not torch.is_grad_enabled():
+                raise refused_at(
+                    node,
+                    "what is cut must not switch gradients on inside of no_grad",
+                    "leave out torch.enable_grad, or call the function with gradients",
+                )
             if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not tag_activation_checkpoint:
                 raise refused_at(
                     node,
@@ -183,16 +189,23 @@ def _number_of(extremum: Any) -> Callable[..., Tensor]:
 
 
 def _extrema(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    axes = range(x.dim()) if dim is None else [dim]
+    axes = [*range(x.dim())] if dim is None else [dim]
     return torch.amin(x, axes, keepdim), torch.amax(x, axes, keepdim)
 
 
-def _sum_without_nan(
-    x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
+def _sum_without_nan(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     if not x.is_floating_point():
         return NotImplemented  # type: ignore[no-any-return]
     return torch.sum(torch.where(x.isnan(), 0, x), dim, keepdim, dtype=dtype)
+
+
+def _new(made: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A tensor that has the dtype and device of another one, and nothing else of it."""
+
+    def like(x: Tensor, *args: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+        return made(*args, dtype=dtype or x.dtype, device=device or x.device)
+
+    return like
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
@@ -233,7 +246,7 @@ def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Callable[..., Tensor]:
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    **get_decompositions([aten.nll_loss_forward]),
+    **get_decompositions([aten.nll_loss_forward, aten.native_dropout]),
     aten.mean.default: _mean,
     aten.mean.dim: _mean_dim,
     aten.var.correction: _variance,
@@ -244,6 +257,10 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.aminmax.default: _extrema,
     aten.argmin.default: _number_of(aten.min.dim),
     aten.argmax.default: _number_of(aten.max.dim),
+    aten.new_empty.default: _new(torch.empty),
+    aten.new_full.default: _new(torch.full),
+    aten.new_ones.default: _new(torch.ones),
+    aten.new_zeros.default: _new(torch.zeros),
     aten.min.default: lambda x: torch.amin(x, tuple(range(x.dim()))),
     aten.max.default: lambda x: torch.amax(x, tuple(range(x.dim()))),
     aten.copy.default: lambda target, source, non_blocking=False: source.to(target.dtype).expand(target.shape),
