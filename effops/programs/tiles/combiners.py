@@ -82,7 +82,8 @@ class LogSumExp(Combiner):
     def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
         # The weight of a tile among all. In a row of -inf alone it is NaN, as PyTorch's gradient is.
         weight = torch.exp(parts[0].detach().to(kept[0].dtype) - kept[0])
-        return (upstream * weight.masked_fill_(parts[0] == torch.inf, 1)).to(parts[0].dtype)
+        weight.masked_fill_((parts[0] == torch.inf) & (kept[0] == torch.inf), 1)
+        return (upstream * weight).to(parts[0].dtype)
 
 
 class Norm(Combiner):
@@ -99,6 +100,7 @@ class Norm(Combiner):
     def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
         (total,) = kept
         share = (parts[0].detach().to(total.dtype) / total).masked_fill_(total == 0, 0)
+        share.masked_fill_((parts[0] == torch.inf) & (total == torch.inf), 1)
         return (upstream * share).to(parts[0].dtype)
 
 
