@@ -114,7 +114,7 @@ OF_AXES = {
     "sum": lambda x, dims: torch.sum(x + 0, dims),
     "amax": lambda x, dims: torch.amax(x + 0, dims),
     "logsumexp": lambda x, dims: torch.logsumexp(x + 0, dims or (0, 1, 2)),
-    "var": lambda x, dims: torch.var(x + 0, dims),
+    "var": lambda x, dims: torch.var(x + 0, dims or None),  # PyTorch's gradient of no axes is infinite
     "norm": lambda x, dims: torch.norm(x + 0, dim=dims),
     "count_nonzero": lambda x, dims: torch.count_nonzero(x + 0, dims),
 }
