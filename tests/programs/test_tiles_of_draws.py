@@ -95,6 +95,7 @@ def test_seeds(function):
     assert torch.equal(torch.get_rng_state(), state)  # backward draws nothing of it
 
 
+@pytest.mark.slow
 def test_both_loops_draw_the_same():
     """Where z / z.sum(0) has another mask in the quotient than in the sum, the columns do not sum to 1."""
     x, y = pairs()
@@ -109,6 +110,7 @@ def test_both_loops_draw_the_same():
         torch.testing.assert_close(found, torch.ones_like(found))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_draws():
     """Twice the same draws at points that differ by little: differences are those that the gradient tells."""
     x, y = (one.double().detach().requires_grad_() for one in pairs())
@@ -123,6 +125,7 @@ def test_gradients_are_those_of_the_draws():
     assert abs((totals[0] - totals[1]) / 2 - (gradient * step).sum()) <= 1e-4 * (gradient * step).abs().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWS)
 def test_operators(name):
     x, y = pairs()
