@@ -89,17 +89,17 @@ def over_batch(node: Node) -> Iterator[Binding]:
 
 
 def sampled(node: Node) -> Iterator[Binding]:
-    """Each image at the places of its grid: batch, channels of the image, rows and columns of the grid."""
-    shape = shape_of(node)
-    places = {0: (Place(0, 0), Place(1, 0)), 1: (Place(0, 1),), 2: (Place(1, 1),), 3: (Place(1, 2),)}
-    for axis, size in enumerate(shape):
+    """Each image at the places of its grid: batch, channels of the image, rows, columns .. of the grid."""
+    first = {0: (Place(0, 0), Place(1, 0)), 1: (Place(0, 1),)}
+    for axis, size in enumerate(shape_of(node)):
         if size != 1:
-            yield Binding(places[axis], axis)
+            yield Binding(first.get(axis, (Place(1, axis - 1),)), axis)
 
 
 RULES = {
     aten.convolution.default: over_batch,
     aten.grid_sampler_2d.default: sampled,
+    aten.grid_sampler_3d.default: sampled,
     contracted: contraction,
     aten.mm.default: matrices(0, 1),
     aten.bmm.default: matrices(0, 1),

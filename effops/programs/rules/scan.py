@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.fx import Node
 
-from effops.programs.rules.binding import Binding, all_but, argument, operands_of, shape_of
+from effops.programs.rules.binding import Binding, aligned, all_but, argument, operands_of, shape_of
 
 aten = torch.ops.aten
 
@@ -27,7 +27,20 @@ def normalised(node: Node) -> Iterator[Binding]:
     return all_but(node, range(rank - count, rank))
 
 
+def crossed(node: Node) -> Iterator[Binding]:
+    rank = len(shape_of(node))
+    return (one for one in aligned(node) if one.axis != argument(node, "dim") % rank)
+
+
+def of_one_axis(node: Node) -> Iterator[Binding]:
+    """All axes but `dim` are mixed."""
+    rank = len(shape_of(node))
+    return all_but(node, (axis for axis in range(rank) if axis != argument(node, "dim") % rank))
+
+
 RULES = {
+    aten.linalg_cross.default: crossed,
+    aten.renorm.default: of_one_axis,
     aten._fft_r2c.default: along("dim"),
     aten._fft_c2r.default: along("dim"),
     aten._fft_c2c.default: along("dim"),

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
-from effops.programs.rules import elementwise, index, product, reduction, scan, view
+from effops.programs.rules import elementwise, image, index, linalg, product, reduction, scan, view
 from effops.programs.rules.binding import Binding, aligned, is_item, is_operator, moved, operands_of, shape_of
 
 RULES = {
     rule_of: rule
-    for file in (elementwise, view, reduction, product, index, scan)
+    for file in (elementwise, view, reduction, product, linalg, image, index, scan)
     for rule_of, rule in file.RULES.items()
 }
 

@@ -93,7 +93,15 @@ def unfolded(node: Node) -> Iterator[Binding]:
     return all_but(node, (argument(node, "dimension"),))
 
 
+def with_parts(node: Node) -> Iterator[Binding]:
+    """Complex numbers as pairs along a last axis, and back."""
+    pairs = operands_of(node)[0] if node.target is aten.view_as_complex.default else node
+    return moved(node, {axis: axis for axis in range(len(shape_of(pairs)) - 1)})
+
+
 RULES = {
+    aten.view_as_real.default: with_parts,
+    aten.view_as_complex.default: with_parts,
     aten.diagonal.default: diagonal,
     aten.split.Tensor: divided,
     aten.split_with_sizes.default: divided,

@@ -19,6 +19,7 @@ from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import fake_mode
 from effops.programs.capture.places import kind_of
 from effops.programs.rules.binding import WITHOUT_GRADIENTS
+from effops.programs.tiles.apart import taken_apart
 from effops.programs.tiles.products import with_products
 from effops.programs.tiles.refusals import CannotTile
 from effops.pytorch import tracing
@@ -30,8 +31,8 @@ def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: b
     """The graph of a call with arguments, which may be real. Nothing is computed.
 
     Means, variances and extrema of all elements are taken apart into what can be combined, and masks into what depends
-    on one index of each axis. A softmax too, if it is asked for: its axis can be cut then. Nodes that a function
-    computes without gradients are marked.
+    on one index of each axis. So is what has no rule and PyTorch takes apart. A softmax too, if it is asked for; its
+    axis can be cut then. Nodes that a function computes without gradients are marked.
     """
     decompositions = DECOMPOSITIONS | (OF_SOFTMAX if takes_softmax_apart else {})
     mode = fake_mode(allow_non_fake_inputs=True)
@@ -43,6 +44,10 @@ def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: b
                 _refuse_mutation_of_inputs(graph)
                 pure = torch.func.functionalize(Interpreter(graph).run, remove="mutations")
                 graph = make_fx(pure, decompositions, _allow_non_fake_inputs=True)(*fakes)
+            others = taken_apart(graph.graph)
+            if others:
+                run = Interpreter(graph).run
+                graph = make_fx(run, others | decompositions, _allow_non_fake_inputs=True)(*fakes)
         graph.graph.eliminate_dead_code()
         with_products(graph)
     return graph
