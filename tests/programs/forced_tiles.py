@@ -22,7 +22,13 @@ def graph_of(function, args):
 
 def forced(function, args, length):
     """(axis, program) of each axis along which all that a function computes can be cut, and why others cannot."""
-    graph = traced(graph_of(function, args), args)
+    found, blocked = _forced(traced(graph_of(function, args), args), length)
+    if blocked and not found:  # as plans do
+        found, _ = _forced(traced(graph_of(function, args), args, takes_softmax_apart=True), length)
+    return found, blocked
+
+
+def _forced(graph, length):
     refuse_randomness(graph)
     found, blocked = [], []
     areas = regions(graph.graph, 0, backward=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.fx import Node
 
-from effops.programs.rules.binding import Binding, all_but, operands_of, shape_of
+from effops.programs.rules.binding import Binding, Place, all_but, operands_of, shape_of
 
 aten = torch.ops.aten
 
@@ -13,6 +13,18 @@ aten = torch.ops.aten
 def before(count: int) -> Callable[[Node], Iterator[Binding]]:
     """The rule of an operator that mixes the last axes, so many, of its only operand."""
     return lambda node: iter(()) if len(operands_of(node)) > 1 else all_but(node, range(-count, 0))
+
+
+def before_of_all(count: int) -> Callable[[Node], Iterator[Binding]]:
+    """The same of operands that have the axes before alike."""
+
+    def rule(node: Node) -> Iterator[Binding]:
+        shapes = [shape_of(one) for one in operands_of(node)]
+        for axis, size in enumerate(shapes[0][:-count]):
+            if size != 1 and all(len(own) == len(shapes[0]) and own[axis] == size for own in shapes):
+                yield Binding(tuple(Place(number, axis) for number in range(len(shapes))), axis)
+
+    return rule
 
 
 def of_images(node: Node) -> Iterator[Binding]:
@@ -27,6 +39,7 @@ RULES = {
     aten.avg_pool3d.default: before(3),
     aten.max_pool2d_with_indices.default: before(2),
     aten.max_pool3d_with_indices.default: before(3),
+    aten.max_pool2d_with_indices_backward.default: before_of_all(2),
     aten._adaptive_avg_pool2d.default: before(2),
     aten._adaptive_avg_pool3d.default: before(3),
     aten.adaptive_max_pool2d.default: before(2),

@@ -48,6 +48,7 @@ RULES = {
     aten.cummax.default: along("dim"),
     aten.cummin.default: along("dim"),
     aten._softmax.default: along("dim"),
+    aten._safe_softmax.default: along("dim"),
     aten._log_softmax.default: along("dim"),
     aten.cumsum.default: along("dim"),
     aten.cumprod.default: along("dim"),
