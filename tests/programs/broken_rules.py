@@ -336,7 +336,7 @@ def counts_of(results):
 
 def summary(found, unreached):
     counts = collections.Counter(one.outcome for one in found)
-    silent = [one for one in found if one.outcome == SILENT]
+    silent, rows = [one for one in found if one.outcome == SILENT], {one.row for one in found}
     fitting, run = counts[CAUGHT] + counts[SILENT], counts[CAUGHT] + counts[SILENT] + counts[RAISED]
 
     def share(total):
@@ -345,7 +345,7 @@ def summary(found, unreached):
     lines = [
         "Broken rules, and whether the first call notices: `python -m tests.programs.broken_rules --write`",
         "",
-        f"{len(PROGRAMS)} programs of rows of the table, {len(TEXTS)} texts of loops, {len(found)} breaks:",
+        f"{len(rows - {'loops'})} of {len(PROGRAMS)} programs, and loops; {len(found)} breaks:",
         f"{counts[CAUGHT]:6} TilesDiffer",
         f"{counts[RAISED]:6} another error before there is a result",
         f"{counts[REFUSED]:6} CannotTile: the wrong rule fits no other rule of the program",
@@ -359,6 +359,7 @@ def summary(found, unreached):
         *(f"  {one.row}: {one.what} ({one.why})" for one in silent),
         "",
         "Without a program in rule_programs.py: " + (", ".join(without_program()) or "none"),
+        "Not run: " + (", ".join(one for one in PROGRAMS if one not in {*rows, *unreached}) or "none"),
         "Not in a graph, since traced.py takes the operator apart: " + (", ".join(unreached) or "none"),
     ]
     return "\n".join(lines) + "\n"

@@ -184,10 +184,6 @@ PROGRAMS = {
     "linalg_lu.default": lambda matrices: aten.linalg_lu(_positive(matrices)),
     "linalg_lu_factor_ex.default": lambda matrices: _factors(matrices),
     "linalg_lu_solve.default": lambda matrices: aten.linalg_lu_solve(*_factors(matrices), matrices),
-    "linalg_ldl_factor_ex.default": lambda matrices: aten.linalg_ldl_factor_ex(_positive(matrices.detach()))[:2],
-    "linalg_ldl_solve.default": lambda matrices: aten.linalg_ldl_solve(
-        *aten.linalg_ldl_factor_ex(_positive(matrices.detach()))[:2], matrices.detach()
-    ),
     "linalg_solve_triangular.default": lambda matrices: aten.linalg_solve_triangular(
         _positive(matrices), matrices, upper=False
     ),

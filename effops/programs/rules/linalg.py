@@ -62,8 +62,6 @@ RULES = {
     aten.linalg_lu.default: batched(),
     aten.linalg_lu_factor_ex.default: batched(),
     aten.linalg_lu_solve.default: solving(2, 2, 1),
-    aten.linalg_ldl_factor_ex.default: batched(),
-    aten.linalg_ldl_solve.default: solving(2, 2, 1),
     aten.linalg_solve_triangular.default: solving(1),
     aten.linalg_matrix_exp.default: batched(),
     aten.linalg_householder_product.default: batched(2, 1),
