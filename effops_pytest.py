@@ -15,15 +15,17 @@ def memory_budget() -> Callable[..., Any]:
     return check
 
 
-def check(limit: str | float, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def check(limit: Any = None, fn: Any = None, /, *args: Any, **kwargs: Any) -> Any:
     """What the fixture gives."""
     __tracebackhide__ = True
     if callable(limit) or not callable(fn):
         raise TypeError(
             "memory_budget: arguments must be a limit, a function, and the arguments of the function; got "
             f'{type(limit).__name__}, {type(fn).__name__}; write memory_budget("64 MiB", fn, *args), without calling '
-            "the function"
+            'the function; for a block write `with effops.budget("64 MiB"):`'
         )
     from effops.programs.limits_of_memory import budget
+    from effops.text import parse_bytes
 
+    parse_bytes(limit, "memory_budget: `limit`")
     return budget(limit).check(fn, *args, **kwargs)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.compiler import is_compiling
@@ -61,31 +61,38 @@ def format_distinct_bytes(*counts: int) -> list[str]:
 
 
 def counted(count: int, things: str) -> str:
-    """A number of things, given in the plural, of which one is without its s: '1 thread', '2 threads'."""
+    """A number and the noun for it, which is given in the plural with an s: '1 thread', '2 threads'."""
     return f"{count} {things.removesuffix('s') if count == 1 else things}"
 
 
-# Names by which some call what has another one here, which is not near or not the nearest.
+# What others call a thing, and its names here, of which a function or module has one. Spelling does not lead there.
 OTHER_NAMES = {
-    "gpu": "cuda",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "fp32": "float32",
-    "fp64": "float64",
-    "width": "d_model",
-    "hidden_size": "d_model",
-    "embed_dim": "d_model",
-    "dim": "embed_dim",
-    "dimension": "dim",
-    "mu": "loc",
-    "kappa": "concentration",
-    "concentration": "scale",
-    "value": "x",
-    "values": "x",
-    "depth": "layers",
-    "length": "seq_len",
+    "gpu": ["cuda"],
+    "fp16": ["float16"],
+    "bf16": ["bfloat16"],
+    "fp32": ["float32"],
+    "fp64": ["float64"],
+    "width": ["d_model"],
+    "hidden_size": ["d_model"],
+    "embed_dim": ["d_model"],
+    "dim": ["embed_dim"],
+    "dimension": ["dim"],
+    "mu": ["loc"],
+    "mean": ["loc"],
+    "kappa": ["concentration", "scale"],
+    "concentration": ["scale"],
+    "scale": ["concentration"],
+    "sigma": ["scale"],
+    "std": ["scale"],
+    "value": ["x"],
+    "values": ["x"],
+    "depth": ["layers"],
+    "length": ["seq_len"],
+    "vmf": ["VonMisesFisher"],
 }
-# Names of other things that exist. Who writes one has not mistyped the name here that is near, such as "github".
+# The same of words within names.
+OTHER_WORDS = {"vmf": "von_mises_fisher", "gaussian": "normal"}
+# Things that exist and are not here, though a name here is spelled alike, as "cpu". They are no typing errors.
 OTHER_THINGS = {"gitlab", "hpu", "ipu", "mps", "npu", "tpu", "xpu"}
 
 
@@ -97,11 +104,23 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
     text, known = str(given), list(known)
     if text.lower() in OTHER_THINGS:
         return ""
-    meant = {**{other: name for other, name in OTHER_NAMES.items() if name in known}, **{name: name for name in known}}
-    near = difflib.get_close_matches(text.lower() if text.lower() in meant else text, meant, n=1)
+    others = {other: name for other, names in OTHER_NAMES.items() for name in names if name in known}
+    meant = {**others, **{name: name for name in known}}
+    text = text.lower() if text.lower() in meant else "_".join(OTHER_WORDS.get(word, word) for word in text.split("_"))
+    near = [name for name in difflib.get_close_matches(text, meant) if _differ_little(text, name)]
     longer = [name for name in known if text and (name.startswith(f"{text}_") or name.endswith(f"_{text}"))]
     found = near or sorted(longer, key=len)
     return f'; did you mean "{meant[found[0]]}"?' if found else ""
+
+
+def _differ_little(given: str, known: str) -> bool:
+    """Whether names are near each other even without the words with which both begin or end, as "_log_prob"."""
+    parts = [given.split("_"), known.split("_")]
+    for place in (0, -1):
+        while all(parts) and parts[0][place] == parts[1][place]:
+            for words in parts:
+                words.pop(place)
+    return not all(parts) or bool(difflib.get_close_matches("_".join(parts[0]), ["_".join(parts[1])]))
 
 
 @functools.lru_cache(maxsize=1024)  # `hasattr` asks for the same names again and again
@@ -150,6 +169,20 @@ def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = 
     result: Any = told
     result.__code__ = told.__code__.replace()  # type: ignore[attr-defined]  # Dynamo limits compilations of each code
     return result  # type: ignore[no-any-return]
+
+
+class EnteredWhenCalled(type):
+    """The class of context managers that say so where the class itself is entered, without its parentheses."""
+
+    def __enter__(cls) -> NoReturn:
+        arguments = ", ".join(inspect.signature(cls).parameters)
+        raise TypeError(
+            f"{cls.__name__}: `with` must enter a call of it; got the class; write `with effops.{cls.__name__}"
+            f"({arguments}):`"
+        )
+
+    def __exit__(cls, *error: object) -> None:  # `with` asks for it first
+        pass
 
 
 def _name_of(function: Callable[..., Any], args: Sequence[Any]) -> str:

@@ -19,6 +19,13 @@ SIZES = ["d_model", "layers", "heads", "seq_len"]
         ("widht", SIZES, "d_model"),
         ("lenght", SIZES, "seq_len"),
         ("layer", SIZES, "layers"),
+        ("vmf_log_prob", ops(), "von_mises_fisher_log_prob"),
+        ("vmf_mixture_log_prob", ops(), "von_mises_fisher_mixture_log_prob"),
+        ("VMF", ["PowerSpherical", "VonMisesFisher"], "VonMisesFisher"),
+        ("norml_log_prob", ops(), "normal_log_prob"),
+        ("power_sphere_log_prob", ops(), "power_spherical_log_prob"),
+        ("scale", ["concentration", "validate_args"], "concentration"),
+        ("kappa", ["scale", "validate_args"], "scale"),
     ],
 )
 def test_the_name_that_is_meant(given, known, near):
@@ -29,6 +36,7 @@ def test_the_name_that_is_meant(given, known, near):
     ("given", "known"),
     [
         ("gitlab", ["text", "github"]),
+        ("cauchy_log_prob", ops()),
         ("tpu", ["cpu", "cuda"]),
         ("width", ["batch", "seed"]),
         ("", ops()),

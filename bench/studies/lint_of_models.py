@@ -1,6 +1,7 @@
 """What `effops.lint` finds in ten models of transformers and three layers of PyTorch Geometric, and whether it is true.
 
 python bench/studies/lint_of_models.py --json FILE
+python bench/studies/lint_of_models.py --json FILE --model T5 --keep    # the others' rows stay as they are
 
 Lint runs at the sizes of training, on fake tensors. Each finding then is mended, and forward runs on real tensors at a
 size that fits: without dropout, as it is and mended. A finding is true if loss and gradients agree, and the mended
@@ -11,12 +12,14 @@ remedies of its own: attention of effops, logits in chunks, and nodes in parts.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -339,12 +342,24 @@ def difference(own: Sequence[Tensor | None], mended: Sequence[Tensor | None]) ->
     return max(float((one - other).abs().max()) for one, other in pairs) / scale
 
 
+def kept_from(file: Path, chosen: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
+    """The rows that an earlier run has of other programs, and what to say of them in the header."""
+    content = json.loads(file.read_text())
+    rows = [Row(**one) for one in content["rows"] if one["model"] not in chosen]
+    told = {key: content["header"][key] for key in ("commit", "date")}
+    earlier = [*content["header"].get("kept", []), {**told, "models": list(dict.fromkeys(one.model for one in rows))}]
+    return {"kept": earlier}, rows
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row for each finding; returns the exit code: 1 if one is not true, or a program cannot be followed."""
     parser: argparse.ArgumentParser = Parser(prog="lint_of_models.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", action="append", metavar="NAME", help="one program, or several; default: all")
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write header and rows there")
+    parser.add_argument("--keep", action="store_true", help="with --model: keep the rows of other programs in FILE")
     options = parser.parse_args(arguments)
+    if options.keep and not (options.model and options.json and options.json.exists()):
+        parser.error("--keep: it needs --model, and --json with a file that there is; give both, or leave it out")
     transformers.logging.set_verbosity_error()
     effops.register_transformers()
     programs = list(MODELS)
@@ -355,6 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     head = {**header(CPU, None), "transformers": transformers.__version__}
     print(f"{heading(head, 120)}\n{LINE.format(*TITLES)}", flush=True)
     rows: list[Row] = []
+    told, kept = kept_from(options.json, options.model) if options.keep else ({}, [])
+    order = [one.name for one in (*MODELS, *LAYERS)]
     for studied in programs:
         if options.model and studied.name not in options.model:
             continue
@@ -362,7 +379,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(row)
             print_row(row)
             if options.json:
-                write_json(options.json, head, rows)
+                write_json(
+                    options.json, {**head, **told}, sorted([*rows, *kept], key=lambda one: order.index(one.model))
+                )
     failed = [one.model for one in rows if one.is_true is False or one.note.startswith(("lint raised", "the study"))]
     print(f"{sum(one.is_true is True for one in rows)} findings are true; not true or not known: {failed or 'none'}")
     return int(bool(failed))

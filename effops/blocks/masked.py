@@ -41,7 +41,7 @@ class Masked(Scores):
     ) -> None:
         super().__init__(scores.plan, scores.arithmetic, scores.extents)
         self.scores, self.diagonal = scores, diagonal
-        self.lacks_keys = diagonal is not None and diagonal < 0  # the first query does, whatever the mask is
+        self.first_query_lacks_keys = diagonal is not None and diagonal < 0  # whatever the mask is
         self.has_exclusions = diagonal is not None or mask is not None
         self.mask = None if mask is None else PairOperand(self.plan, mask, self.arithmetic if wants_mask else None)
         self.excludes = mask is not None and mask.dtype == torch.bool
@@ -81,13 +81,13 @@ class Masked(Scores):
         self.scores.evaluate(block, out)
         return self._mend(block, out) if self._add(block, out) else self._amax(out)
 
-    def lack_keys(self, block: Block, out: Tensor) -> Tensor:
+    def rows_without_keys(self, block: Block, out: Tensor) -> Tensor:
         """Write the scores of a block to `out`, and return whether all of a row are minus infinity."""
         highest = self.maxima(block, out)
         return torch.eq(highest, -math.inf, out=self.flags.room(highest.shape))
 
     def reserve(self, block: Block) -> None:
-        """Take the memory that `lack_keys` needs. So the bytes of a call do not depend on whether it is asked."""
+        """Take the memory of `rows_without_keys`. So the bytes of a call do not depend on whether it is asked."""
         rows = (*sizes(block.pairs[:-1]), 1)
         self.highest.room(rows)
         self.flags.room(rows)

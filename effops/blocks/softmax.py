@@ -105,12 +105,12 @@ def _may_have_nan_of_mask(scores: Masked, results: Tensor) -> bool:
     """Whether the ordinary weights, or sums that they weigh, have a NaN that may come of a mask."""
     if not scores.has_exclusions:
         return False
-    return results.device.type != "cpu" or bool(observed(results.sum().isnan(), ordinary=scores.lacks_keys))
+    return results.device.type != "cpu" or bool(observed(results.sum().isnan(), ordinary=scores.first_query_lacks_keys))
 
 
 def _any_row_weights(scores: Masked, block: Block, scored: Tensor, out: Tensor) -> Tensor:
     """The weights of whole rows, whatever their scores are."""
-    no_key = scores.lack_keys(block, scored)
+    no_key = scores.rows_without_keys(block, scored)
     torch.softmax(scored, -1, out=out)
     return out.masked_fill_(no_key, 0)
 
@@ -246,15 +246,15 @@ def _backward(
             _pull_back_share(scores, blocks[0], found)
             continue
         rows = Rows(scores, buffer, blocks)
-        mean = rows.zeros()
+        weighted_sum = rows.zeros()
         for block, terms, factor in rows.gather():
             found = dweights(block)
-            mean.mul_(factor).add_((found * terms).sum(-1, keepdim=True))
-        mean /= rows.total
+            weighted_sum.mul_(factor).add_((found * terms).sum(-1, keepdim=True))
+        weighted_sum /= rows.total
         for block in blocks:
             weights = rows.weights(block)
             pull_back(block, weights)
-            _pull_back_share(scores, block, dweights(block).sub_(mean).mul_(weights))
+            _pull_back_share(scores, block, dweights(block).sub_(weighted_sum).mul_(weights))
     return scores.gradients()
 
 

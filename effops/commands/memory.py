@@ -54,7 +54,9 @@ def _run(run: Run, options: argparse.Namespace) -> int:
         if picture is not None:
             check_picture("argument --plot", picture)
             check_file("--plot", picture)
-        with shown_progress(f"{options.command}: predicting", lines=True) as progress:
+        module = (getattr(options, "workload", None) or "").partition(":")[0]
+        doing = f"importing {module}" if module else "predicting"
+        with shown_progress(f"{options.command}: {doing}", lines=True) as progress:
             found, content, draw = run(options, progress)
     except EXPECTED_ERRORS as error:
         return _failed(options.command, error)
@@ -81,7 +83,7 @@ def _run(run: Run, options: argparse.Namespace) -> int:
 def _failed(command: str, error: Exception) -> int:
     """Tell an error; returns the exit code. The function of the subcommand is not named beside it."""
     text = text_of(error).removeprefix(f"{FUNCTIONS.get(command, command)}: ")
-    place = line_of_program(frames_of(error))
+    place = "" if isinstance(error, NVMLUnavailableError) else line_of_program(frames_of(error))
     if place and place not in text:
         is_told = text.startswith("argument ")
         text = f"{text}; raised {place}" if is_told else f"Workload: it raised {type(error).__name__} {place}: {text}"
@@ -107,9 +109,10 @@ def _estimate(options: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _anatomy(options: argparse.Namespace, progress: Progress) -> Outcome:
+    workload = workload_of(options)
     progress(f"predicting a step of batch size {options.batch_size:,}" + " and running it" * options.measure)
     found = anatomy(
-        workload_of(options),
+        workload,
         options.batch_size,
         device=options.device,
         probe=options.probe,
@@ -183,6 +186,8 @@ def _sweep(options: argparse.Namespace, progress: Progress) -> Outcome:
                 f"argument --axis: expected an option of the architecture, {', '.join(known)}; got {', '.join(unknown)}"
                 + did_you_mean(unknown[0], known)
             )
+        for name, values in axes.items():
+            _check_values(name, values)
     base = {name: given for name in axes if (given := getattr(options, name, None)) is not None}
     found = sweep(
         lambda **values: workload_of(options, values),
@@ -207,6 +212,25 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     if not name or not values:
         raise ValueError(f"argument --axis: expected NAME=VALUE,VALUE, as layers=2,4,8; got {text!r}")
     return name.replace("-", "_"), [_value(one) for one in values.split(",")]
+
+
+def _check_values(axis: str, values: Sequence[Any]) -> None:
+    """Raise unless an option of an architecture may have these values."""
+    kind = CONFIGURATION_TYPES.get(axis, str)
+    if kind is str:
+        expected = (*ARCHITECTURES, "bert-large") if axis == "architecture" else (*KINDS, *BERT_KINDS)
+        if wrong := [value for value in values if value not in expected]:
+            raise ValueError(
+                f"argument --axis {axis}: expected some of {', '.join(expected)}; got {wrong[0]!r}"
+                + (did_you_mean(wrong[0], expected) or f"; write {axis}={expected[0]},{expected[1]}")
+            )
+        return
+    things, example = {int: ("integers", "2,4,8"), float: ("numbers", "0.1,0.2")}[kind]
+    if wrong := [value for value in values if isinstance(value, bool) or not isinstance(value, (int, kind))]:
+        name = option(axis).removeprefix("--")
+        raise ValueError(
+            f"argument --axis {name}: expected {things}; got {wrong[0]!r}; write them with commas, as {name}={example}"
+        )
 
 
 def _value(text: str) -> Any:
@@ -259,7 +283,8 @@ WORKLOAD = (
         "--workload",
         ONE_OF,
         metavar="MODULE:NAME",
-        help="one's own effops.memory.Workload, or a function that returns it; the current directory can be imported",
+        help="one's own effops.memory.Workload, or a function that returns it; the module is imported for real, from "
+        "the current directory too, and what stands at its top level runs",
     ),
     *(
         _argument(

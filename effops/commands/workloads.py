@@ -1,6 +1,7 @@
 """The workload that the options of `effops memory` name: a published architecture, or one's own of a module."""
 
 import argparse
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -75,7 +76,8 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):  # the module imports another one
             text = f"argument --workload: {place!r} must import what is installed; got: {error}; install it"
             raise ModuleNotFoundError(text).with_traceback(error.__traceback__) from error
-        near = did_you_mean(place, (f"{path.stem}{colon}{name}" for path in Path.cwd().glob("*.py")))
+        defining = [path.stem for path in sorted(Path.cwd().glob("*.py")) if name in _defined_names(path)]
+        near = did_you_mean(place, (f"{one}{colon}{name}" for one in defining))
         raise ValueError(
             f"argument --workload: expected MODULE:NAME of a workload; got {place!r}: {error}; write it as an "
             f"import does, without .py, in the current directory or an installed package{near}"
@@ -93,7 +95,7 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
     found = getattr(module, name, None) if name else None
     if found is None:
         places = [f"{module_name}:{one}" for one in _workload_names(module)] if module else []
-        there = f"; choose from {', '.join(places)}{did_you_mean(place, places)}" if places else ""
+        there = f"; choose from {', '.join(places)}{did_you_mean(place, places)}" if places else f"; {HOW_TO_WRITE_ONE}"
         raise ValueError(
             f"argument --workload: expected MODULE:NAME of a workload; got {place!r}, where there is none{there}"
         )
@@ -116,6 +118,25 @@ def _imported(place: str, values: Mapping[str, Any]) -> Workload:
             f"argument --workload: {NO_WORKLOAD}; got {_described(found)} from {place!r}; {HOW_TO_WRITE_ONE}"
         )
     return found
+
+
+def _defined_names(file: Path) -> set[str]:
+    """The names at the top level of a module, read without running it; none of what is no Python."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    names: set[str] = set()
+    for node in body:
+        is_definition = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        for one in [node] if is_definition else ast.walk(node):  # a local name is none of the module
+            if isinstance(one, (ast.FunctionDef, ast.ClassDef)):
+                names.add(one.name)
+            elif isinstance(one, (ast.Import, ast.ImportFrom)):
+                names.update(alias.asname or alias.name for alias in one.names)
+            elif isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+                names.add(one.id)
+    return names
 
 
 def _described(found: Any) -> str:

@@ -70,6 +70,14 @@ def reshaped(argument: str, shape: Sequence[int], fits: Callable[[Sequence[int]]
     return f"give {argument}.mT" if rows != columns and fits((*batch, columns, rows)) else ""
 
 
+def masking_keys(argument: str, shape: Sequence[int], keys: int, rank: int) -> str:
+    """How a mask excludes keys for all queries of `rank` axes: which it does where it has an axis of keys alone."""
+    if 1 < len(shape) < rank and shape[-1] == keys:
+        places = ":, " * (len(shape) - 1) + "None, " * (rank - len(shape)) + ":"
+        return f"to mask keys for all queries give {argument}[{places}]"
+    return "give (*batch, queries, keys), or (*batch, 1, keys) to mask keys for all queries"
+
+
 def check_mask(function: str, argument: str, mask: Any, meaning: str) -> None:
     """Raise unless `mask` is a dense tensor, boolean or floating-point. `meaning` says where a boolean one is True."""
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -13,7 +14,7 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from effops.dispatch.op import Call, Op, Variant, find_op, ops
-from effops.text import did_you_mean, tells_wrong_arguments
+from effops.text import EnteredWhenCalled, did_you_mean, tells_wrong_arguments
 
 AUTO = "auto"  # the name of the automatic choice, which None also means where no `use_variant` is entered
 
@@ -117,7 +118,7 @@ def _holds_here(entry: _Entry) -> bool:
     return entry.is_active and entry.thread is vars(_in_thread)
 
 
-class use_variant:
+class use_variant(metaclass=EnteredWhenCalled):
     """Context manager: every op called inside runs the named variant, or raises if it cannot.
 
     It holds for the current thread and asyncio task, and for tasks that begin inside while it is entered. Threads and
@@ -129,6 +130,7 @@ class use_variant:
     ...     lp = effops.power_spherical_log_prob(loc, scale, x)
     """
 
+    @functools.partial(tells_wrong_arguments, name="use_variant", remedy='; name one, as in use_variant("chunked")')
     def __init__(self, name: str) -> None:
         known = [*sorted({variant for op in ops().values() for variant in op.preference}), AUTO]
         if name not in known:

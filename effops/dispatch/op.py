@@ -211,5 +211,7 @@ def find_op(function: Callable[..., Any] | str, asked_by: str = "") -> Op:
         if not callable(function):  # perhaps what an op has returned
             arguments = ", and then its arguments" if asked_by == "explain" else ""
             remedy = f"give the op without calling it, as effops.attention{arguments}"
+        elif asked_by == "explain":
+            remedy += "; effops.explain(effops.tiled(function), ...) tells how any other one runs in tiles"
         raise ValueError(f"{asker}`function` must be an op of effops; got {got}; {remedy}; ops are {', '.join(_ops)}")
     return op

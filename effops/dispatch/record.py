@@ -4,7 +4,6 @@ import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,7 @@ from torch.compiler import is_compiling
 from effops.dispatch.op import Call, Cost, Op, Variant, find_op
 from effops.numerics.precision import without_autocast
 from effops.prediction.allocations import fake_mode
-from effops.text import aligned, format_bytes
+from effops.text import EnteredWhenCalled, aligned, format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +101,7 @@ _in_context: ContextVar[tuple[Calls, ...]] = ContextVar("effops_record", default
 _in_thread = _ThreadState()
 
 
-@contextmanager
-def record() -> Iterator[Calls]:
+class record(metaclass=EnteredWhenCalled):
     """Context manager: list every call of an op inside, with its variant, shapes, dtype and predicted bytes.
 
     It holds for the current thread and asyncio task. Recorders nest: each lists the calls inside of it. No tensor is
@@ -126,14 +124,21 @@ def record() -> Iterator[Calls]:
     bytes predicted, of one call, beyond the inputs
     ...
     """
-    if is_compiling():
-        raise _not_compiled()
-    calls, thread = Calls(), vars(_in_thread)
-    thread["recorders"] += 1
-    _in_context.set((*_in_context.get(), calls))
-    try:
-        yield calls
-    finally:  # perhaps in another context or thread, as a generator may be closed
+
+    def __init__(self) -> None:
+        if is_compiling():
+            raise _not_compiled()
+        self._entered: list[tuple[Calls, dict[str, Any]]] = []
+
+    def __enter__(self) -> Calls:
+        calls, thread = Calls(), vars(_in_thread)
+        thread["recorders"] += 1
+        self._entered.append((calls, thread))
+        _in_context.set((*_in_context.get(), calls))
+        return calls
+
+    def __exit__(self, *error: object) -> None:
+        calls, thread = self._entered.pop()  # perhaps in another context or thread, as a generator may be closed
         thread["recorders"] -= 1
         _in_context.set(tuple(other for other in _in_context.get() if other is not calls))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from effops.pytorch import FakeTensor, _are_functorch_transforms_active
+from effops.text import EnteredWhenCalled, tells_wrong_arguments
 
 
 class Condition(NamedTuple):
@@ -24,6 +25,7 @@ class Condition(NamedTuple):
         measured: the numbers that are compared: the values themselves, or lengths or sums of them
         holds: where they are as expected
         remedy: what to do where they are not, or a function that finds out
+        got: what is there instead, where that is not a single number
     """
 
     argument: str
@@ -31,6 +33,7 @@ class Condition(NamedTuple):
     measured: Tensor
     holds: Tensor
     remedy: str | Callable[[], str]
+    got: str = ""
 
 
 Conditions = Callable[[Any], Iterable[Condition]]  # of a call
@@ -72,7 +75,7 @@ _in_context: ContextVar[tuple[_Entry, ...]] = ContextVar("effops_validate", defa
 _in_thread = _ThreadState()
 
 
-class validate:
+class validate(metaclass=EnteredWhenCalled):
     """Context manager: every op called inside checks the values of its operands, and raises ValueError if one is wrong.
 
     Without it ops check shapes, dtypes and devices, and wrong values give wrong numbers or NaN: vectors that are not of
@@ -92,6 +95,7 @@ class validate:
     ValueError: power_spherical_log_prob: `x` must have length 1 along its last dimension; got 2 at (0, 0), ...
     """
 
+    @tells_wrong_arguments
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
 
@@ -150,6 +154,9 @@ def _check(function: str, condition: Condition) -> None:
         raise NotImplementedError(
             f"{function}: effops.validate() needs values, which torch.func.vmap hides; call the function outside of one"
         ) from error
+    start = f"{function}: `{condition.argument}` must {condition.expected}; got"
+    if condition.got:
+        raise ValueError(f"{start} {condition.got}; {condition.remedy}") from None
     wrong = condition.holds.logical_not().nonzero()
     place = tuple(wrong[0].tolist())
     are = "is" if len(wrong) == 1 else "are"
@@ -159,6 +166,6 @@ def _check(function: str, condition: Condition) -> None:
     elif callable(remedy):
         remedy = remedy()
     raise ValueError(
-        f"{function}: `{condition.argument}` must {condition.expected}; got {number:.9g}"
+        f"{start} {number:.9g}"
         f"{f' at {place}' if place else ''}, {len(wrong)} of {condition.holds.numel()} {are} wrong; {remedy}"
     ) from None

@@ -43,18 +43,18 @@ class TellingDistribution(Distribution):
         return super().sample(sample_shape)
 
     def cdf(self, value: Tensor) -> NoReturn:
-        self._has_no_order("cdf")
+        self._is_of_vectors("cdf", "scalars", "count the draws of sample((1000,)) that are in a region instead")
 
     def icdf(self, value: Tensor) -> NoReturn:
-        self._has_no_order("icdf")
+        self._is_of_vectors("icdf", "scalars", "take torch.quantile of a number of each draw, as its first coordinate")
 
     def enumerate_support(self, expand: bool = True) -> NoReturn:
-        self._has_no_order("enumerate_support")
+        self._is_of_vectors("enumerate_support", "finitely many values", "take draws, as of sample((1000,))")
 
-    def _has_no_order(self, method: str) -> NoReturn:
+    def _is_of_vectors(self, method: str, expected: str, remedy: str) -> NoReturn:
         raise NotImplementedError(
-            f"{type(self).__name__}.{method}: a distribution must be one of numbers; got one of vectors of "
-            f"{self._event_shape[0]} coordinates; count draws instead, as of sample((1000,))"
+            f"{type(self).__name__}.{method}: only distributions of {expected} have one; got one of vectors of "
+            f"{self._event_shape[0]} coordinates; {remedy}"
         )
 
     def _extended_shape(self, sample_shape: _size = ()) -> torch.Size:

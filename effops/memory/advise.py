@@ -13,6 +13,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.building import StepRecorder, build_model
+from effops.memory.checked import check_count, check_device, check_flags
 from effops.memory.optimizers import AdamW8bit
 from effops.memory.surroundings import isolated_from_caller
 from effops.memory.workload import Workload, check_step
@@ -166,8 +167,9 @@ def advise(
     Source: Hugging Face transformers, "Efficient training on a single GPU"; Rajbhandari et al. 2019, arXiv:1910.02054.
     """
     check_step("advise", workload, batch_size)
-    if devices < 1:
-        raise ValueError(f"advise: `devices` must be at least 1; got {devices}")
+    check_device("advise", device)
+    check_flags("advise", probe=probe)
+    check_count("advise", "devices", devices, "leave it out for 1")
     budget_bytes = None if budget is None else parse_bytes(budget, "advise: `budget`")
     predict = _Predictor(devices, device, probe, progress)
     start = _Setting(workload, batch_size)

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from effops.measure import tensors
 from effops.memory.building import StepRecorder, build_model
+from effops.memory.checked import check_device, check_flags
 from effops.memory.measured import measured_timeline
 from effops.memory.surroundings import isolated_from_caller
 from effops.memory.workload import Step, Workload, called_as, check_step
@@ -33,7 +34,7 @@ from effops.pytorch import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from effops.text import aligned, did_you_mean, format_bytes, frames_of, line_of_program, tells_wrong_arguments
+from effops.text import aligned, format_bytes, frames_of, line_of_program, parse_bytes, tells_wrong_arguments
 
 UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 # What PyTorch says of fake tensors whose values are read, and what reads them; those errors have no class of their own.
@@ -179,7 +180,7 @@ def anatomy(
     device: str = "cpu",
     measure: bool = False,
     probe: bool = True,
-    context_bytes: int = CONTEXT_BYTES,
+    context_bytes: str | float = CONTEXT_BYTES,
 ) -> Anatomy:
     """The memory of one step, predicted without running it.
 
@@ -196,7 +197,7 @@ def anatomy(
         measure: also run the step, on this CPU, and put what it allocates beside the prediction
         probe: run single operators on this CPU, once each in a process, to find what they allocate inside where no rule
             tells; those of convolutions and of products in bfloat16 depend on the CPU. Nothing of "cuda" is probed.
-        context_bytes: what a CUDA device holds before there are tensors
+        context_bytes: what a CUDA device holds before there are tensors, as a number or as a text such as "600 MiB"
 
     Raises:
         ValueError: the batch does not depend on its size, the model is not built anew, or the device is unknown
@@ -207,17 +208,16 @@ def anatomy(
         >>> print(effops.memory.anatomy(workload, 32))
     """
     check_step("anatomy", workload, batch_size)
-    if device not in ("cpu", "cuda"):
-        remedy = did_you_mean(device, ("cpu", "cuda"))
-        remedy = remedy or "; give one of these, since what other devices allocate is not known"
-        raise ValueError(f'anatomy: `device` must be "cpu" or "cuda"; got {device!r}{remedy}')
+    check_device("anatomy", device)
+    check_flags("anatomy", measure=measure, probe=probe)
+    held_bytes = parse_bytes(context_bytes, "anatomy: `context_bytes`")
     if measure and device != "cpu":
         raise ValueError('anatomy: `measure` runs the step on the CPU; leave `device="cpu"`, or `measure=False`')
     recorder, timeline = _followed(workload, batch_size, device == "cuda", probe)
     return Anatomy(
         batch_size,
         timeline,
-        overheads(timeline, recorder.convolution_bytes, context_bytes) if device == "cuda" else {},
+        overheads(timeline, recorder.convolution_bytes, held_bytes) if device == "cuda" else {},
         dict(recorder.operations),
         tuple(sorted(recorder.unknown)),
         Anatomy(batch_size, measured_timeline(workload, batch_size)) if measure else None,

@@ -1,5 +1,6 @@
 """The largest batch whose step fits a budget: predicted, or found by running."""
 
+import functools
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -7,14 +8,15 @@ from dataclasses import dataclass, field
 import torch
 
 from effops.measure import available_bytes
-from effops.memory.anatomy import anatomy
+from effops.memory.anatomy import Anatomy, anatomy
+from effops.memory.checked import check_count, check_device, check_flags
 from effops.memory.measured import measured_timeline
 from effops.memory.workload import Step, Workload, check_step
 from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.prediction.inside import caution
 from effops.text import aligned, did_you_mean, format_bytes, format_distinct_bytes, parse_bytes, tells_wrong_arguments
 
-SIZES_BY_LINE = 12  # batch sizes that are read off a line through two peaks; the sizes tried after them halve a gap
+LINE_TRIALS = 12  # batch sizes that are read off a line through two peaks; the sizes tried after them halve a gap
 PROBED_STEPS = 3  # steps that run to find the peak of a batch size
 LARGEST_BATCH = 2**40
 MEANINGS = ("tensors", "device")
@@ -78,7 +80,7 @@ def max_batch_size(
     multiple_of: int = 1,
     power_of_two: bool = False,
     probe: bool = True,
-    context_bytes: int = CONTEXT_BYTES,
+    context_bytes: str | float = CONTEXT_BYTES,
     progress: Callable[[str], None] = lambda text: None,
 ) -> MaxBatch:
     """The largest batch size of a forward pass whose step fits a budget.
@@ -95,7 +97,7 @@ def max_batch_size(
         multiple_of: the batch size is a multiple of that
         power_of_two: the batch size is a power of two
         probe: as in `anatomy`, where `mode` is "predict"
-        context_bytes: what a CUDA device holds before there are tensors
+        context_bytes: what a CUDA device holds before there are tensors, as a number or as a text such as "600 MiB"
         progress: is told of each batch size before it is tried
 
     Raises:
@@ -106,23 +108,23 @@ def max_batch_size(
         >>> effops.memory.max_batch_size(workload, "6 GiB").batch_size
     """
     check_step("max_batch_size", workload)
-    for name, value, expected in (("budget_means", budget_means, MEANINGS), ("mode", mode, MODES)):
-        if value not in expected:
-            near = did_you_mean(value, expected)
-            raise ValueError(
-                f'max_batch_size: `{name}` must be "{expected[0]}" or "{expected[1]}"; got {value!r}{near}'
-            )
-    if multiple_of < 1 or (power_of_two and multiple_of & (multiple_of - 1)):
+    _check_choices(budget_means=(budget_means, MEANINGS), mode=(mode, MODES))
+    check_device("max_batch_size", device)
+    check_flags("max_batch_size", power_of_two=power_of_two, probe=probe)
+    check_count("max_batch_size", "multiple_of", multiple_of, "leave it out for any batch size")
+    if power_of_two and multiple_of & (multiple_of - 1):
         raise ValueError(
-            "max_batch_size: `multiple_of` must be at least 1, and a power of two beside `power_of_two`; got "
-            f"{multiple_of}"
+            f"max_batch_size: `multiple_of` must be a power of two beside `power_of_two`; got {multiple_of}; give "
+            f"{2 ** (multiple_of.bit_length() - 1)}, or leave one out"
         )
     budget_bytes = None if budget is None else parse_bytes(budget, "max_batch_size: `budget`")
+    held_bytes = parse_bytes(context_bytes, "max_batch_size: `context_bytes`")
+    anatomy_of = functools.partial(anatomy, workload, device=device, probe=probe, context_bytes=held_bytes)
     unknown: set[str] = set()
     if mode == "predict":
-        peak_of = _predictor(workload, budget_bytes, budget_means, device, probe, context_bytes, unknown)
+        peak_of = _predictor(anatomy_of, budget_bytes, budget_means, device, unknown)
     else:
-        peak_of = _prober(workload, budget_bytes, budget_means, context_bytes)
+        peak_of = _prober(workload, budget_bytes, budget_means, held_bytes)
     doing = "predicting" if mode == "predict" else "running"
 
     def told_peak_of(size: int) -> int | None:
@@ -132,9 +134,10 @@ def max_batch_size(
     search = _Search(told_peak_of, _Sizes(multiple_of, power_of_two), budget_bytes)
     if not search.fits(0):
         smallest = search.sizes.at(0)
-        parts = anatomy(workload, smallest, probe=probe).instants["peak"] if mode == "predict" else {}
-        raise BudgetTooSmallError(_budget_too_small(smallest, search.tried[smallest], budget_bytes, parts))
-    largest, following = search.run(SIZES_BY_LINE if mode == "predict" else 0)
+        parts = anatomy_of(smallest).instants["peak"] if mode == "predict" else {}
+        lacks_unit = not isinstance(budget, str)
+        raise BudgetTooSmallError(_budget_too_small(smallest, search.tried[smallest], budget_bytes, parts, lacks_unit))
+    largest, following = search.run(LINE_TRIALS if mode == "predict" else 0)
     return MaxBatch(
         largest,
         search.tried[largest] if mode == "predict" else None,
@@ -144,6 +147,15 @@ def max_batch_size(
         search.tried,
         tuple(sorted(unknown)),
     )
+
+
+def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, expected) in choices.items():
+        if value not in expected:
+            near = did_you_mean(value, expected)
+            raise ValueError(
+                f'max_batch_size: `{name}` must be "{expected[0]}" or "{expected[1]}"; got {value!r}{near}'
+            )
 
 
 @dataclass(frozen=True)
@@ -183,10 +195,10 @@ class _Search:
         nbytes = self.tried[size] = self.peak_of(size)
         return nbytes is not None and (self.budget_bytes is None or nbytes <= self.budget_bytes)
 
-    def run(self, sizes_by_line: int) -> tuple[int, int]:
+    def run(self, line_trials: int) -> tuple[int, int]:
         """The largest size that fits, and the next one, which does not; the smallest one was tried and fits.
 
-        The first `sizes_by_line` sizes are where the line through the last two peaks reaches the budget. Then sizes are
+        The first `line_trials` sizes are where the line through the last two peaks reaches the budget. Then sizes are
         doubled until one does not fit, and the gap is halved.
         """
         low, high = 0, None
@@ -198,7 +210,7 @@ class _Search:
                     f"{format_bytes(self.tried[size] or 0)} for a batch of {size:,}; make the first dimension "
                     "of what `batch` returns the argument"
                 )
-            if len(self.tried) < sizes_by_line:
+            if len(self.tried) < line_trials:
                 assert self.budget_bytes is not None
                 crossing = _crossing(self.tried, self.budget_bytes)
                 index = max(low + 1, self.sizes.last(min(crossing, 2 * LARGEST_BATCH)))
@@ -222,13 +234,15 @@ def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
     return size + (budget_bytes - nbytes) * (other_size - size) / (other_bytes - nbytes)
 
 
-def _budget_too_small(size: int, nbytes: int | None, budget_bytes: int | None, parts: Mapping[str, int]) -> str:
+def _budget_too_small(
+    size: int, nbytes: int | None, budget_bytes: int | None, parts: Mapping[str, int], lacks_unit: bool = False
+) -> str:
     shown = iter(_distinct([nbytes], budget_bytes))
     took = "more than the device has" if nbytes is None else next(shown)
     given = "none" if budget_bytes is None else next(shown)
     most = ", ".join(f"{name} {format_bytes(parts[name])}" for name in sorted(parts, key=lambda name: -parts[name])[:3])
     remedy = "raise it, or see what `advise` says of the workload"
-    if budget_bytes is not None and budget_bytes < 1024:  # of another unit, it would be one of the next
+    if lacks_unit and budget_bytes is not None and budget_bytes < 1024:  # probably the unit is missing
         remedy = f'a number alone is bytes: give a unit too, as "{budget_bytes}G"'
     return (
         f"max_batch_size: `budget` must hold a step of batch size {size}, which takes {took}"
@@ -237,12 +251,10 @@ def _budget_too_small(size: int, nbytes: int | None, budget_bytes: int | None, p
 
 
 def _predictor(
-    workload: Workload,
+    anatomy_of: Callable[[int], Anatomy],
     budget_bytes: int | None,
     budget_means: str,
     device: str,
-    probe: bool,
-    context_bytes: int,
     unknown: set[str],
 ) -> Callable[[int], int | None]:
     """A function that predicts the peak of a batch size, and adds operators of unknown workspace to `unknown`."""
@@ -256,7 +268,7 @@ def _predictor(
 
     def peak_bytes(size: int) -> int:
         try:
-            found = anatomy(workload, size, device=device, probe=probe, context_bytes=context_bytes)
+            found = anatomy_of(size)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise

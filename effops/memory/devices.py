@@ -16,6 +16,8 @@ import torch
 
 from effops.text import aligned, format_bytes, how_to_install
 
+REQUIRED_METRICS = "train_runtime", "train_samples_per_second"
+
 
 class NVMLUnavailableError(RuntimeError):
     """NVML cannot be asked; the message says why, and what to do."""
@@ -204,14 +206,24 @@ def summarize(result: Any) -> Summary:
             "summarize: `result` must be a mapping of metrics, or have one as `metrics`; got "
             f"{type(result).__name__}; give what Trainer.train() returns"
         )
-    missing = [name for name in ("train_runtime", "train_samples_per_second") if name not in metrics]
+    missing = [name for name in REQUIRED_METRICS if name not in metrics]
     if missing:
         raise ValueError(
             f"summarize: `result` must have train_runtime and train_samples_per_second; got none of the name "
             f"{' and '.join(missing)}"
         )
-    time_s, samples_per_second = float(metrics["train_runtime"]), float(metrics["train_samples_per_second"])
+    time_s, samples_per_second = map(_metric, REQUIRED_METRICS, (metrics[name] for name in REQUIRED_METRICS))
     try:
         return Summary(time_s, samples_per_second, device_usage())
     except NVMLUnavailableError as error:
         return Summary(time_s, samples_per_second, None, str(error))
+
+
+def _metric(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"summarize: `{name}` must be a number; got {type(value).__name__} {value!r}; give what Trainer.train() "
+            "returns"
+        ) from None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from effops.memory.checked import check_count, check_flags
 from effops.text import aligned, did_you_mean, format_bytes, tells_wrong_arguments
 
 FORMULAS = ("rough", "detailed")
@@ -65,8 +66,9 @@ class Details:
                 raise ValueError(
                     f"Details: `{name}` must be one of {', '.join(expected)}; got {got!r}{did_you_mean(got, expected)}"
                 )
-        if self.d_ff is not None and self.d_ff < 1:
-            raise ValueError(f"Details: `d_ff` must be at least 1; got {self.d_ff}; give None for 4 heads x head_dim")
+        check_flags("Details", dropout=self.dropout, mixed_precision=self.mixed_precision)
+        if self.d_ff is not None:
+            check_count("Details", "d_ff", self.d_ff, "give None for 4 heads x head_dim")
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,9 @@ def estimate_transformer(
     """
     sizes = {"blocks": blocks, "heads": heads, "head_dim": head_dim, "batch": batch, "seq_len": seq_len}
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"estimate_transformer: `{name}` must be at least 1; got {size}")
+        check_count("estimate_transformer", name, size)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"estimate_transformer: `dtype` must be a dtype; got {dtype!r}; give torch.float32")
     if not dtype.is_floating_point:
         raise ValueError(f"estimate_transformer: `dtype` must be of floating point; got {dtype}")
     if formula not in FORMULAS:
@@ -176,6 +179,8 @@ def estimate_transformer(
             f"estimate_transformer: `formula` must be one of {', '.join(FORMULAS)}; got {formula!r}"
             + did_you_mean(formula, FORMULAS)
         )
+    if details is not None and not isinstance(details, Details):
+        raise TypeError(f"estimate_transformer: `details` must be a Details; got {type(details).__name__}; make one")
     if formula == "detailed":
         return _detailed(blocks, heads, heads * head_dim, batch, seq_len, dtype, details or Details())
     if details is not None:

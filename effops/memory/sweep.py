@@ -8,6 +8,7 @@ from typing import Any
 
 from effops.memory.anatomy import anatomy
 from effops.memory.batches import BudgetTooSmallError, max_batch_size
+from effops.memory.checked import check_count, check_device, check_flags
 from effops.memory.plot import plot_sweep
 from effops.memory.workload import Workload
 from effops.prediction.inside import caution
@@ -95,12 +96,9 @@ def sweep(
         >>> effops.memory.sweep(workload_of, {"width": [64, 256]}, "1 MiB").axes
         {'width': {64: 671, 256: 127}}
     """
-    if (budget is None) == (batch_size is None):
-        raise ValueError(
-            f"sweep: give `budget` for the largest batch or `batch_size` for the peak; got {budget!r}, {batch_size!r}"
-        )
-    if not axes or not all(isinstance(values, Sequence) and values for values in axes.values()):
-        raise ValueError(f"sweep: `axes` must have at least one axis, each with values; got {dict(axes)!r}; give lists")
+    _check_arguments(workload_of, axes, budget, batch_size)
+    check_device("sweep", device)
+    check_flags("sweep", power_of_two=power_of_two, probe=probe)
     base_values = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
     if unknown_names := [axis for axis in base_values if axis not in axes]:
         near = did_you_mean(unknown_names[0], axes)
@@ -136,3 +134,23 @@ def sweep(
         for axis, values in axes.items()
     }
     return Sweep(found, base_values, budget_bytes, batch_size, tuple(sorted(unknown)))
+
+
+def _check_arguments(
+    workload_of: Any, axes: Mapping[str, Sequence[Any]], budget: str | float | None, batch_size: int | None
+) -> None:
+    if (budget is None) == (batch_size is None):
+        raise ValueError(
+            f"sweep: give `budget` for the largest batch or `batch_size` for the peak; got {budget!r}, {batch_size!r}"
+        )
+    if batch_size is not None:
+        check_count("sweep", "batch_size", batch_size)
+    if not isinstance(axes, Mapping):
+        raise TypeError(f"sweep: `axes` must be a dict of lists; got {type(axes).__name__}; give {{'width': [8, 16]}}")
+    if not axes or not all(isinstance(values, Sequence) and values for values in axes.values()):
+        raise ValueError(f"sweep: `axes` must have at least one axis, each with values; got {dict(axes)!r}; give lists")
+    if not callable(workload_of):
+        raise TypeError(
+            f"sweep: `workload_of` must be a function that returns a workload; got {type(workload_of).__name__}; give "
+            f"lambda {', '.join(axes)}: Workload(...)"
+        )

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors
+from effops.memory.checked import check_count
 from effops.pytorch import tree_leaves
-from effops.text import frames_of, integer_remedy, line_of_program, tells_wrong_arguments, text_of
+from effops.text import frames_of, line_of_program, tells_wrong_arguments, text_of
 
 # These can be raised again with another text. Subclasses of them may take other arguments than a text.
 TOLD_WITH_CALL = (
@@ -85,9 +85,10 @@ class Workload:
             )
         if self.generate is not None and self.loss is not None:
             raise ValueError("Workload: `generate` is for inference; got `loss` too; leave one out")
-        if self.accumulation_steps < 1 or (self.accumulation_steps > 1 and self.loss is None):
+        check_count("Workload", "accumulation_steps", self.accumulation_steps, "leave it out for 1")
+        if self.accumulation_steps > 1 and self.loss is None:
             raise ValueError(
-                f"Workload: `accumulation_steps` must be at least 1, and 1 for inference; got {self.accumulation_steps}"
+                f"Workload: `accumulation_steps` must be 1 for inference; got {self.accumulation_steps}; leave it out"
             )
 
     def _check_functions(self) -> None:
@@ -157,12 +158,7 @@ def check_step(function: str, workload: Any, batch_size: Any = 1) -> None:
             f"{function}: `workload` must be an effops.memory.Workload; got {type(workload).__name__}; give "
             "Workload(model=lambda: ..., batch=lambda size: ...)"
         )
-    if not isinstance(batch_size, Integral) or isinstance(batch_size, bool):
-        got = type(batch_size).__name__
-        remedy = integer_remedy(batch_size)
-        raise TypeError(f"{function}: `batch_size` must be an integer; got {got} {batch_size!r}; {remedy}")
-    if batch_size < 1:
-        raise ValueError(f"{function}: `batch_size` must be at least 1; got {batch_size}; give a larger one")
+    check_count(function, "batch_size", batch_size)
 
 
 class Step:
@@ -172,8 +168,7 @@ class Step:
 
     Args:
         workload, batch_size: as in `anatomy`
-        enter: is told of each phase that begins: setup, inputs, forward, backward, optimizer or release; in inference
-            also between
+        enter: is told of each phase that begins, of `effops.prediction.timeline.PHASES`
         mark: is told a category, and tensors whose storages belong to it
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ Labels = tuple[int, ...]
 LETTERS = string.ascii_uppercase + string.ascii_lowercase  # in lists of labels 0 to 51
 ELLIPSIS = -1  # stands for an ellipsis in labels
 LAST_AXIS = len(LETTERS)  # the label of the last axis of an ellipsis; the axes before it have the next numbers
+ONE_LETTER = 'a label is one letter, as in "ij,jk->ik", and no word'
 LAST_BATCH_AXIS = 1000  # the same of the axes that come before those of an equation that is spelled out
 
 
@@ -141,7 +142,7 @@ def _labels(function: str, term: str, equation: str) -> Labels:
     before, dots, after = term.partition("...")
     wrong = next((one for one in before + after if one not in LETTERS), "")
     if wrong:
-        remedy = "write an ellipsis as three dots, once a term" if wrong == "." else "use letters"
+        remedy = "write an ellipsis as three dots, once a term" if wrong == "." else "use a letter for each axis"
         raise ValueError(
             f"{function}: `equation` must consist of letters, ellipses, commas and an arrow; got {equation!r}; {remedy}"
         )
@@ -181,13 +182,21 @@ def spelled_out(function: str, terms: tuple[Labels, ...], output: Labels | None,
             got = "which no operand has" if label not in known else "twice"
             raise ValueError(
                 f"{function}: labels of the result must be those of operands, each once; got {name(label)!r}, {got}; "
-                "change what stands behind the arrow"
+                f"change what stands behind the arrow; {ONE_LETTER}"
             )
     own = {label: LETTERS[label] for label in known if label < LAST_AXIS}  # errors name them
     free = (letter for letter in map(symbol, itertools.count()) if letter not in own.values())
     letters = own | {label: next(free) for label in known if label not in own}
     *inputs, result = ("..." + "".join(letters[label] for label in term) for term in (*expanded, output))
     return f"{','.join(inputs)}->{result}"
+
+
+def written(terms: Sequence[Labels], output: Labels | None) -> str:
+    """The equation of labels, as a user writes it."""
+    texts = [
+        "".join("..." if label == ELLIPSIS else LETTERS[label] for label in term) for term in (*terms, output or ())
+    ]
+    return ",".join(texts[:-1]) + (f"->{texts[-1]}" if output is not None else "")
 
 
 def symbol(number: int) -> str:
@@ -203,7 +212,7 @@ def _expanded(function: str, number: int, term: Labels, rank: int) -> Labels:
     """The labels of an operand with `rank` axes, with one for each axis of an ellipsis."""
     axes = rank - len(term) + (ELLIPSIS in term)
     if axes < 0 or (axes and ELLIPSIS not in term):
-        remedy = "an ellipsis stands for axes without a label" if axes > 0 else "leave labels out"
+        remedy = "an ellipsis stands for axes without a label" if axes > 0 else f"leave labels out; {ONE_LETTER}"
         raise ValueError(
             f"{function}: operand {number} must have an axis for each of its labels; got {counted(rank, 'axes')} and "
             f"{counted(len(term) - (ELLIPSIS in term), 'labels')}; {remedy}"
@@ -246,8 +255,15 @@ def _numbered(equation: str) -> tuple[tuple[Labels, ...], Labels]:
     return tuple(inputs), output
 
 
-def check_sizes(function: str, equation: str, shapes: Sequence[Sequence[int]]) -> None:
-    """Raise unless the axes of a label have one size, or 1. The axes of a label in one operand have one size."""
+def check_sizes(function: str, equation: str, shapes: Sequence[Sequence[int]], quoted: Callable[[], str]) -> None:
+    """Raise unless the axes of a label have one size, or 1. The axes of a label in one operand have one size.
+
+    `equation` is spelled out. An error has it as it was given, which `quoted` tells.
+    """
+
+    def named(letter: str) -> str:
+        return repr(letter) if letter in quoted() else "an axis of an ellipsis"
+
     terms = equation.replace("...", "").split("->")[0].split(",")
     sizes: dict[str, int] = {}
     for number, (term, shape) in enumerate(zip(terms, shapes)):
@@ -258,14 +274,14 @@ def check_sizes(function: str, equation: str, shapes: Sequence[Sequence[int]]) -
             if same != size:
                 raise ValueError(
                     f"{function}: axes of one label must have one size in an operand; got {same} and {size} for "
-                    f"{letter!r} in operand {number} of {equation!r}; give the axes different labels"
+                    f"{named(letter)} in operand {number} of {quoted()!r}; give the axes different labels"
                 )
             if known == 1:
                 sizes[letter] = size
             elif size not in (1, known):
                 raise ValueError(
-                    f"{function}: axes of one label must have one size, or 1; got {known} and {size} for {letter!r}, "
-                    f"the latter in operand {number} of {equation!r}; check the order of the labels"
+                    f"{function}: axes of one label must have one size, or 1; got {known} and {size} for "
+                    f"{named(letter)}, the latter in operand {number} of {quoted()!r}; check the order of the labels"
                 )
 
 

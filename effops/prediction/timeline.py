@@ -20,6 +20,17 @@ CATEGORIES = (
     "other",
 )
 
+# The phases of a step. Each lasts until the next one begins.
+PHASES = (
+    "setup",  # model and optimizer are made
+    "inputs",  # a batch is made
+    "forward",  # of training: the loss is computed; of inference: the model is called
+    "backward",
+    "optimizer",  # its step
+    "between",  # of inference: what runs before, between and after calls of the model
+    "release",  # gradients, or the results of inference, are released
+)
+
 
 @dataclass
 class Allocation:
@@ -56,7 +67,7 @@ def highest(allocations: Iterable[Allocation]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Allocations in the order of their births, and phases, each with its first tick.
+    """Allocations in the order of their births, and phases, of `PHASES`, each with its first tick.
 
     The last step begins after the tick `start`. What is there at that tick was there before the step.
     """
@@ -96,7 +107,7 @@ class Timeline:
         return (one for one in self.allocations if one.is_there(tick))
 
     def makers(self, category: str) -> Mapping[str, int]:
-        """The operators that made what a category holds when it holds most, and the bytes of each, the most first."""
+        """The operators that made what a category holds at its largest, by bytes; the largest operator comes first."""
         curve = self.curves[category]
         tick = self.start + curve.index(max(curve))
         found: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from effops.measure import Pass, memory, tensors, times
 from effops.pytorch import tree_map_only
-from effops.text import aligned, format_bytes
+from effops.text import aligned, format_bytes, tells_wrong_arguments
 
 REPEATS, SECONDS = 5, 2.0  # of each time
 
@@ -54,10 +54,14 @@ class Comparison:
             )
             for name, side in (("function", self.function), ("other", self.other))
         ]
-        title = "errors against float64, in units of the function's own; bytes and time with backward"
+        title = (
+            "errors against float64, in units of the function's own or of a rounding of the largest value, whichever "
+            "is more;\nbytes and time with backward"
+        )
         return f"{title}\n{aligned([header, *rows], left=1)}"
 
 
+@tells_wrong_arguments
 def compare(fn: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Comparison:
     """Compare a function with another one that should equal it, such as `effops.tiled(fn)`.
 
@@ -70,6 +74,7 @@ def compare(fn: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Co
         args: the arguments of both
 
     Raises:
+        TypeError: what is compared is no function
         ValueError: the results differ in number or shape
 
     Example:
@@ -78,6 +83,12 @@ def compare(fn: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Co
         >>> effops.compare(line, effops.tiled(line, budget="1 MiB"), x, y).other.taken_bytes <= 2**20
         True
     """
+    for name, one in (("fn", fn), ("other", other)):
+        if not callable(one):
+            raise TypeError(
+                f"compare: `{name}` must be a function or a module; got {type(one).__name__}; give both functions "
+                "first, and then their arguments"
+            )
     wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
     doubled = tree_map_only(Tensor, _wide, args)
     expected = _outcome(wide, doubled)

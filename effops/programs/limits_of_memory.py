@@ -31,13 +31,24 @@ from effops.pytorch import (
     _get_dispatch_mode,
     _TorchDispatchModeKey,
 )
-from effops.text import aligned, format_bytes, format_distinct_bytes, parse_bytes, tells_wrong_arguments
+from effops.text import (
+    EnteredWhenCalled,
+    aligned,
+    format_bytes,
+    format_distinct_bytes,
+    parse_bytes,
+    tells_wrong_arguments,
+)
 
 __all__ = ["LargeLine", "MemoryBudgetExceeded", "MemoryReport", "budget", "predict"]
 
 SHOWN_LINES = 3
 LONGEST_SOURCE = 100
 MOST_SIGNATURES = 256  # remembered of one function; the oldest goes
+
+HOW_TO_CHECK = (
+    '; to check a call write effops.budget("64 MiB").check(fn, *args), or use the fixture memory_budget in a test'
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,7 +136,7 @@ def _shortened(source: str) -> str:
     return source if len(source) <= LONGEST_SOURCE else f"{source[: LONGEST_SOURCE - 3]}..."
 
 
-class budget:
+class budget(metaclass=EnteredWhenCalled):
     """A bound on the memory of a function or of a block, checked on fake tensors before anything is computed.
 
     What counts is the highest sum, at any moment, of live storages that a call allocated and does not return: its
@@ -175,7 +186,7 @@ class budget:
         (4040000, 40000)
     """
 
-    @tells_wrong_arguments
+    @functools.partial(tells_wrong_arguments, name="budget", remedy=HOW_TO_CHECK)
     def __init__(self, limit: str | float) -> None:
         if callable(limit):
             raise ValueError(

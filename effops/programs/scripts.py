@@ -6,6 +6,7 @@ It knows nothing of what is asked about the script: `ScriptRun` gives back what 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import runpy
@@ -113,7 +114,7 @@ def run_script(
         observed: is filled; a new one if it is None
 
     Raises:
-        ValueError: `steps` is below 1, or the device is unknown
+        ValueError: `steps` is below 1, the device is unknown, or the script is a notebook
         OSError: the script cannot be read
         CannotFollow: a line depends on values; names it, and the remedy
         RefusedWriteError: it writes a file; names the line
@@ -129,6 +130,7 @@ def run_script(
         raise FileNotFoundError(
             f"{name}: a script must be a file that can be read; got {path!r}; name the .py file, with options before it"
         )
+    _check_python(path, name)
     observed = Observed() if observed is None else observed
     counter = _StepCounter(steps)
     with (
@@ -142,6 +144,23 @@ def run_script(
     ):
         _run(path, arguments, name, values)
     return ScriptRun(observed, values, counter.count, writes.skipped, writes.written)
+
+
+def _check_python(path: str, name: str) -> None:
+    """Raise if a file is a notebook or other JSON, which Python would run as an expression that does nothing."""
+    with open(path, "rb") as file:
+        text = file.read()
+    is_notebook, content = path.endswith(".ipynb"), None
+    if text.lstrip()[:1] in (b"{", b"["):
+        with contextlib.suppress(ValueError):
+            content = json.loads(text)
+    if is_notebook or (isinstance(content, dict) and "cells" in content):
+        raise ValueError(
+            f"{name}: a script must be Python; got the notebook {path!r}; save it as one, by "
+            f"`jupyter nbconvert --to script {path}`"
+        )
+    if isinstance(content, (dict, list)):
+        raise ValueError(f"{name}: a script must be Python; got {path!r}, which is JSON; name the .py file")
 
 
 def _run(path: str, arguments: Sequence[str], name: str, values: AssumedValues) -> None:

@@ -128,7 +128,9 @@ def test_masks_of_attention():
     with effops.validate():
         for mask in (None, allowed.bool(), allowed.log(), torch.zeros(5, 5)):
             effops.attention(query, query, query, mask)
-        with pytest.raises(ValueError, match=r"`attn_mask` must be boolean, .*; give attn_mask.bool\(\)"):
+        with pytest.raises(
+            ValueError, match=r"`attn_mask` must be boolean, .*; got zeros and ones alone; give attn_mask.bool\(\)"
+        ):
             effops.attention(query, query, query, allowed)
         with pytest.raises(ValueError, match="`attn_mask` must have values below infinity"):
             effops.attention_scores(query, query, 1 / (1 - allowed))

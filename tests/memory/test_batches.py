@@ -126,6 +126,8 @@ def test_a_device_holds_more_than_tensors():
         ({"budget_means": "device"}, 'give device="cuda"'),
         ({"mode": "guess"}, "`mode` must be"),
         ({"multiple_of": 0}, "`multiple_of` must be"),
+        ({"budget": "10 B"}, r"which takes .*; got 10 B; raise it"),
+        ({"context_bytes": "1 gig"}, "max_batch_size: `context_bytes`: expected a number and"),
         ({"multiple_of": 3, "power_of_two": True}, "`multiple_of` must be"),
         ({"mode": "probe", "budget": "900 GiB"}, "of at most a third"),
         ({"mode": "probe", "budget": None}, "of at most a third"),
@@ -134,6 +136,13 @@ def test_a_device_holds_more_than_tensors():
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         max_batch_size(perceptron(), **{"budget": "1 MiB", **options})
+
+
+def test_a_budget_too_small_tells_the_bytes_of_cuda():
+    """The smallest step was taken apart for a CPU, where the workload may not name cuda."""
+    named = perceptron(model=lambda: nn.Linear(64, 1).to("cuda"), batch=lambda size: torch.randn(size, 64).cuda())
+    with pytest.raises(batches.BudgetTooSmallError, match=r"which takes .* \(at its peak .*\); got 100 B; raise it"):
+        max_batch_size(named, "100 B", device="cuda")
 
 
 def test_table():

@@ -10,7 +10,7 @@ from torch import nn
 import effops
 import effops_pytest
 from effops.commands import main as cli
-from effops.memory import Workload, advise, anatomy, estimate_transformer, max_batch_size, parse_bytes, sweep
+from effops.memory import Workload, advise, anatomy, estimate_transformer, max_batch_size, parse_bytes, summarize, sweep
 from effops.memory.formula import Details
 from effops.memory.models import Configuration, bert_large, workload_parts
 
@@ -85,7 +85,7 @@ def test_budgets():
         "max_batch_size: `budget`": lambda: max_batch_size(WORKLOAD, "6"),
         "advise: `budget`": lambda: advise(WORKLOAD, 1, "6"),
         "sweep: `budget`": lambda: sweep(lambda width: WORKLOAD, {"width": [1]}, "6"),
-        "budget: `limit`": lambda: effops_pytest.check("6", abs, LAYER.weight),
+        "memory_budget: `limit`": lambda: effops_pytest.check("6", abs, LAYER.weight),
         "lint: `least`": lambda: effops.lint(abs, LAYER.weight, least="6"),
     }.items():
         with pytest.raises(ValueError, match=f"^{name}: expected a unit behind the number; got '6'"):
@@ -184,6 +184,53 @@ def test_what_a_function_makes_is_no_function(given, message):
         ),
         (lambda: anatomy(WORKLOAD, 0), ValueError, "anatomy: `batch_size` must be at least 1; got 0"),
         (lambda: sweep(lambda width: WORKLOAD, {"width": 4}, "6G"), ValueError, "each with values; .* give lists"),
+        (
+            lambda: max_batch_size(WORKLOAD, "1G", multiple_of="8"),
+            TypeError,
+            "`multiple_of` must be an integer; got str",
+        ),
+        (lambda: max_batch_size(WORKLOAD, "1G", multiple_of=2.5), TypeError, "must be an integer; got float 2.5; give"),
+        (
+            lambda: max_batch_size(WORKLOAD, "1G", power_of_two="no"),
+            TypeError,
+            "True or False; got str 'no'; give False",
+        ),
+        (lambda: max_batch_size(WORKLOAD, "1G", device="gpu"), ValueError, "max_batch_size: `device` must be"),
+        (lambda: anatomy(WORKLOAD, 1, measure="yes"), TypeError, "anatomy: `measure` must be True or False; got str"),
+        (
+            lambda: anatomy(WORKLOAD, 1, probe=1),
+            TypeError,
+            "anatomy: `probe` must be True or False; got int 1; give True",
+        ),
+        (lambda: anatomy(WORKLOAD, 1, context_bytes="1 gig"), ValueError, "`context_bytes`: expected a number and"),
+        (lambda: advise(WORKLOAD, 1, devices="2"), TypeError, "advise: `devices` must be an integer; got str '2'"),
+        (
+            lambda: sweep(lambda w: WORKLOAD, {"w": [4]}, batch_size="4"),
+            TypeError,
+            "sweep: `batch_size` must be an int",
+        ),
+        (lambda: sweep(lambda w: WORKLOAD, {"w": [4]}, "6G", power_of_two="no"), TypeError, "True or False"),
+        (lambda: sweep(WORKLOAD, {"w": [4]}, "6G"), TypeError, "`workload_of` must be a function .*; give lambda w: W"),
+        (
+            lambda: estimate_transformer(8, 8, 64, "4", 128),
+            TypeError,
+            "`batch` must be an integer; got str '4'; convert",
+        ),
+        (
+            lambda: estimate_transformer(8, 8, 64, 4, 128, "float32"),
+            TypeError,
+            "`dtype` must be a dtype; got 'float32'",
+        ),
+        (lambda: Details(dropout="no"), TypeError, "Details: `dropout` must be True or False"),
+        (lambda: Details(d_ff="4"), TypeError, "Details: `d_ff` must be an integer"),
+        (lambda: Configuration(layers="two"), TypeError, "Configuration: `layers` must be an integer; got str 'two'"),
+        (lambda: Configuration(dropout="no"), TypeError, "Configuration: `dropout` must be a number; got str"),
+        (lambda: dataclasses.replace(WORKLOAD, accumulation_steps="2"), TypeError, "`accumulation_steps` must be an"),
+        (
+            lambda: summarize({"train_runtime": "x", "train_samples_per_second": 1}),
+            TypeError,
+            "summarize: `train_runtime` must be a number; got str 'x'",
+        ),
     ],
 )
 def test_bad_arguments(call, error, message):

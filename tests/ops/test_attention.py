@@ -620,6 +620,8 @@ def test_bad_arguments(function, device):
         (tensors((2, 3, 4, 5), (2, 2, 6, 5)), {}, ValueError, "heads among them, must broadcast"),
         (tensors((5,), (6, 5)), {}, ValueError, "`query` must have at least 2 dimensions"),
         (good, {"attn_mask": torch.zeros(4, 7, device=device)}, ValueError, r"must broadcast to .* = \(4, 6\)"),
+        (good, {"attn_mask": torch.zeros(2, 6, device=device)}, ValueError, r"give attn_mask\[:, None, None, :\]$"),
+        (good, {"attn_mask": torch.zeros(2, 3, 6, device=device)}, ValueError, r"give attn_mask\[:, :, None, :\]$"),
         (good, {"attn_mask": torch.zeros(5, 1, 4, 6, device=device)}, ValueError, "must broadcast"),
         (good, {"attn_mask": torch.zeros(4, 6, dtype=torch.int64, device=device)}, TypeError, "`attn_mask` must be"),
         (good, {"attn_mask": good[0][0, 0, :, :1], "is_causal": True}, ValueError, "exclude each other"),

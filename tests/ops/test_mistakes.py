@@ -38,6 +38,11 @@ def layer(*args, **options):
     return effops.nn.MultiheadAttention(16, 4, batch_first=True)(*args, **options)
 
 
+def entered(context):
+    with context:
+        pass
+
+
 MISTAKES = {
     "all pairs without an axis for them": (
         lambda: spherical(LOC, SCALE, X),
@@ -463,6 +468,32 @@ MISTAKES = {
         lambda: effops.lint(lest="64 MiB"),
         TypeError,
         'lint: without a function it takes least, times, fixes; got `lest`; give the function first; did you mean "le',
+    ),
+    "a budget with the arguments of the fixture": (
+        lambda: effops.budget("64 MiB", X.square),
+        TypeError,
+        "by position; got 2 arguments; to check a call write effops.budget(",
+    ),
+    "a budget without a call": (
+        lambda: entered(effops.budget),
+        TypeError,
+        "budget: `with` must enter a call of it; got the class; write `with effops.budget(limit):`",
+    ),
+    "a check of values without a call": (
+        lambda: entered(effops.validate),
+        TypeError,
+        "write `with effops.validate():`",
+    ),
+    "a list of calls without a call": (lambda: entered(effops.record), TypeError, "write `with effops.record():`"),
+    "a variant without a call": (
+        lambda: entered(effops.use_variant),
+        TypeError,
+        "write `with effops.use_variant(name):`",
+    ),
+    "no variant": (
+        lambda: effops.use_variant(),
+        TypeError,
+        "use_variant: it takes name; got no `name`; give each of these; name one, as in use_variant(",
     ),
     "nothing for variants": (lambda: effops.variants(), TypeError, "variants: it takes function; got no `function`"),
     "an argument too few": (

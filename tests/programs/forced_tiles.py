@@ -22,14 +22,20 @@ def graph_of(function, args):
 
 def forced(function, args, length):
     """(axis, program) of each axis along which all that a function computes can be cut, and why others cannot."""
-    graph = traced(graph_of(function, args), args)
+    found, blocked = _forced(traced(graph_of(function, args), args), length)
+    if blocked and not found:  # as plans do
+        found, _ = _forced(traced(graph_of(function, args), args, takes_softmax_apart=True), length)
+    return found, blocked
+
+
+def _forced(graph, length):
     refuse_randomness(graph)
     found, blocked = [], []
     areas = regions(graph.graph, 0, backward=True)
     if not areas:
         return found, blocked
     area = max(areas, key=lambda one: max(map(nbytes_of, one.large)))
-    seed = max(area.large, key=nbytes_of)
+    seed = max(area.large, key=lambda node: (not isinstance(node.meta["val"], tuple), nbytes_of(node)))
     for axis, size in enumerate(shape_of(seed)):
         if size > 1:
             try:

@@ -305,7 +305,9 @@ def test_the_fixture_of_a_toy_project(tmp_path: Path, expression: str, passes: b
         assert f"976.6 MiB  {file}:5  points[:, None] * centres" in found.stdout
 
 
-@pytest.mark.parametrize("arguments", [(torch.relu, "64 MiB"), ("64 MiB", torch.ones(3))], ids=["swapped", "called"])
+@pytest.mark.parametrize(
+    "arguments", [(torch.relu, "64 MiB"), ("64 MiB", torch.ones(3)), ("64 MiB",)], ids=["swapped", "called", "block"]
+)
 def test_arguments_of_the_fixture(arguments: tuple[Any, Any]) -> None:
     """The remedy was a decorator's, or none."""
     with pytest.raises(TypeError, match=r'write memory_budget\("64 MiB", fn, \*args\), without calling the function'):

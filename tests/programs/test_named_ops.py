@@ -209,7 +209,7 @@ def found_in(program, *arguments):
 
 
 def named(fix):
-    return fix is not None and "effops" in fix.code
+    return fix is not None and fix.how == "named op"
 
 
 @pytest.mark.parametrize(("program", "code", "more"), ATTENTION, ids=[one[0].__name__ for one in ATTENTION])

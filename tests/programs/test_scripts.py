@@ -379,6 +379,20 @@ def test_a_script_that_is_no_text(tmp_path, capsys):
     assert str(path) in line
 
 
+def test_a_notebook_is_no_script(tmp_path, capsys):
+    """Its JSON ran as Python, which does nothing: there were no findings."""
+    for name, text, told in (
+        ("nb.ipynb", '{"cells": [], "nbformat": 4}', "got the notebook {!r}; save it as one, by `jupyter nbconvert"),
+        ("renamed.py", '\n{"cells": [], "metadata": null}', "got the notebook {!r}; save it as one"),
+        ("empty.ipynb", "", "got the notebook {!r}; save it as one"),
+        ("config.json", "[1, 2]", "got {!r}, which is JSON; name the .py file"),
+    ):
+        path = tmp_path / name
+        path.write_text(text)
+        assert main(["lint", str(path)]) == 2
+        assert f"effops lint: a script must be Python; {told.format(str(path))}" in capsys.readouterr().err
+
+
 def test_code_that_a_script_makes_is_its_own(script, capsys):
     assert main(["lint", script("eval('1 +')\n")]) == 2
     assert "Traceback" in capsys.readouterr().err

@@ -59,6 +59,21 @@ def assigned(x, y):
     return pairs(x, y).argmin(1)
 
 
+def first_ones(x, y):
+    z = pairs(x, y)
+    return z.argmin(0), z.argmax(1), z.max(0).values.sum() + z.min(1).values.sum(), z.argmax()
+
+
+def running(x, y):
+    z = pairs(x, y)
+    return (z.cumsum(0) * z.cumsum(1)).sum(1) / 1e4, z.cummin(0).values.mean(1) + z.cummax(1).values.mean(1)
+
+
+def spread(x, y):
+    z = pairs(x, y)
+    return z.std(0).sum() + z.std(1).sum(), z.norm(), (1 + z / 1e3).prod(0) + (1 + z / 1e3).prod(1).mean()
+
+
 def normalised(x, y):
     z = x[:, None] * y
     return ((z - z.mean(-1, keepdim=True)) / (z.var(-1, keepdim=True) + 1e-3).sqrt()).mean((0, 1))
@@ -121,6 +136,10 @@ def with_complex(x, y):
     return phases.sum(1).abs()
 
 
+def triples(x):
+    return torch.einsum("bi,bj,bk->ijk", x, x, x).tanh().sum(0)
+
+
 FUNCTIONS = (
     by_product,
     log_sum,
@@ -131,6 +150,9 @@ FUNCTIONS = (
     largest,
     ties,
     assigned,
+    first_ones,
+    running,
+    spread,
     normalised,
     masked,
     by_position,
@@ -302,6 +324,29 @@ def test_compiled_tiles(generator):
     assert memory(Pass(tiled, (x, y), backward=True)).temporary_bytes <= BUDGET // 4
 
 
+def test_a_weight_whose_gradient_is_above_the_budget(generator):
+    """Its gradient is summed up within the products; a gradient for each tile would take more than the budget."""
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((300, 16), (20000, 16), (20000,))
+    )
+    targets = torch.randint(20000, (300,), generator=generator)
+
+    def head(hidden, weight, bias):
+        return functional.cross_entropy(functional.linear(hidden, weight, bias), targets)
+
+    tiled = effops.tiled(head, budget=BUDGET)
+    assert memory(Pass(tiled, (hidden, weight, bias), backward=True)).temporary_bytes <= BUDGET < weight.nbytes
+    found, right = (torch.autograd.grad(one(hidden, weight, bias), (hidden, weight, bias)) for one in (tiled, head))
+    for one, other in zip(found, right):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
+
+
+def test_an_einsum_of_three_operands_takes_a_path(generator):
+    x = torch.randn(64, 100, generator=generator, requires_grad=True)
+    close([effops.tiled(triples, budget=2 * BUDGET)(x)], [triples(x)])
+    assert torch.backends.opt_einsum.enabled
+
+
 def test_small_calls_run_as_they_are(generator):
     x, y = points(9, 7, 5, generator)
     tiled = effops.tiled(log_sum)
@@ -349,7 +394,7 @@ def test_refusals(generator):
     assert "must not draw random numbers" in answer.reason
     assert answer.line.startswith(f"{__file__}:")
     assert "aten" in answer.operator
-    answer = refused(lambda x, y: torch.linalg.svdvals(x[:, None] * y).sum(), x, y)
+    answer = refused(lambda x, y: torch.as_strided(x[:, None] * y, (90, 90), (90, 1)).sum(), x, y)
     assert "no rule" in answer.reason
     assert answer.shapes
     answer = refused(lambda x, y: x.add_(1) + y.sum(), x.detach(), y)
@@ -359,10 +404,33 @@ def test_refusals(generator):
     answer = refused(lambda x, y: x.sum() if x.sum() > 0 else y.sum(), x, y)
     assert "captured" in answer.reason
     assert answer.line.startswith(f"{__file__}:")
-    answer = refused(lambda x, y: torch.cumsum((x[:, None] * y).flatten(), 0).sum(), x, y)
+    answer = refused(lambda x, y: torch.sort((x[:, None] * y).flatten()).values.cos().sum(), x, y)
     assert "whole axis" in answer.reason
     answer = refused(log_sum, x, y, budget=2000)
     assert "budget" in answer.reason
+
+
+def test_mistakes(generator):
+    x, y = points(280, 210, 6, generator)
+    tiled = effops.tiled(log_sum, budget=BUDGET)
+    for call, error, message in (
+        (lambda: effops.tiled("16 MiB"), TypeError, r"`fn` must be a function.*write @effops.tiled\(budget='16 MiB'\)"),
+        (lambda: effops.tiled(x), TypeError, "without calling it"),
+        (lambda: effops.tiled(log_sum, "16 MiB"), TypeError, "give budget"),
+        (lambda: tiled(x.detach().numpy(), y), TypeError, "`x` must be a tensor or a number; got one of numpy"),
+        (lambda: tiled(x, y[:, :2]), effops.CannotTile, r"captured.*in .*test_tiles.py:\d+; call it without tiled"),
+        (lambda: effops.tiled(lambda x: x[x > 0].sum(), budget=99)(x), effops.CannotTile, "test_tiles.*torch.where"),
+        (lambda: effops.tiled(log_sum, budget=99)(x, y), effops.CannotTile, "got 99 B; give at least .* KiB"),
+        (
+            lambda: effops.tiled(lambda x, y: (x[:, None] * y).as_strided((9,), (1,)), budget=99)(x, y),
+            effops.CannotTile,
+            "add a rule",
+        ),
+        (lambda: effops.compare(log_sum, x, y), TypeError, "`other` must be a function"),
+        (lambda: effops.explain(log_sum, x, y), ValueError, r"effops.explain\(effops.tiled\(function\)"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_where_a_call_is_refused(generator):

@@ -70,6 +70,11 @@ REFUSED = {
         lambda w: functional.embedding(NUMBERS, w, scale_grad_by_freq=True).sin().sum(-1),
         (50, 128),
     ),
+    "a view of no elements": (
+        lambda a, b: (a[:, None] * b).sin().sum(1) + (a[:, None] * b)[:, :0].flatten().reshape(0, 3).sum(),
+        (640,),
+        (512,),
+    ),
     "a roll of all": (lambda a, b: (torch.roll(a[:, None] * b, 3) * (a[:, None] - b).cos()).sum(1), (640,), (640,)),
 }
 
@@ -100,6 +105,7 @@ RIGHT = {
         random(65, 512),
         random(512, 512),
     ),
+    "any of no axes": (lambda a, b: ((a[:, None] - b) > 1).any(()).sum(1), torch.randn(640), torch.randn(512)),
     "overflow": (overflowing, torch.ones(640), torch.ones(640)),
     "a checkpoint": (lambda a, b: checkpoint(in_checkpoint, a, b, use_reentrant=False), random(640), random(640)),
     "a checkpoint in a checkpoint": (
@@ -128,6 +134,25 @@ def test_right(name):
             assert (own is None) == (other is None)
             if other is not None:
                 torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5 * other.abs().max().item())
+
+
+def test_numbers_that_roundings_change():
+    """The signs of sums that cancel are those of their roundings, which differ between tiles and the whole."""
+    a, b = torch.randn(640, 700), torch.randn(700, 512)
+    a, b = torch.cat([a, -a], 1), torch.cat([b, b])
+    found = effops.tiled(lambda a, b: ((a @ b)[:, None] > 0).sum((1, 2)), budget=BUDGET)(a, b)
+    assert found.dtype == torch.int64
+
+
+def test_gradients_that_are_switched_on_inside():
+    """The result required no gradient, where PyTorch's does."""
+
+    def function(a):
+        with torch.enable_grad():
+            return (a[:, None] * a).cos().sum(1)
+
+    with torch.no_grad(), pytest.raises(effops.CannotTile, match="switch gradients on"):
+        effops.tiled(function, budget=BUDGET)(random(640))
 
 
 def test_results_that_are_changed_in_place():

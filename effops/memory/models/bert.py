@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from effops.memory.checked import check_count, check_flags
 from effops.memory.models.time_series import Parts
 from effops.text import did_you_mean, how_to_install
 
@@ -40,6 +41,9 @@ def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager"
             f"bert_large: `attention` must be one of {', '.join(BERT_KINDS)}; got {attention!r}"
             + did_you_mean(attention, BERT_KINDS)
         )
+    check_count("bert_large", "layers", layers, "leave it out for 24")
+    check_count("bert_large", "seq_len", seq_len, "leave it out for the longest")
+    check_flags("bert_large", checkpointing=checkpointing)
     config = BertConfig(
         hidden_size=1024,
         num_hidden_layers=layers,
@@ -48,9 +52,9 @@ def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager"
         use_cache=False,
         attn_implementation=attention,
     )
-    if not 1 <= seq_len <= config.max_position_embeddings:
+    if seq_len > config.max_position_embeddings:
         raise ValueError(
-            f"bert_large: `seq_len` must be in 1..{config.max_position_embeddings}; got {seq_len}; "
+            f"bert_large: `seq_len` must be at most {config.max_position_embeddings}; got {seq_len}; "
             "leave it out for the longest"
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from effops.memory.checked import check_count, check_number
 from effops.ops.attention.dot_product import attention
 from effops.ops.attention.log_sparse import log_sparse_attention
 from effops.text import did_you_mean
@@ -50,11 +51,9 @@ class Configuration:
 
     def __post_init__(self) -> None:
         for name in ("d_model", "layers", "heads", "d_ff", "seq_len", "d_in", "d_out"):
-            if getattr(self, name) < 1:
-                default = type(self).__dataclass_fields__[name].default
-                raise ValueError(
-                    f"Configuration: `{name}` must be at least 1; got {getattr(self, name)}; leave it out for {default}"
-                )
+            default = type(self).__dataclass_fields__[name].default
+            check_count("Configuration", name, getattr(self, name), f"leave it out for {default}")
+        check_number("Configuration", "dropout", self.dropout)
         if self.d_model % self.heads or self.d_model % 2:
             raise ValueError(
                 f"Configuration: `d_model` must be a multiple of heads={self.heads} and of 2; got {self.d_model}; "

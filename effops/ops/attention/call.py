@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
-from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias, reshaped
+from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias, masking_keys, reshaped
 from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, promote, wider
@@ -227,7 +227,7 @@ def prepare(
     if is_causal_bias(type(attn_mask)) and not is_causal:
         attn_mask, is_causal, is_lower_right = None, True, _is_lower_right(function, attn_mask, pairs)
     if attn_mask is not None:
-        _check_mask(function, attn_mask, is_causal, pairs)
+        _check_mask(function, attn_mask, is_causal, pairs, query.ndim)
     check_devices(function, **tensors, **({} if attn_mask is None else {"attn_mask": attn_mask}))
     if any(tensor.shape[-1] != query.shape[-1] for tensor in scored.values()):
         *first, last = (f"`{name}`" for name in scored)
@@ -328,7 +328,7 @@ def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
     if is_causal_bias(type(mask)):
         return query.unflatten(-3, (shared, group)), key.unsqueeze(-3), value.unsqueeze(-3), mask
     if mask is not None:
-        check_mask("attention", "attn_mask", mask, "for pairs that take part")
+        _check_mask("attention", mask, False, (query.shape[-2], key.shape[-2]), query.ndim)
     if mask is not None and mask.ndim >= 3:
         if mask.shape[-3] not in (1, heads):
             raise ValueError(
@@ -359,7 +359,7 @@ def _check_scale(function: str, scale: Any) -> None:
         raise TypeError(f"{function}: `scale` must be a number or None; got {type(scale).__name__}; {remedy}")
 
 
-def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, int]) -> None:
+def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, int], rank: int) -> None:
     if is_causal:
         raise ValueError(
             f"{function}: `is_causal` and `attn_mask` exclude each other; got both; mask future keys in attn_mask: "
@@ -368,9 +368,9 @@ def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, 
     check_mask(function, "attn_mask", mask, "for pairs that take part")
     if _widens(mask.shape, pairs):
         remedy = reshaped("attn_mask", mask.shape, lambda shape: not _widens(shape, pairs))
+        remedy = remedy or masking_keys("attn_mask", mask.shape, pairs[1], rank)
         raise ValueError(
-            f"{function}: `attn_mask` must broadcast to (queries, keys) = {pairs}; got {tuple(mask.shape)}; "
-            + (remedy or "unsqueeze it: (*batch, 1, keys) masks keys for all queries")
+            f"{function}: `attn_mask` must broadcast to (queries, keys) = {pairs}; got {tuple(mask.shape)}; {remedy}"
         )
 
 

@@ -106,8 +106,8 @@ def conditions(operands: Sequence[str], call: AttentionCall) -> Iterator[Conditi
     if call.masked and mask.dtype != torch.bool:
         yield below_infinity("attn_mask", mask)
         is_switch = ((mask == 0) | (mask == 1)).all() & (mask == 0).any() & (mask == 1).any()
-        expected = "be boolean, or numbers that are added to the scores, not zeros and ones alone"
-        yield Condition("attn_mask", expected, mask.amax(), ~is_switch, "give attn_mask.bool()")
+        expected, got = "be boolean, or numbers that are added to the scores", "zeros and ones alone"
+        yield Condition("attn_mask", expected, mask, ~is_switch, "give attn_mask.bool()", got)
 
 
 DROPOUT_P = list(SETTINGS).index("dropout_p") - len(SETTINGS)  # its place among the arguments of an operator

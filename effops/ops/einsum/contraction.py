@@ -26,9 +26,10 @@ from effops.numerics.equations import (
     contraction,
     parse,
     spelled_out,
+    written,
 )
 from effops.numerics.precision import autocast_enabled, wider
-from effops.ops.einsum.paths import MOST_SLICES, Operand, Pass, find, keeps_intermediates, least_budget
+from effops.ops.einsum.paths import MOST_SLICES, Operand, PassLayout, find, keeps_intermediates, least_budget
 from effops.ops.einsum.program import Program, backward, forward
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
@@ -78,9 +79,9 @@ class EinsumCall(Call):
         """Those of the product of all operands, which a path takes fewer than."""
         return len(self.operands) * math.prod(self.contraction.sizes.values())
 
-    def described(self) -> Pass:
+    def described(self) -> PassLayout:
         """The forward pass."""
-        return Pass(self.equation, tuple(map(Operand.of, self.operands)), self.dtype, torch.get_num_threads())
+        return PassLayout(self.equation, tuple(map(Operand.of, self.operands)), self.dtype, torch.get_num_threads())
 
     @property
     def keeps_intermediates(self) -> bool:
@@ -100,7 +101,7 @@ def prepare(equation: Any, *operands: Any, budget: Any = BUDGET) -> EinsumCall:
         check_operand(NAME, f"operand {number}", operand)
     check_devices(NAME, **{f"operand {number}": operand for number, operand in enumerate(given)})
     text = spelled_out(NAME, terms, output, tuple(operand.ndim for operand in given))
-    check_sizes(NAME, text, [operand.shape for operand in given])
+    check_sizes(NAME, text, [operand.shape for operand in given], lambda: written(terms, output))
     dtype = functools.reduce(wider, {operand.dtype: None for operand in given})
     device = given[0].device
     if autocast_enabled(device) and dtype != torch.float64:
@@ -151,18 +152,18 @@ def _forward(call: EinsumCall) -> Tensor:
 
 
 def _backward(dout: Tensor, call: EinsumCall, wanted: Sequence[bool]) -> Gradients:
-    one = replace(call.described(), upstream=Operand.of(dout), wanted=tuple(wanted))
-    return backward(_program(one, call.budget), call.operands, dout, wanted)
+    layout = replace(call.described(), upstream=Operand.of(dout), wanted=tuple(wanted))
+    return backward(_program(layout, call.budget), call.operands, dout, wanted)
 
 
-def _program(one: Pass, budget: int) -> Program:
-    _check(budget, one)
-    program = find(one, budget)
+def _program(layout: PassLayout, budget: int) -> Program:
+    _check(budget, layout)
+    program = find(layout, budget)
     assert program is not None
     return program
 
 
-def _check(budget: int, *passes: Pass) -> None:
+def _check(budget: int, *passes: PassLayout) -> None:
     """Raise if one of the passes cannot keep the budget; tell one that lets all of them run."""
     wrong = next((one for one in passes if find(one, budget) is None), None)
     if wrong is None:
@@ -244,18 +245,18 @@ add_custom_op(op, custom, "chunked", run=_run, cost=_cost)
 class _Planned:
     """Computes calls whose operands are laid out alike, by programs that are found once."""
 
-    def __init__(self, one: Pass, budget: int) -> None:
-        self.one, self.budget = one, budget
-        self.program = _program(one, budget)
+    def __init__(self, layout: PassLayout, budget: int) -> None:
+        self.layout, self.budget = layout, budget
+        self.program = _program(layout, budget)
 
     def forward(self, *arguments: Any) -> Tensor:
         *operands, _ = arguments
-        return forward(self.program, operands, self.one.dtype)
+        return forward(self.program, operands, self.layout.dtype)
 
     def gradients(self, tensors: Sequence[Tensor], dout: Tensor, wanted: Sequence[bool]) -> Gradients:
         wanted = tuple(wanted[: len(tensors)])
-        one = replace(self.one, upstream=Operand.of(dout), wanted=wanted)
-        return backward(_program(one, self.budget), tensors, dout, wanted)
+        layout = replace(self.layout, upstream=Operand.of(dout), wanted=wanted)
+        return backward(_program(layout, self.budget), tensors, dout, wanted)
 
 
 def _shortcut(equation: Any, *operands: Any, budget: Any = BUDGET) -> Tensor | None:
@@ -283,12 +284,12 @@ def _known(
         found = prepare(equation, *meta, budget=budget)
     except (NotImplementedError, TypeError, ValueError):
         return None  # the long way tells why
-    one = Pass(found.equation, operands, found.dtype, threads)
+    layout = PassLayout(found.equation, operands, found.dtype, threads)
     if any(wanted):
-        if keeps_intermediates(one.backward(wanted), found.budget):
+        if keeps_intermediates(layout.backward(wanted), found.budget):
             return None
-        _check(found.budget, one, one.backward(wanted))
-    return Known(_Planned(one, found.budget), found.arguments[len(meta) :])
+        _check(found.budget, layout, layout.backward(wanted))
+    return Known(_Planned(layout, found.budget), found.arguments[len(meta) :])
 
 
 op.shortcut = _shortcut

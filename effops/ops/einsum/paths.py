@@ -50,14 +50,14 @@ class Operand(NamedTuple):
         return self._replace(stride=(0,) * len(self.stride))
 
     @property
-    def reversed(self) -> Operand:
+    def reversed_axes(self) -> Operand:
         """The same with its axes the other way round in memory."""
         strides = [math.prod(max(1, size) for size in self.shape[:axis]) for axis in range(len(self.shape))]
         return self._replace(stride=tuple(strides))
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassLayout:
     """A forward pass, or the backward pass from an `upstream` gradient to those of operands that are `wanted`.
 
     Bytes depend on the number of threads, which operators ask for.
@@ -78,7 +78,7 @@ class Pass:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
-    def backward(self, wanted: Sequence[bool]) -> Pass:
+    def backward(self, wanted: Sequence[bool]) -> PassLayout:
         """The backward pass from a gradient that is laid out like the result."""
         result = self.contraction.empty(torch.empty(0, device="meta"), self.dtype)
         upstream = Operand.of(result)._replace(device=self.operands[0].device)
@@ -122,33 +122,33 @@ class Pass:
 
 
 @functools.lru_cache(maxsize=1024)
-def keeps_intermediates(one: Pass, budget: int) -> bool:
+def keeps_intermediates(layout: PassLayout, budget: int) -> bool:
     """Whether the intermediates of a backward pass are kept by the forward pass: that saves time, and fits the budget.
 
     The gradient from above may have another layout than is known when they are kept: then it is copied.
     """
-    program = find(replace(one, upstream=None, wanted=()), budget)
-    if program is None or program.extents or one.upstream is None:
+    program = find(replace(layout, upstream=None, wanted=()), budget)
+    if program is None or program.extents or layout.upstream is None:
         return False
     again = replace(program, steps=program.steps[:-1])
     if _seconds(again) < WORTH_KEEPING_SECONDS:
         return False
-    copied_bytes = one.itemsize * math.prod(one.upstream.shape)
-    taken_bytes = [one.taken_bytes_of_graph(program) + copied_bytes]
-    for upstream in (one.upstream.expanded, one.upstream.reversed):
-        taken_bytes.append(replace(one, upstream=upstream).taken_bytes_of_graph(program))
+    copied_bytes = layout.itemsize * math.prod(layout.upstream.shape)
+    taken_bytes = [layout.taken_bytes_of_graph(program) + copied_bytes]
+    for upstream in (layout.upstream.expanded, layout.upstream.reversed_axes):
+        taken_bytes.append(replace(layout, upstream=upstream).taken_bytes_of_graph(program))
     return max(taken_bytes) <= budget
 
 
 @functools.lru_cache(maxsize=1024)
-def find(one: Pass, budget: int) -> Program | None:
+def find(layout: PassLayout, budget: int) -> Program | None:
     """The program that is predicted to be the fastest of those that keep the budget; None if it takes too many slices.
 
     The fastest path is taken if it fits as it is. Otherwise one whose intermediates may fit is looked for too.
     """
     found = []
-    for steps in _paths(one, budget):
-        program = _sliced(one, Program(one.contraction, steps, {}), budget)
+    for steps in _paths(layout, budget):
+        program = _sliced(layout, Program(layout.contraction, steps, {}), budget)
         if program is not None:
             found.append(program)
             if not program.extents:
@@ -156,25 +156,25 @@ def find(one: Pass, budget: int) -> Program | None:
     return min(found, key=_seconds, default=None)
 
 
-def least_budget(one: Pass, budget: int) -> int:
-    """A power of two above a budget within which there is a program."""
+def least_budget(layout: PassLayout, budget: int) -> int:
+    """The least power of two above `budget` for which `find` succeeds."""
     while True:
         budget = 2 ** (2 * budget - 1).bit_length() if budget else 1024
-        if find(one, budget) is not None:
+        if find(layout, budget) is not None:
             return budget
 
 
-def _paths(one: Pass, budget: int) -> Iterator[tuple[Step, ...]]:
+def _paths(layout: PassLayout, budget: int) -> Iterator[tuple[Step, ...]]:
     """The steps of the paths that are tried: the fastest one, and that whose intermediates may fit the budget."""
     import opt_einsum
 
-    contraction = one.contraction
+    contraction = layout.contraction
     symbols = {label: symbol(number) for number, label in enumerate(contraction.sizes)}
     *inputs, output = ("".join(symbols[label] for label in term) for term in (*contraction.terms, contraction.output))
     shapes = [contraction.shape(term) for term in contraction.terms]
     kind = "optimal" if len(inputs) <= COMPARED else "auto" if len(inputs) <= SEARCHED else "greedy"
     seen = set()
-    for limit in (None, max(1, budget // one.itemsize)):
+    for limit in (None, max(1, budget // layout.itemsize)):
         equation = f"{','.join(inputs)}->{output}"
         if limit is not None and len(inputs) > SEARCHED:  # a limit makes opt_einsum's search cubic
             return
@@ -224,21 +224,24 @@ def _ordered(labels: Sequence[int], output: Labels) -> Labels:
     return tuple(sorted(labels, key=lambda label: output.index(label) if label in output else len(output)))
 
 
-def _sliced(one: Pass, program: Program, budget: int) -> Program | None:
+def _sliced(layout: PassLayout, program: Program, budget: int) -> Program | None:
     """The program, cut until it keeps the budget; None if that takes too many slices."""
-    target = min(float(budget), 0.9 * _held_bytes(one, program))
-    while (taken := one.taken_bytes(program)) > budget:
-        cut = _cut(one, program, target)
+    target = min(float(budget), 0.9 * _held_bytes(layout, program))
+    while (taken := layout.taken_bytes(program)) > budget:
+        cut = _cut(layout, program, target)
         if cut is program or cut.slices > MOST_SLICES:
             return None
         program = cut
-        target = _held_bytes(one, program) * max(0.5, min(0.9, budget / taken))
+        target = _held_bytes(layout, program) * max(0.5, min(0.9, budget / taken))
     return program
 
 
-def _cut(one: Pass, program: Program, target: float) -> Program:
-    """Halve labels, each time the one that costs the least time for what it saves, until values take `target` bytes."""
-    held = _held_bytes(one, program)
+def _cut(layout: PassLayout, program: Program, target: float) -> Program:
+    """Halve labels until values take at most `target` bytes.
+
+    Each time it is the label that costs the least time for what it saves.
+    """
+    held = _held_bytes(layout, program)
     while held > target:
         best: tuple[Any, ...] | None = None
         for label, size in program.contraction.sizes.items():
@@ -246,7 +249,7 @@ def _cut(one: Pass, program: Program, target: float) -> Program:
             if extent == 1:
                 continue
             candidate = replace(program, extents={**program.extents, label: -(-extent // 2)})
-            less = _held_bytes(one, candidate)
+            less = _held_bytes(layout, candidate)
             if less < held:
                 cost = math.log(_seconds(candidate) / _seconds(program)) / math.log(held / max(1, less))
                 rank = cost, label not in program.contraction.output, label
@@ -262,7 +265,7 @@ def _sizes(program: Program) -> Mapping[int, int]:
     return {**program.contraction.sizes, **program.extents}
 
 
-def _held_bytes(one: Pass, program: Program) -> int:
+def _held_bytes(layout: PassLayout, program: Program) -> int:
     """About what a slice holds at once: values, and perhaps copies of the factors of a product, and of its result.
 
     In backward all values are held, and a product is that of a gradient.
@@ -274,11 +277,11 @@ def _held_bytes(one: Pass, program: Program) -> int:
         numels.append(math.prod(sizes[label] for label in step.labels))
         most = max(most, held + numels[-1] + sum(numels[value] for value in step.inputs))
         held += numels[-1]
-        if one.upstream is None:
+        if layout.upstream is None:
             held -= sum(numels[value] for value in step.inputs if value >= count and program.last_use[value] == number)
-    if one.upstream is not None:
+    if layout.upstream is not None:
         most += held
-    return most * one.itemsize
+    return most * layout.itemsize
 
 
 def _seconds(program: Program) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import optimize
+from torch.backends import opt_einsum
 from torch.distributions import Distribution
 from torch.fx import GraphModule
 from torch.fx.experimental import _config as shapes_config
@@ -67,7 +68,7 @@ class _Capture:
         self.numbers: dict[str, set[Any]] = defaultdict(set)  # of the captures so far, by the argument
 
     def __call__(self, frame: Any, *args: Any) -> Any:
-        self._note_numbers(frame)
+        self._look_at_arguments(frame)
         of_capture = dynamo_config.patch(
             assume_static_by_default=False,
             specialize_int=True,
@@ -75,14 +76,18 @@ class _Capture:
             skip_nnmodule_hook_guards=False,
         )
         of_shapes = shapes_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with self.lock, _validation_as_it_is(), of_capture, of_shapes:
+        # With paths of opt_einsum, an einsum of three operands could not be captured. Graphs call it with them.
+        with self.lock, _validation_as_it_is(), of_capture, of_shapes, opt_einsum.flags(enabled=False):
             Distribution.set_default_validate_args(False)
             return self._torchdynamo_orig_backend(frame, *args)
 
-    def _note_numbers(self, frame: Any) -> None:
-        """Warn of an argument each of whose values takes a capture."""
+    def _look_at_arguments(self, frame: Any) -> None:
+        """Refuse arrays, and warn of an argument each of whose values takes a capture."""
         for name, value in frame.f_locals.items():
-            numbers = tuple(one for one in tree_leaves(value) if isinstance(one, (bool, int, float, str)))
+            leaves = tree_leaves(value)
+            if any(type(one).__module__ == "numpy" for one in leaves):
+                raise TypeError(f"tiled: `{name}` must be a tensor or a number; got one of numpy; give torch.as_tensor")
+            numbers = tuple(one for one in leaves if isinstance(one, (bool, int, float, str)))
             if numbers not in self.numbers[name]:
                 self.numbers[name].add(numbers)
                 if len(self.numbers[name]) == MANY_CAPTURES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,11 +15,11 @@ from effops.programs.capture.places import Place, place_of, statement
 from effops.programs.capture.unknown_numbers import UNSEEN
 from effops.programs.large import humps
 from effops.programs.large.proposals import Fix, propose
+from effops.programs.large.trials import seconds_of
 from effops.text import counted, format_bytes
 
 UNSEEN_BRANCH = "only one branch was followed: numbers that are read are NaN here, and comparisons with them are false"
 SIGNS = {"mul": "*", "add": "+", "sub": "-", "div": "/"}
-BYTES_PER_SECOND, OPERATIONS_PER_SECOND = 1e10, 1e11  # of a core or two; only ratios matter
 
 
 @dataclass(frozen=True)
@@ -231,17 +231,6 @@ def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None) -> Findi
 
 def _calls_of(storage: Storage) -> list[Call]:
     return [call for call in (storage.maker, *storage.writers, *storage.readers) if call is not None]
-
-
-def seconds_of(calls: Iterable[Call]) -> float:
-    """A rough time of operators: the longer of moving their bytes and making their operations."""
-    return sum(
-        max(
-            (sum(read.nbytes for read in call.reads) + call.result_bytes) / BYTES_PER_SECOND,
-            call.operations / OPERATIONS_PER_SECOND,
-        )
-        for call in calls
-    )
 
 
 def _in_shapes(call: Call) -> str:

@@ -221,15 +221,20 @@ class Reader:
                 return left
         return None
 
-    def transposed(self, node: ast.expr) -> ast.expr | None:
-        """The matrices whose transposes an expression is."""
+    def transposed(self, node: ast.expr, trial: Trial | None = None) -> ast.expr | None:
+        """The matrices whose transposes an expression is. A trial knows axes that are counted from the first one."""
         node = self.resolved(node)
         if isinstance(node, ast.Attribute) and node.attr in ("mT", "T"):
             return node.value
         found = self.read(node)
         if found is None or found.name not in ("transpose", "swapaxes") or len(found.operands) != 3:
             return None
-        return found.operands[0] if {literal(one) for one in found.operands[1:]} == {-1, -2} else None
+        axes = {literal(one) for one in found.operands[1:]}
+        if axes == {-1, -2}:
+            return found.operands[0]
+        known = None if trial is None else trial.values(found.operands[:1])
+        count = known[0].ndim if known is not None and isinstance(known[0], Tensor) else 0
+        return found.operands[0] if axes == {count - 1, count - 2} else None
 
 
 def literal(node: ast.expr | None) -> Any:

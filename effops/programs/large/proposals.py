@@ -1,7 +1,8 @@
 """The fix of a finding, as code that was run.
 
-A named op comes first, then a contraction or a function of a library, then a checkpointed loop. Code is proposed only
-if it gave the results and gradients of the user's own on small tensors, and makes at most half the bytes at full size.
+A named op comes first, then a contraction or a function of a library, then the function in tiles or a checkpointed
+loop, whichever takes less time. Code is proposed only if it gave the results and gradients of the user's own on small
+tensors, and makes at most half the bytes at full size.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from typing import Any
 
 from effops.programs.capture.scopes import Described, Fields, Scope
 from effops.programs.large.humps import TURNS, Found
+from effops.programs.large.in_tiles import InTiles, in_tiles
 from effops.programs.large.loops import checkpointed, loops
 from effops.programs.large.patterns import NAMED
 from effops.programs.large.rewrites import Rewrite, rewrites
 from effops.programs.large.slices import Slice, slices, taken_apart
-from effops.programs.large.trials import Trial, compiled, largest_bytes
+from effops.programs.large.trials import Trial, at_full_size, compiled
 
 MEASURED = 2  # loops at most, of which the best is taken
 ENOUGH = 8  # times less than now: no other loop is measured then
 LESS = 2  # times less than now
+CLOSE = 0.05  # of the time of a function: no guess is finer
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,13 @@ class Fix:
     """What to write instead.
 
     Attributes:
-        how: "named op", "contraction", "library function" or "loop"
+        how: "named op", "contraction", "library function", "tiles" or "loop"
         code: the statements that change, as they can be pasted
         after_bytes: the largest tensor that the code makes, its result included
         why: why it takes less, and what it costs
         names: those that the code reads and the user's function has made
         lines: the numbers of the lines that the code replaces; none if it replaces no line
+        more_seconds: of a loop or tiles, a rough time that they take beyond that of the code as it is
     """
 
     how: str
@@ -45,6 +49,7 @@ class Fix:
     why: str
     names: tuple[str, ...] = ()
     lines: tuple[int, ...] = ()
+    more_seconds: float = 0.0
     _sources: tuple[str, str] = field(default=("", ""), repr=False)
     _surroundings: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -75,7 +80,22 @@ def propose(found: Found) -> Fix | None:
                     if fix is not None:
                         return fix
     fixes = [fix for one, trial in tried for fix in _loop_fixes(found, one, trial)]
-    return min(fixes, key=lambda one: (one.after_bytes, len(one.code)), default=None)
+    loop = min(fixes, key=lambda one: (one.after_bytes, len(one.code)), default=None)
+    if loop is not None and found.is_loop:  # the user has one already, whose turns run one by one
+        return loop
+    tiles = in_tiles(found)
+    if tiles is not None and (loop is None or tiles.more_seconds <= loop.more_seconds + CLOSE * tiles.seconds):
+        return _fix_in_tiles(tiles)
+    return loop
+
+
+def _fix_in_tiles(found: InTiles) -> Fix:
+    body = found.whole.body
+    code, lines = found.whole.code(found.budget), found.whole.lines
+    sources = found.whole.tiled_source(found.budget), found.whole.source
+    why = "its operators run on parts of an axis, and are computed again in backward"
+    surroundings = dict(body.scope.surroundings)
+    return Fix("tiles", code, found.largest_bytes, why, body.free, lines, found.more_seconds, sources, surroundings)
 
 
 def _agrees(found: Slice, trial: Trial, rewrite: Rewrite) -> bool:
@@ -148,16 +168,20 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
     statements = _with_imports(one, rewrite)
     sources = one.definition(statements, free=one.free), one.definition(one.statements)
     try:
-        after = largest_bytes(compiled(sources[0], one.scope.surroundings), one)
+        taken = at_full_size(compiled(sources[0], one.scope.surroundings), one)
+        more = 0.0
+        if rewrite.how == "loop":
+            more = taken.seconds - at_full_size(compiled(sources[1], one.scope.surroundings), one).seconds
     except Exception:  # code that does not run on fake tensors is not proposed
         return None
+    after = taken.largest_bytes
     if found.is_loop and not rewrite.keeps_operands_alone:
         after *= len(found.turns)  # all of which keep what is made
     if LESS * after > found.now_bytes:
         return None
     code, lines = _changed(one.with_use(statements), one.statements)
     surroundings = dict(one.scope.surroundings)
-    return Fix(rewrite.how, code, after, rewrite.why, one.free, lines, sources, surroundings)
+    return Fix(rewrite.how, code, after, rewrite.why, one.free, lines, more, sources, surroundings)
 
 
 def _changed(statements: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> tuple[str, tuple[int, ...]]:
@@ -183,7 +207,7 @@ def _patch_of_package(found: Found) -> Fix | None:
         return None
     code = "import effops\neffops.patch_power_spherical()  # once, before the first call"
     sources = fix._sources[0], Slice(packages, scope, ()).definition(packages)
-    return Fix(NAMED, code, fix.after_bytes, rewrite.why, ("self", "value"), (), sources, fix._surroundings)
+    return Fix(NAMED, code, fix.after_bytes, rewrite.why, ("self", "value"), (), 0.0, sources, fix._surroundings)
 
 
 def _is_power_spherical(scope: Scope) -> bool:

@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from effops.programs.large.branches import straightened
 from effops.programs.large.patterns import CONTRACTION, LIBRARY, NAMED, Reader, with_replaced
 from effops.programs.large.rules_of_attention import additive_scores, attention, attention_weights
 from effops.programs.large.rules_of_densities import mixtures, normal_sums
@@ -67,7 +68,8 @@ class Rewrite:
 
 def rewrites(found: Slice, trial: Trial) -> Iterator[Rewrite]:
     """Named ops first, then contractions and functions of libraries; in the order of the rules."""
-    reader = Reader(found)
+    straight = straightened(found, trial)
+    reader = Reader(straight.found)
     proposals: list[tuple[str, ast.expr, str, str, bool]] = []
     for rule in RULES:
         for node in reader.nodes():
@@ -79,4 +81,5 @@ def rewrites(found: Slice, trial: Trial) -> Iterator[Rewrite]:
     for wanted in (NAMED, CONTRACTION, LIBRARY):
         for how, node, source, why, is_not_kept in proposals:
             if how == wanted:
-                yield Rewrite(how, with_replaced(found, node, source), why, how == NAMED and is_not_kept)
+                for statements in straight.for_all_calls(with_replaced(straight.found, node, source)):
+                    yield Rewrite(how, statements, why, how == NAMED and is_not_kept)

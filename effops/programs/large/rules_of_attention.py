@@ -85,7 +85,7 @@ def _weights(reader: Reader, node: ast.expr, at: ast.expr, trial: Trial) -> Iter
     if found is None:
         return
     query, scale = _scaled(reader, found, at, trial)
-    columns = reader.transposed(found.key) if found.are_columns else None
+    columns = reader.transposed(found.key, trial) if found.are_columns else None
     if columns is not None and not reader.definitions.are_same(columns, at):
         columns = None
     key = text(found.key) if columns is None else text(columns)

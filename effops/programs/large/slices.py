@@ -103,7 +103,7 @@ class _Replaced(ast.NodeTransformer):
 
 def slices(first: Scope, last: Scope) -> Iterator[Slice]:
     """The slices from the statement of one place to that of another in the same function, the shortest first."""
-    function = _function(first.code)
+    function = function_of(first.code)
     if function is None:
         return
     block = _block(function, first.place.line, last.place.last_line)
@@ -118,9 +118,9 @@ def slices(first: Scope, last: Scope) -> Iterator[Slice]:
         starts = [_start(statements, begin, stop, first, has) for has in (False, True)]
         for start in dict.fromkeys(starts):
             found = statements[start : stop + 1]
-            if not all(map(_is_plain, found[:-1])):
+            if not all(map(is_plain, found[:-1])):
                 return
-            if not _is_plain(found[-1]):
+            if not is_plain(found[-1]):
                 yield from _before_use(found, first, last.place.source, function)
                 return
             results = _results(found, function, inside_loop)
@@ -157,7 +157,7 @@ def _triangles(found: Sequence[ast.stmt], function: ast.AST, scope: Scope) -> li
         one = made.pop(name, None)
         if one is None:
             return name in assigned(chosen)
-        if not isinstance(one, ast.Assign) or times[name] != 1 or not _is_plain(one):
+        if not isinstance(one, ast.Assign) or times[name] != 1 or not is_plain(one):
             return False
         if not all(is_number(other, one) or take(other) for other in read_first([one])):
             return False
@@ -227,7 +227,7 @@ def _before_use(found: Sequence[ast.stmt], scope: Scope, source: str, function: 
     while name in scope.names or name in scope.surroundings:
         name += "_"
     made = ast.parse(f"{name} = {wanted}").body[0]
-    if not inside or not _is_plain(made):
+    if not inside or not is_plain(made):
         return
     use = _Named(inside[0], name).visit(copied(last))
     inner = {id(node) for one in before for node in ast.walk(one)}
@@ -312,7 +312,7 @@ def _start(statements: Sequence[ast.stmt], begin: int, stop: int, scope: Scope, 
     return begin
 
 
-def _is_plain(statement: ast.stmt) -> bool:
+def is_plain(statement: ast.stmt) -> bool:
     for node in ast.walk(statement):
         if isinstance(node, ast.stmt) and not isinstance(node, STATEMENTS):
             return False
@@ -336,7 +336,7 @@ def _tree(file: str) -> ast.Module | None:
 
 
 @functools.lru_cache(256)
-def _function(code: CodeType) -> ast.AST | None:
+def function_of(code: CodeType) -> ast.AST | None:
     tree = _tree(code.co_filename)
     if tree is None or code.co_name == "<module>":
         return tree
@@ -346,6 +346,18 @@ def _function(code: CodeType) -> ast.AST | None:
             if min([node.lineno, *decorators]) == code.co_firstlineno:
                 return node
     return None
+
+
+def is_top_level(code: CodeType) -> bool:
+    """Whether a function stands in a module or a class: what stands there runs once."""
+    waiting: list[ast.AST] = [one for one in [_tree(code.co_filename)] if one is not None]
+    found = function_of(code)
+    while waiting:
+        node = waiting.pop()
+        if node is found:
+            return True
+        waiting += [] if isinstance(node, FUNCTIONS) else ast.iter_child_nodes(node)
+    return False
 
 
 def _block(function: ast.AST, first: int, last: int, inside_loop: bool = False) -> tuple[list[ast.stmt], bool] | None:

@@ -8,9 +8,9 @@ import math
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ FIRST_COLUMNS = (False, False, True, True), (False, True, False, True)  # of one
 CHOICES = {"masked_fill", "masked_fill_", "where"}
 DROPOUTS = {nn.functional.dropout, torch.dropout}
 ROUNDING = 1e-13  # of float64, with room for sums
+BYTES_PER_SECOND, OPERATIONS_PER_SECOND = 1e10, 1e11  # of a core or two; only ratios matter
+EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # nothing is written yet
 STAND_INS = 5, 6, 7, 9, 10, 11, 13, 14, 15
 # Modules that are called by themselves in a trial: they hold tensors and numbers alone.
 LAYERS = {
@@ -255,13 +257,25 @@ def is_finite(one: Outcome) -> bool:
     return bool(one.results) and all(bool(value.isfinite().all()) for value in found)
 
 
-def largest_bytes(function: Function, found: Slice) -> int:
-    """The largest tensor that a function makes of the program's own shapes, its result included; with backward."""
+class FullSize(NamedTuple):
+    """What code takes at the program's own sizes, with backward: the largest tensor that it makes, and a rough time."""
+
+    largest_bytes: int
+    seconds: float
+
+
+def at_full_size(function: Function, found: Slice) -> FullSize:
+    """What a function in the place of a slice takes."""
+    return observed_on_fakes(lambda: fake(found), lambda made: function(**made.arguments))
+
+
+def observed_on_fakes(make: Callable[[], Made], call: Callable[[Made], Any]) -> FullSize:
+    """What a call takes, and its backward pass, on fake arguments that are made in a fake mode. Its results count."""
     observed = Observed(scope_bytes=math.inf)
     with faked("lint", observed, probe=False):
-        made = fake(found)
+        made = make()
         begin = len(observed.calls)
-        results = tensors_of(function(**made.arguments))
+        results = tensors_of(call(made))
         differentiable = [one for one in results if one.requires_grad and isinstance(one, FakeTensor)]
         end = len(observed.calls)
         wanted = [one for one in made.tensors if one.requires_grad]
@@ -271,7 +285,21 @@ def largest_bytes(function: Function, found: Slice) -> int:
     inputs = max((one.untyped_storage().nbytes() for one in made.tensors), default=0)
     forward = max((_bytes(call) for call in observed.calls[begin:end]), default=0)
     backward = max((_bytes(call) for call in observed.calls[end:]), default=0)
-    return max(forward, backward if backward > inputs else 0)
+    return FullSize(max(forward, backward if backward > inputs else 0), seconds_of(observed.calls[begin:]))
+
+
+def seconds_of(calls: Iterable[Call]) -> float:
+    """A rough time of operators: the longer of moving their bytes and making their operations."""
+    return sum(
+        max(_moved_bytes(call) / BYTES_PER_SECOND, call.operations / OPERATIONS_PER_SECOND)
+        for call in calls
+        if call.name not in EMPTY
+    )
+
+
+def _moved_bytes(call: Call) -> int:
+    reads = call.reads[1:] if call.name == "copy_" else call.reads  # it does not read what it writes over
+    return sum(read.nbytes for read in reads) + call.result_bytes
 
 
 def _bytes(call: Call) -> int:
@@ -327,6 +355,10 @@ class Trial:
                 return self._agree([_WithoutDropout().visit(copied(one)) for one in statements], runs)
         except Exception:  # as in a trial
             return False
+
+    def agrees_in(self, function: Function) -> bool:
+        """Whether a function of the same names gives the same results and gradients."""
+        return all(agree(expected, outcome(function, made)) for made, expected in self.runs)
 
     def _agree(self, statements: Sequence[ast.stmt], runs: Sequence[tuple[Made, Outcome]]) -> bool:
         try:

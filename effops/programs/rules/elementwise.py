@@ -32,7 +32,5 @@ RULES = {
     aten.full.default: filled,
     aten.ones.default: filled,
     aten.zeros.default: filled,
-    aten.new_full.default: filled,
-    aten.new_ones.default: filled,
-    aten.new_zeros.default: filled,
+    aten.empty.memory_format: filled,
 }

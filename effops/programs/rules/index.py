@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from effops.programs.rules.binding import Binding, Place, argument, operands_of, shape_of
+from effops.programs.rules.binding import Binding, Place, aligned, argument, operands_of, shape_of
 
 aten = torch.ops.aten
 
@@ -86,6 +86,35 @@ def scattered(node: Node) -> Iterator[Binding]:
             yield Binding(tuple(Place(number, axis) for number in range(len(shapes))), axis)
 
 
+def beside(node: Node) -> Iterator[Binding]:
+    """Axes but `dim` of all operands that have as many axes as the result; the others are numbers along `dim`."""
+    shapes, shape = [shape_of(one) for one in operands_of(node)], shape_of(node)
+    along = argument(node, "dim") % len(shape) if shape else 0
+    for axis, size in enumerate(shape):
+        places = [Place(number, axis) for number, own in enumerate(shapes) if len(own) == len(shape)]
+        if axis != along and size != 1 and all(shapes[one.operand][axis] == size for one in places):
+            yield Binding(tuple(places), axis)
+
+
+def searched(node: Node) -> Iterator[Binding]:
+    """Places of values in sorted rows, or in a single one."""
+    rows, shape = shape_of(operands_of(node)[0]), shape_of(node)
+    for axis, size in enumerate(shape):
+        is_of_rows = len(rows) > 1 and axis < len(shape) - 1
+        if size != 1 and len(operands_of(node)) == 2:
+            yield Binding((Place(0, axis), Place(1, axis)) if is_of_rows else (Place(1, axis),), axis)
+
+
+def in_buckets(node: Node) -> Iterator[Binding]:
+    return aligned(node, operands_of(node)[:1])
+
+
+def taken(node: Node) -> Iterator[Binding]:
+    for axis, size in enumerate(shape_of(node)):
+        if size != 1:
+            yield Binding((Place(1, axis),), axis)
+
+
 def padded(node: Node) -> Iterator[Binding]:
     """Axes without padding are cut."""
     shape, source = shape_of(node), shape_of(operands_of(node)[0])
@@ -117,4 +146,14 @@ RULES = {
     aten.scatter_add.default: scattered,
     aten.scatter.src: scattered,
     aten.scatter.value: scattered,
+    aten.scatter_reduce.two: scattered,
+    aten.index_add.default: beside,
+    aten.index_copy.default: beside,
+    aten.index_fill.int_Scalar: beside,
+    aten.index_fill.int_Tensor: beside,
+    aten.index_reduce.default: beside,
+    aten.slice_scatter.default: beside,
+    aten.searchsorted.Tensor: searched,
+    aten.bucketize.Tensor: in_buckets,
+    aten.take.default: taken,
 }

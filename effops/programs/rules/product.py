@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from effops.ops.einsum.program import product
-from effops.programs.rules.binding import Binding, Place, operands_of, shape_of
+from effops.programs.rules.binding import Binding, Place, argument, operands_of, shape_of
 
 aten = torch.ops.aten
 Labels = tuple[int, ...]
@@ -49,6 +49,16 @@ def matrices(left: int, right: int, added: int | None = None) -> Callable[[Node]
     return rule
 
 
+def of_summed_batches(node: Node) -> Iterator[Binding]:
+    """The sum of a batch of products, and another tensor that is added."""
+    added, shape = shape_of(operands_of(node)[0]), shape_of(node)
+    for axis, size in enumerate(shape):
+        own = axis - 2 + len(added)
+        places = (Place(0, own),) if own >= 0 and added[own] == size else ()
+        if size != 1:
+            yield Binding((*places, Place(1, 1) if axis == 0 else Place(2, 2)), axis)
+
+
 def contraction(node: Node) -> Iterator[Binding]:
     labels: Any = node.args[2]
     *factors, output = labels
@@ -83,28 +93,34 @@ def distances(node: Node) -> Iterator[Binding]:
             yield Binding((Place(number, len(shapes[number]) - 2),), axis)
 
 
-def over_batch(node: Node) -> Iterator[Binding]:
-    if shape_of(node)[0] != 1:
+def convolved(node: Node) -> Iterator[Binding]:
+    """Each image, and each channel of the result where groups do not tie them to channels of the image."""
+    shape, operands = shape_of(node), operands_of(node)
+    if shape[0] != 1:
         yield Binding((Place(0, 0),), 0)
+    if argument(node, "groups") == 1 and shape[1] != 1:
+        bias = (Place(2, 0),) if len(operands) == 3 else ()
+        yield Binding((Place(1, int(argument(node, "transposed"))), *bias), 1)
 
 
 def sampled(node: Node) -> Iterator[Binding]:
-    """Each image at the places of its grid: batch, channels of the image, rows and columns of the grid."""
-    shape = shape_of(node)
-    places = {0: (Place(0, 0), Place(1, 0)), 1: (Place(0, 1),), 2: (Place(1, 1),), 3: (Place(1, 2),)}
-    for axis, size in enumerate(shape):
+    """Each image at the places of its grid: batch, channels of the image, rows, columns .. of the grid."""
+    first = {0: (Place(0, 0), Place(1, 0)), 1: (Place(0, 1),)}
+    for axis, size in enumerate(shape_of(node)):
         if size != 1:
-            yield Binding(places[axis], axis)
+            yield Binding(first.get(axis, (Place(1, axis - 1),)), axis)
 
 
 RULES = {
-    aten.convolution.default: over_batch,
+    aten.convolution.default: convolved,
     aten.grid_sampler_2d.default: sampled,
+    aten.grid_sampler_3d.default: sampled,
     contracted: contraction,
     aten.mm.default: matrices(0, 1),
     aten.bmm.default: matrices(0, 1),
     aten.addmm.default: matrices(1, 2, added=0),
     aten.baddbmm.default: matrices(1, 2, added=0),
+    aten.addbmm.default: of_summed_batches,
     aten.mv.default: of_vectors,
     aten.dot.default: of_vectors,
     aten._cdist_forward.default: distances,

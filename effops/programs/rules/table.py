@@ -5,18 +5,18 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
-from effops.programs.rules import elementwise, index, product, reduction, scan, view
+from effops.programs.rules import draws, elementwise, image, index, linalg, product, reduction, scan, view
 from effops.programs.rules.binding import Binding, aligned, is_item, is_operator, moved, operands_of, shape_of
 
 RULES = {
     rule_of: rule
-    for file in (elementwise, view, reduction, product, index, scan)
+    for file in (elementwise, view, reduction, product, linalg, image, index, scan, draws)
     for rule_of, rule in file.RULES.items()
 }
 
 
 def bindings(node: Node) -> list[Binding]:
-    """The axes along which an operator can be cut; none for one without a rule, or that draws random numbers."""
+    """The axes along which an operator can be cut; none for one without a rule."""
     return list(_bindings(node))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from effops.programs.rules import draws
 from effops.programs.rules.binding import Binding, Place, aligned, all_but, argument, moved, operands_of, shape_of
 
 aten = torch.ops.aten
@@ -13,6 +14,8 @@ aten = torch.ops.aten
 def reshaped(node: Node) -> Iterator[Binding]:
     """Axes that are merged or split go by the outermost one, which keeps its neighbours together."""
     old, new = shape_of(operands_of(node)[0]), shape_of(node)
+    if 0 in old:
+        return
     i = j = 0
     while i < len(old) and j < len(new):
         before, after, sizes = [i], [j], [old[i], new[j]]
@@ -93,7 +96,15 @@ def unfolded(node: Node) -> Iterator[Binding]:
     return all_but(node, (argument(node, "dimension"),))
 
 
+def with_parts(node: Node) -> Iterator[Binding]:
+    """Complex numbers as pairs along a last axis, and back."""
+    pairs = operands_of(node)[0] if node.target is aten.view_as_complex.default else node
+    return moved(node, {axis: axis for axis in range(len(shape_of(pairs)) - 1)})
+
+
 RULES = {
+    aten.view_as_real.default: with_parts,
+    aten.view_as_complex.default: with_parts,
     aten.diagonal.default: diagonal,
     aten.split.Tensor: divided,
     aten.split_with_sizes.default: divided,
@@ -124,7 +135,6 @@ SIZES = {
     aten.full.default: "size",
     aten.ones.default: "size",
     aten.zeros.default: "size",
-    aten.new_full.default: "size",
-    aten.new_ones.default: "size",
-    aten.new_zeros.default: "size",
+    aten.empty.memory_format: "size",
+    **draws.SIZES,
 }

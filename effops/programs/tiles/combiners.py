@@ -2,103 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from effops.numerics.precision import arithmetic_dtype
-from effops.programs.rules.binding import argument
+from effops.programs.rules.binding import argument, is_operator, operands_of
+from effops.programs.rules.reduction import log_sum_exp
 
 aten = torch.ops.aten
 
 
-class Combiner(Protocol):
-    """Puts the parts of one reduction together.
+class Combiner:
+    """Puts the parts of one reduction together, here by adding them up.
 
     A tile computes `parts`: the reduction of the tile, and what else is needed to combine it. The totals begin as
     copies of the first tile's parts.
     """
 
-    count: int  # of the parts
-    keeps_totals: bool  # for backward
+    count = 1  # of the parts
 
-    def parts(self, graph: Graph, node: Node, copied: Node) -> list[Node]:
-        """Nodes of a tile's graph. `copied` is the reduction in it."""
+    def __init__(self, node: Node) -> None:
+        """`node` is the reduction, or one of its several results."""
+        self.node = node
+
+    def parts(self, graph: Graph, made: Node) -> list[Node]:
+        """Nodes of a tile's graph. `made` is the reduction in it, of which sums in 16 bits are kept in float32."""
+        value, operand = self.node.meta["val"], operands_of(self.node)[0].meta["val"]
+        names = {one.name for one in made.target._schema.arguments} if is_operator(made) else ()  # type: ignore[union-attr]
+        if (
+            "dtype" in names
+            and value.dtype == operand.dtype != arithmetic_dtype(value.dtype)
+            and value.is_floating_point()
+        ):
+            made.update_kwarg("dtype", arithmetic_dtype(value.dtype))
+        return [made]
+
+    def placed(self, parts: list[Tensor], first: int) -> list[Tensor]:
+        """The parts of a tile that begins at index `first` of the reduced axis."""
+        return parts
 
     def start(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The totals after the first tile, in memory of their own."""
-
-    def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
-        """Change the totals by the parts of another tile."""
-
-    def result(self, totals: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
-
-    def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], totals: Sequence[Tensor]) -> Tensor:
-        """The gradient of a tile's reduction, from that of the result."""
-
-
-class Sum:
-    count, keeps_totals = 1, False
-
-    def parts(self, graph: Graph, node: Node, copied: Node) -> list[Node]:
-        return [copied]
-
-    def start(self, parts: Sequence[Tensor]) -> list[Tensor]:
         (part,) = parts
         wide = arithmetic_dtype(part.dtype) if part.is_floating_point() else part.dtype
         return [part.to(wide, copy=True)]
 
     def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
+        """Change the totals by the parts of another tile."""
         totals[0].add_(parts[0])
 
     def result(self, totals: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return totals[0].to(dtype)
 
-    def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], totals: Sequence[Tensor]) -> Tensor:
-        return upstream
+    def kept(self, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What backward needs of the totals."""
+        return ()
+
+    def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+        """The gradient of a tile's reduction, from that of the result."""
+        return upstream.to(parts[0].dtype)
 
 
-class LogSumExp(Sum):
-    keeps_totals = True
+class LogSumExp(Combiner):
+    def parts(self, graph: Graph, made: Node) -> list[Node]:
+        if self.node.meta["val"].dtype == operands_of(self.node)[0].meta["val"].dtype:
+            made.target = log_sum_exp
+        return [made]
 
     def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
         torch.logaddexp(totals[0], parts[0].to(totals[0].dtype), out=totals[0])
 
-    def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], totals: Sequence[Tensor]) -> Tensor:
-        # The weight of a tile among all; a tile of -inf alone has none, and neither has one of many.
-        weight = torch.exp(parts[0].detach().to(totals[0].dtype) - totals[0])
-        return (upstream * weight.masked_fill_(parts[0] == -torch.inf, 0)).to(parts[0].dtype)
+    def kept(self, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        return totals
+
+    def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+        # The weight of a tile among all. In a row of -inf alone it is NaN, as PyTorch's gradient is.
+        weight = torch.exp(parts[0].detach().to(kept[0].dtype) - kept[0])
+        weight.masked_fill_((parts[0] == torch.inf) & (kept[0] == torch.inf), 1)
+        return (upstream * weight).to(parts[0].dtype)
 
 
-class Extremum:
+class Norm(Combiner):
+    """The Euclidean norm."""
+
+    def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
+        (total,), part = totals, parts[0].to(totals[0].dtype)
+        unknown = total.isnan() | part.isnan()  # beside inf, hypot forgets it
+        total.hypot_(part).masked_fill_(unknown, torch.nan)
+
+    def kept(self, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        return totals
+
+    def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+        (total,) = kept
+        share = (parts[0].detach().to(total.dtype) / total).masked_fill_(total == 0, 0)
+        share.masked_fill_((parts[0] == torch.inf) & (total == torch.inf), 1)
+        return (upstream * share).to(parts[0].dtype)
+
+
+class Product(Combiner):
+    """The product, that of the tiles whose product is not 0, and the number of the others.
+
+    The latter two give the product of all tiles but one.
+    """
+
+    def start(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        (total,) = super().start(parts)
+        is_zero = total == 0
+        return [total, total.masked_fill(is_zero, 1), is_zero.to(torch.int64)]
+
+    def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
+        for total, one in zip(totals, self.start(parts)):
+            if total is totals[-1]:
+                total.add_(one)
+            else:
+                total.mul_(one)
+
+    def kept(self, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        return totals[1:]
+
+    def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+        (product, zeros), part = kept, parts[0].detach()
+        is_zero = part == 0
+        others = torch.where(is_zero, product, product / part).masked_fill_(zeros > is_zero, 0)
+        return (upstream * others.conj()).to(part.dtype)
+
+
+class Extremum(Combiner):
     """The maximum or minimum, and how many elements are equal to it: they share its gradient."""
 
-    count, keeps_totals = 2, True
+    count = 2
 
-    def __init__(self, *, largest: bool) -> None:
-        self.largest = largest
-
-    def parts(self, graph: Graph, node: Node, copied: Node) -> list[Node]:
-        (operand, *_) = copied.args
-        dim, keepdim = argument(node, "dim"), argument(node, "keepdim")
-        whole = (
-            copied
-            if keepdim or not dim
-            else graph.call_function(aten.amax.default if self.largest else aten.amin.default, (operand, dim, True))
-        )
+    def parts(self, graph: Graph, made: Node) -> list[Node]:
+        (operand, *_) = made.args
+        dim, keepdim = argument(self.node, "dim"), argument(self.node, "keepdim")
+        whole = made if keepdim or not dim else graph.call_function(made.target, (operand, dim, True))  # type: ignore[arg-type]
         equal = graph.call_function(aten.eq.Tensor, (operand, whole))
-        return [copied, graph.call_function(aten.sum.dim_IntList, (equal, dim, keepdim))]
+        return [made, graph.call_function(aten.sum.dim_IntList, (equal, dim, keepdim))]
 
     def start(self, parts: Sequence[Tensor]) -> list[Tensor]:
         return [part.clone() for part in parts]
 
     def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
         (best, count), (part, equal) = totals, parts
-        better = (part > best) if self.largest else (part < best)
-        better |= part.isnan() & ~best.isnan()
+        better = _is_better(part, best, is_largest=self.node.target is aten.amax.default)
         same = part == best
         count.add_(torch.where(same, equal, 0))
         torch.where(better, equal, count, out=count)
@@ -107,33 +158,77 @@ class Extremum:
     def result(self, totals: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return totals[0]
 
-    def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], totals: Sequence[Tensor]) -> Tensor:
-        (best, count), (part, equal) = totals, parts
+    def kept(self, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        return totals
+
+    def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+        (best, count), (part, equal) = kept, parts
         share = (equal / count).to(upstream.dtype)
-        return torch.where((part == best) | best.isnan(), upstream * share, 0)
+        shared = torch.where(part == best, upstream * share, 0)
+        return shared.masked_fill_(best.isnan(), torch.nan)
 
 
-class Truth(Sum):
-    """Whether any, or all, are true."""
+class FirstExtremum(Combiner):
+    """The first element that is the maximum or minimum, or NaN: its value or its number, which takes the other too."""
 
-    def __init__(self, *, all_of_them: bool) -> None:
-        self.all_of_them = all_of_them
+    count = 2
 
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        of, item = node.args
+        self.is_largest, self.item = of.target is aten.max.dim, int(item)  # type: ignore[union-attr, arg-type]
+
+    def parts(self, graph: Graph, made: Node) -> list[Node]:
+        return [made, graph.call_function(operator.getitem, (made.args[0], 1 - self.item))]
+
+    def placed(self, parts: list[Tensor], first: int) -> list[Tensor]:
+        number = 1 - self.item
+        parts[number] = parts[number] + first
+        return parts
+
+    def start(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [part.clone() for part in parts]
+
+    def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
+        better = _is_better(parts[self.item], totals[self.item], is_largest=self.is_largest)
+        for total, part in zip(totals, parts):
+            torch.where(better, part, total, out=total)
+
+    def kept(self, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        return totals[1:] if self.item == 0 else ()
+
+    def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+        return torch.where(parts[1] == kept[0], upstream, 0)
+
+
+def _is_better(part: Tensor, best: Tensor, *, is_largest: bool) -> Tensor:
+    """Where the extremum of a tile takes the place of that of the tiles before; the first NaN does for good."""
+    better = (part > best) if is_largest else (part < best)
+    return better | (part.isnan() & ~best.isnan())
+
+
+class AnyTrue(Combiner):
     def start(self, parts: Sequence[Tensor]) -> list[Tensor]:
         return [parts[0].clone()]
 
     def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
-        if self.all_of_them:
-            totals[0].logical_and_(parts[0])
-        else:
-            totals[0].logical_or_(parts[0])
+        totals[0].logical_or_(parts[0])
 
 
-COMBINERS: dict[str, Combiner] = {
-    "sum": Sum(),
-    "logsumexp": LogSumExp(),
-    "max": Extremum(largest=True),
-    "min": Extremum(largest=False),
-    "any": Truth(all_of_them=False),
-    "all": Truth(all_of_them=True),
+class AllTrue(AnyTrue):
+    def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
+        totals[0].logical_and_(parts[0])
+
+
+COMBINERS: dict[str, Callable[[Node], Combiner]] = {
+    "sum": Combiner,
+    "logsumexp": LogSumExp,
+    "max": Extremum,
+    "min": Extremum,
+    "first max": FirstExtremum,
+    "first min": FirstExtremum,
+    "norm": Norm,
+    "product": Product,
+    "any": AnyTrue,
+    "all": AllTrue,
 }

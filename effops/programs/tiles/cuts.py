@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from effops.programs.rules.binding import Binding, operands_of, shape_of
+from effops.programs.rules.binding import Binding, is_item, operands_of, shape_of, value_of
+from effops.programs.rules.draws import seed_of
 from effops.programs.rules.table import bindings, why_none
 from effops.programs.rules.view import RULES as VIEWS
 
@@ -36,7 +37,8 @@ class Cut:
         region: the nodes, in order
         length: of the axis
         placed: the axis of the nodes that have it
-        combined: how the nodes that reduce it are combined
+        combined: how the nodes that reduce it are combined, or the results of one that has several
+        carried: the nodes of which each tile goes on from the one before it
         sliced: the axis of an operand from outside, by the node that takes it and the operand's number
     """
 
@@ -44,6 +46,7 @@ class Cut:
     length: int
     placed: dict[Node, Along] = field(default_factory=dict)
     combined: dict[Node, str] = field(default_factory=dict)
+    carried: set[Node] = field(default_factory=set)
     sliced: dict[tuple[Node, int], Along] = field(default_factory=dict)
 
     @property
@@ -81,9 +84,12 @@ def follow(region: Sequence[Node], seed: Node, axis: int) -> Cut:
                 cut.sliced[node, number] = along
         if binding.axis is not None:
             place(node, Along(binding.axis, binding.stretch * scale))
+            if binding.combined:
+                cut.carried.add(node)
         else:
-            if cut.combined.setdefault(node, binding.combined) != binding.combined:
-                raise Blocked(node, "would be cut along two axes at once")
+            for result in node.users if isinstance(value_of(node), (tuple, list)) else [node]:
+                if cut.combined.setdefault(result, binding.combined) != binding.combined:
+                    raise Blocked(node, "would be cut along two axes at once")
 
     def scale(along: Along, stretch: int, node: Node) -> int:
         if along.stretch % stretch:
@@ -135,7 +141,7 @@ class Stage:
             node = todo.pop()
             if node not in needed:
                 needed.add(node)
-                todo += [one for one in operands_of(node) if one in self.cut.placed]
+                todo += [one for one in operands_of(node) if one in self.cut.placed or is_item(node)]
         self.nodes = [node for node in self.cut.region if node in needed]
         read = dict.fromkeys(
             (one, self.along_of(node, number))
@@ -143,12 +149,19 @@ class Stage:
             for number, one in enumerate(operands_of(node))
             if one not in needed
         )
+        read.update(dict.fromkeys((seed, None) for seed in map(seed_of, self.nodes) if seed is not None))
         self.inputs = list(read)
 
     def along_of(self, node: Node, number: int) -> Along | None:
         """The axis of an operand from outside of the stage; None if each tile reads all of it."""
         operand = operands_of(node)[number]
         return self.cut.sliced.get((node, number)) or self.cut.placed.get(operand)
+
+
+def _is_cut(cut: Cut, node: Node) -> bool:
+    """Whether a tile computes its part of a node, or of a result of it that is combined."""
+    is_several = isinstance(node.meta.get("val"), (tuple, list))
+    return node in cut.placed or node in cut.combined or (is_several and any(one in cut.combined for one in node.users))
 
 
 def stages_of(cut: Cut) -> list[Stage]:
@@ -158,7 +171,7 @@ def stages_of(cut: Cut) -> list[Stage]:
         depth[node] = max((depth[one] + (one in cut.combined) for one in operands_of(node) if one in inside), default=0)
     outputs: list[Node] = []
     for node in cut.nodes:
-        if any(user not in cut.placed and user not in cut.combined for user in node.users) or node in cut.combined:
+        if node in cut.combined or not all(_is_cut(cut, user) for user in node.users):
             if isinstance(node.meta["val"], (tuple, list)):
                 continue  # its items are the results
             while node.target in VIEWS and operands_of(node)[0] in cut.placed:

@@ -7,25 +7,25 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch._dynamo import eval_frame
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchRuntimeError, Unsupported
 from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
 from effops.programs.capture.captured import Captured
 from effops.programs.capture.places import raised_at
+from effops.programs.rules.draws import give_seeds
+from effops.programs.tiles.modes import ModesAside, is_predicted
 from effops.programs.tiles.plans import Program, program_of, taken_bytes
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.report import TilesReport, report_of
 from effops.programs.tiles.traced import refuse_what_autograd_would_lose, traced
 from effops.pytorch import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
     _are_functorch_transforms_active,
     _get_dispatch_mode,
@@ -33,29 +33,45 @@ from effops.pytorch import (
     _len_torch_function_stack,
     _TorchDispatchModeKey,
 )
-from effops.text import parse_bytes
+from effops.text import parse_bytes, tells_wrong_arguments
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 BUDGET = "64 MiB"
+RANDOMNESS = "error", "different"
+
+
+class Planned(NamedTuple):
+    """How a call runs: its program, or None where it runs as it is; and the graph that was captured, with inputs."""
+
+    program: Program | None
+    as_it_is_bytes: int
+    graph: GraphModule
+    args: Sequence[Any]
 
 
 class Tiled:
     """A function that runs in tiles where it would not keep its budget as it is."""
 
-    def __init__(self, fn: Callable[..., Any], budget: int, compiles: bool, verify: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], budget: int, compiles: bool, verify: bool, randomness: str) -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.budget, self.compiles, self.verify = fn, budget, compiles, verify
+        self.fn, self.budget, self.compiles, self.verify, self.randomness = fn, budget, compiles, verify, randomness
         self.captured = Captured(fn, self._run)
         self.programs: dict[Any, tuple[Program | None, int]] = {}
-        self.lock, self.asked = threading.RLock(), _Asked()
+        self.lock, self.asked, self.modes = threading.RLock(), _Asked(), ModesAside()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_predicted():
+            with self.modes.set_aside():
+                return self._called(args, kwargs)
+        return self._called(args, kwargs)
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
         reason = _why_not_here()
         if reason:
             raise CannotTile(reason[0], remedy=reason[1])
         try:
             return self.captured(*args, **kwargs)
-        except (Unsupported, BackendCompilerFailed, FailOnRecompileLimitHit) as error:
+        except (Unsupported, TorchRuntimeError, BackendCompilerFailed, FailOnRecompileLimitHit) as error:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, CannotTile):
                 raise inner from None
@@ -65,17 +81,23 @@ class Tiled:
         return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        return Tiled, (self.fn, self.budget, self.compiles, self.verify)
+        return Tiled, (self.fn, self.budget, self.compiles, self.verify, self.randomness)
 
     def explained(self, *args: Any, **kwargs: Any) -> TilesReport | CannotTile:
         """How a call runs, or why it cannot. Nothing is computed."""
+        try:
+            planned = self.planned(*args, **kwargs)
+        except CannotTile as refusal:
+            return refusal
+        return report_of(planned.program, planned.as_it_is_bytes, self.budget)
+
+    def planned(self, *args: Any, **kwargs: Any) -> Planned:
+        """The program of a call, whose tensors may be fake. Nothing is computed; raises `CannotTile`."""
         self.asked.is_set = True
         try:
             self(*args, **kwargs)
         except _Answer as answer:
-            return answer.report
-        except CannotTile as refusal:
-            return refusal
+            return answer.planned
         finally:
             self.asked.is_set = False
         raise AssertionError
@@ -93,21 +115,15 @@ class Tiled:
                 self.programs[key] = planned
         program, as_it_is_bytes = planned
         if self.asked.is_set:
-            raise _Answer(report_of(program, as_it_is_bytes, self.budget))
-        return graph.forward(*args) if program is None else program(*args)  # type: ignore[no-any-return]
+            raise _Answer(Planned(program, as_it_is_bytes, graph, args))
+        with self.modes.again():
+            return graph.forward(*args) if program is None else program(*args)  # type: ignore[no-any-return]
 
     def _planned(self, graph: GraphModule, args: Sequence[Any]) -> tuple[Program | None, int]:
         """The program for arguments like these, or None if the function keeps the budget as it is, and its bytes so."""
         if any(isinstance(one, Tensor) and not _is_ordinary(one) for one in args):
             raise _not_dense(args)
-        try:
-            found = traced(graph, args)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise CannotTile(
-                f"a shape must not depend on values: that of {error.func} does",
-                operator=str(error.func),
-                remedy="compute it outside of the function",
-            ) from None
+        found = self._traced(graph, args)
         backward = torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in args)
         as_it_is_bytes = taken_bytes(graph, args, backward=backward)
         if as_it_is_bytes <= self.budget:
@@ -117,13 +133,19 @@ class Tiled:
             program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
         except CannotTile as error:
             try:
-                found = traced(graph, args, takes_softmax_apart=True)
+                found = self._traced(graph, args, takes_softmax_apart=True)
                 program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
             except CannotTile:
                 raise error from None
         if not self.verify:
             program.unchecked.clear()
         return program, as_it_is_bytes
+
+    def _traced(self, graph: GraphModule, args: Sequence[Any], **options: bool) -> GraphModule:
+        found = traced(graph, args, **options)
+        if self.randomness == "different":
+            give_seeds(found.graph)
+        return found
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
@@ -152,9 +174,9 @@ class _Asked(threading.local):
 class _Answer(Exception):  # noqa: N818
     """Ends a call that only asks how it would run."""
 
-    def __init__(self, report: TilesReport) -> None:
+    def __init__(self, planned: Planned) -> None:
         super().__init__()
-        self.report = report
+        self.planned = planned
 
 
 def _why_not_here() -> tuple[str, str] | None:
@@ -183,17 +205,29 @@ def _not_captured(error: Exception) -> CannotTile:
     return CannotTile(
         f"the function cannot be captured: {lines[0] if lines else type(error).__name__}",
         line=f"{user[1]}:{user[2]}" if user else str(place or ""),
-        remedy="put only what computes with tensors into the function",
+        remedy="call it without tiled, which raises PyTorch's own error"
+        if isinstance(error, TorchRuntimeError)
+        else "put only what computes with tensors into the function",
     )
 
 
 @overload
-def tiled(fn: FunctionT, *, budget: str | float = ..., compile: bool = ..., verify: bool = ...) -> FunctionT: ...
+def tiled(
+    fn: FunctionT, *, budget: str | float = ..., compile: bool = ..., verify: bool = ..., randomness: str = ...
+) -> FunctionT: ...
 @overload
 def tiled(
-    fn: None = None, *, budget: str | float = ..., compile: bool = ..., verify: bool = ...
+    fn: None = None, *, budget: str | float = ..., compile: bool = ..., verify: bool = ..., randomness: str = ...
 ) -> Callable[[FunctionT], FunctionT]: ...
-def tiled(fn: Any = None, *, budget: str | float = BUDGET, compile: bool = False, verify: bool = True) -> Any:
+@tells_wrong_arguments
+def tiled(
+    fn: Any = None,
+    *,
+    budget: str | float = BUDGET,
+    compile: bool = False,
+    verify: bool = True,
+    randomness: str = "error",
+) -> Any:
     """The same function within a memory budget: where it would take more, it runs tile by tile.
 
     Its operators run on a part of the axes that none of them mixes, or whose reductions can be combined. Backward
@@ -207,6 +241,8 @@ def tiled(fn: Any = None, *, budget: str | float = BUDGET, compile: bool = False
             return, as "64 MiB" or in bytes. A function that keeps it as it is runs as it is
         compile: whether Inductor compiles the tiles, which takes seconds at the first call
         verify: whether the first call compares the tiles of a few indices with the whole, in float64 too
+        randomness: "error" refuses to cut what draws random numbers; with "different" each tile draws its own, backward
+            those of forward, and `torch.manual_seed` repeats a call. They are not those that `fn` draws
 
     Returns:
         The function: the same results, in the same dtypes and strides, and gradients in the order of summation of the
@@ -223,6 +259,14 @@ def tiled(fn: Any = None, *, budget: str | float = BUDGET, compile: bool = False
         >>> torch.allclose(in_tiles(x, y), line(x, y))
         True
     """
+    if randomness not in RANDOMNESS:
+        raise ValueError(f"tiled: `randomness`: expected one of {', '.join(RANDOMNESS)}; got {randomness!r}")
+    if fn is not None and not callable(fn):
+        size = fn if isinstance(fn, (str, int, float)) else BUDGET
+        raise TypeError(
+            f"tiled: `fn` must be a function or a module; got {type(fn).__name__}; give the function without calling "
+            f"it, or write @effops.tiled(budget={size!r})"
+        )
     if fn is None:
-        return functools.partial(tiled, budget=budget, compile=compile, verify=verify)
-    return Tiled(fn, parse_bytes(budget, "tiled: `budget`"), compile, verify)
+        return functools.partial(tiled, budget=budget, compile=compile, verify=verify, randomness=randomness)
+    return Tiled(fn, parse_bytes(budget, "tiled: `budget`"), compile, verify, randomness)

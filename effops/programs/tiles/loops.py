@@ -13,13 +13,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from effops.dispatch.native import without_hooks
-from effops.numerics.layout import empty_gradient
-from effops.numerics.precision import arithmetic_dtype, without_autocast
+from effops.numerics.precision import CPU, arithmetic_dtype, without_autocast
 from effops.prediction.allocations import fake_mode
-from effops.programs.rules.binding import argument, is_without_gradients, nbytes_of, operands_of
+from effops.programs.rules.binding import argument, is_item, is_without_gradients, nbytes_of, operands_of
+from effops.programs.rules.draws import new_seed, seed_of, seeded
+from effops.programs.rules.scan import first_carried, in_a_tile
 from effops.programs.rules.view import SIZES
 from effops.programs.tiles.combiners import COMBINERS, Combiner
 from effops.programs.tiles.cuts import Along, Stage
+from effops.programs.tiles.sums import PRODUCTS, GradientSum, factors_of, summing
 from effops.pytorch import FakeTensor, _disable_current_modes
 
 aten = torch.ops.aten
@@ -40,17 +42,47 @@ class Loop:
         self.stage, self.compiles = stage, compiles
         self.whole = self.length = self.backward_length = stage.cut.length
         self.combiners: list[Combiner | None] = [
-            COMBINERS[stage.cut.combined[node]] if node in stage.cut.combined else None for node in stage.outputs
+            COMBINERS[stage.cut.combined[node]](node) if node in stage.cut.combined else None for node in stage.outputs
         ]
+        self.carrying = [node for node in stage.nodes if node in stage.cut.carried]
+        self.drawing = [node for node in stage.nodes if seed_of(node) is not None]
+        self._stretches = [_stretch(stage, node) for node in stage.outputs]
         self.nested: Callable[[GraphModule, Sequence[Tensor]], Body] | None = None
         self.body_of: Callable[[GraphModule], GraphModule] = lambda graph: graph
-        self.bodies: dict[tuple[int, bool, bool], Body] = {}
+        self.bodies: dict[tuple[int, bool, bool, bool], Body] = {}
         self._differentiable: dict[tuple[bool, ...], tuple[bool, ...]] = {}
 
     def run_like(self, other: Loop) -> None:
         """Take the lengths of a loop of the same pattern, and share what it runs."""
         self.length, self.backward_length, self.nested = other.length, other.backward_length, other.nested
         self.bodies, self._differentiable = other.bodies, other._differentiable
+
+    @property
+    def keeps_lengths(self) -> bool:
+        """Whether tiles must be the same forward and backward."""
+        return bool(self.carrying or self.drawing)
+
+    def first_carried(self, device: Any) -> list[Tensor]:
+        """What the first tile is given of one before it, for all nodes that go on from it."""
+        return [one for node in self.carrying for one in first_carried(node, device)]
+
+    @functools.cached_property
+    def summed(self) -> list[int]:
+        """The inputs that all tiles read whole, to whose gradient products add theirs where it is summed up."""
+        if self.nested is not None or self.compiles:
+            return []
+        products = [node for node in self.stage.nodes if node.target in PRODUCTS]
+        read = {(one, self.stage.along_of(node, number)) for node in products for number, one in factors_of(node)}
+        return [
+            place
+            for place, (node, along) in enumerate(self.stage.inputs)
+            if along is None and (node, None) in read and node.meta["val"].dtype in (torch.float32, torch.float64)
+        ]
+
+    @property
+    def read_whole_bytes(self) -> int:
+        """The bytes of the inputs that each tile reads whole."""
+        return sum(nbytes_of(node) for node, along in self.stage.inputs if along is None)
 
     @functools.cached_property
     def pattern(self) -> str:
@@ -82,7 +114,7 @@ class Loop:
                     if along is not None:
                         shape[along.axis] = along.stretch
                     parts.append(torch.empty(shape, dtype=node.meta["val"].dtype).requires_grad_(is_wanted))
-                found = iter(self.graph(1)(*parts))
+                found = iter(self.graph(1)(*parts, *self.first_carried("cpu")))
                 flags = []
                 for combiner in self.combiners:
                     first, *_ = [next(found) for _ in range(1 if combiner is None else combiner.count)]
@@ -95,15 +127,17 @@ class Loop:
         for start in range(0, self.whole, length):
             yield start, min(length, self.whole - start)
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """The results, and the totals of those that are combined."""
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
+        """The results, the totals of those that are combined, and what each tile leaves to the next one."""
         results: list[Tensor | None] = [None] * len(self.combiners)
         totals: list[list[Tensor]] = [[] for _ in self.combiners]
         dtypes: dict[int, torch.dtype] = {}
+        carried, left = self.first_carried(_device_of(tensors)), list[Tensor]()
+        outputs = [*zip(self.stage.outputs, self.combiners, self._stretches)]
         for start, length in _seen(self.tiles(self.length), tensors):
-            parts = [part(one, along, start, length) for one, (_, along) in zip(tensors, self.stage.inputs)]
+            parts = [*self._parts(tensors, start, length), *carried]
             found = iter(self.body(length, parts)(*parts))
-            for place, (node, combiner) in enumerate(zip(self.stage.outputs, self.combiners)):
+            for place, (node, combiner, stretch) in enumerate(outputs):
                 if combiner is None:
                     computed = next(found)
                     result = results[place]
@@ -113,16 +147,32 @@ class Loop:
                     part(result, along, start, length).copy_(computed)
                 else:
                     own = [next(found) for _ in range(combiner.count)]
-                    dtypes[place] = own[0].dtype
+                    own = combiner.placed(own, start * stretch)
+                    dtypes[place] = _dtype_of(node, own[0])
                     if totals[place]:
                         combiner.add(totals[place], own)
                     else:
                         totals[place] = combiner.start(own)
+            carried = self._leave(list(found), left, start // self.length)
             del found, parts
         for place, combiner in enumerate(self.combiners):
             if combiner is not None:
                 results[place] = combiner.result(totals[place], dtypes[place])
-        return [one for one in results if one is not None], totals
+        return [one for one in results if one is not None], totals, left
+
+    def _parts(self, tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+        """What a tile reads: parts of tensors, and a seed of its own."""
+        return [
+            one + start if node.target is new_seed else part(one, along, start, length)
+            for one, (node, along) in zip(tensors, self.stage.inputs)
+        ]
+
+    def _leave(self, carried: list[Tensor], left: list[Tensor], tile: int) -> list[Tensor]:
+        """Put what a tile carries to the next one into the memory for that of all tiles."""
+        if not left:
+            count = -(-self.whole // self.length)
+            left += [one.new_empty((count, *one.shape)) for one in carried]
+        return [of_all[tile].copy_(one) for of_all, one in zip(left, carried)]
 
     def _empty(self, node: Node, along: Along, part: Tensor) -> Tensor:
         """Memory for a result, with the strides that the function gives it."""
@@ -134,77 +184,95 @@ class Loop:
     def backward(
         self,
         tensors: Sequence[Tensor],
-        totals: Sequence[Sequence[Tensor]],
+        kept: Sequence[Sequence[Tensor]],
+        left: Sequence[Tensor],
         upstream: Sequence[Tensor | None],
         wanted: Sequence[bool],
     ) -> list[Tensor | None]:
         """The gradients of the tensors that are wanted."""
         inputs = self.stage.inputs
-        sums: list[Tensor | None] = [None] * len(tensors)  # of what no gradient reaches, as autograd has it
-        for start, length in _seen(self.tiles(self.backward_length), tensors):
+        sums = [GradientSum(one) for one in tensors]
+        summed = [sums[place] for place in self.summed]
+        first = self.first_carried(_device_of(tensors))
+        of_carried: list[Tensor | None] = [None for _ in first]  # gradients, from the tile behind
+        for start, length in reversed([*_seen(self.tiles(self.backward_length), tensors)]):
+            carried = [one[start // self.length - 1] for one in left] if start else first
             parts = [
-                part(one.detach(), along, start, length).requires_grad_(is_wanted)
-                for one, (_, along), is_wanted in zip(tensors, inputs, wanted)
+                one.detach().requires_grad_(is_wanted)
+                for one, is_wanted in zip(self._parts(tensors, start, length), wanted)
             ]
+            parts += [one.detach().requires_grad_(one.is_floating_point()) for one in carried]
             with torch.enable_grad():
-                found = list(self.body(length, parts)(*parts))
-            outputs, gradients = self._upstream_of_tile(found, totals, upstream, start, length)
-            leaves = [place for place, is_wanted in enumerate(wanted) if is_wanted]
+                found = list(self.body(length, parts, sums=bool(summed))(*parts, *summed))
+            outputs, gradients = self._upstream_of_tile(found, kept, upstream, start, length)
+            for own, pulled_back in zip(found[len(found) - len(first) :], of_carried):
+                if pulled_back is not None and own.requires_grad:
+                    outputs.append(own)
+                    gradients.append(pulled_back)
+            of_carried = [None for _ in first]
+            leaves = [place for place, one in enumerate(parts) if one.requires_grad]
             if outputs and leaves:
                 pulled = torch.autograd.grad(outputs, [parts[place] for place in leaves], gradients, allow_unused=True)
                 for place, gradient in zip(leaves, pulled):
-                    if gradient is not None:
-                        total = sums[place]
-                        if total is None:
-                            sums[place] = total = _zeros(tensors[place])
-                        part(total, inputs[place][1], start, length).add_(gradient)
+                    if place >= len(tensors):
+                        of_carried[place - len(tensors)] = gradient
+                    elif gradient is not None:
+                        part(sums[place].begun(), inputs[place][1], start, length).add_(gradient)
                 del pulled, gradient
             del parts, found, outputs, gradients
-        return [
-            None if total is None else total if total.dtype == one.dtype else empty_gradient(one).copy_(total)
-            for total, one in zip(sums, tensors)
-        ]
+        return [one.result() for one in sums]
 
     def _upstream_of_tile(
         self,
         found: Sequence[Tensor],
-        totals: Sequence[Sequence[Tensor]],
+        kept: Sequence[Sequence[Tensor]],
         upstream: Sequence[Tensor | None],
         start: int,
         length: int,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The results of a tile through which gradients flow, and their gradients."""
         outputs, gradients, at = [], [], 0
-        for place, (node, combiner) in enumerate(zip(self.stage.outputs, self.combiners)):
+        of_outputs = zip(self.stage.outputs, self.combiners, self._stretches)
+        for place, (node, combiner, stretch) in enumerate(of_outputs):
             count = 1 if combiner is None else combiner.count
-            own, gradient = found[at : at + count], upstream[place]
+            own, gradient = [*found[at : at + count]], upstream[place]
             at += count
             if gradient is None or not own[0].requires_grad:
                 continue
             if combiner is None:
                 gradient = part(gradient, self.stage.cut.placed[node], start, length)
             else:
-                gradient = combiner.pulled_back(gradient, own, totals[place])
+                own = combiner.placed(own, start * stretch)
+                gradient = combiner.pulled_back(gradient, own, kept[place])
             outputs.append(own[0])
             gradients.append(gradient)
         return outputs, gradients
 
-    def body(self, length: int, parts: Sequence[Tensor]) -> Body:
-        """What a tile of this length runs."""
-        compiles = self.compiles and self.nested is None and not any(isinstance(one, FakeTensor) for one in parts)
-        key = length, any(one.requires_grad for one in parts), compiles
+    def body(self, length: int, parts: Sequence[Tensor], *, sums: bool = False) -> Body:
+        """What a tile of this length runs. With `sums` it takes those of `summed` too."""
+        is_fake = any(isinstance(one, FakeTensor) for one in parts)
+        compiles = self.compiles and self.nested is None and not self.drawing and not is_fake
+        key = length, any(one.requires_grad for one in parts), compiles, sums
         if key not in self.bodies:
-            graph = self.body_of(self.graph(length))
+            graph = self.body_of(self.graph(length, sums=sums))
             if self.nested is not None:
                 self.bodies[key] = self.nested(graph, parts)
             else:
                 self.bodies[key] = lookup_backend("inductor")(graph, list(parts)) if compiles else graph
         return self.bodies[key]
 
-    def graph(self, length: int) -> GraphModule:
+    def graph(self, length: int, *, sums: bool = False) -> GraphModule:
         """The nodes of the stage for a tile. Sizes among arguments become those of the tile."""
         stage, graph = self.stage, Graph()
         slots = {one: graph.placeholder(f"input_{number}") for number, one in enumerate(stage.inputs)}
+        given = {
+            node: [
+                graph.placeholder(f"carried_{number}_{place}") for place, _ in enumerate(first_carried(node, "meta"))
+            ]
+            for number, node in enumerate(self.carrying)
+        }
+        summed = {slots[self.stage.inputs[place]]: graph.placeholder(f"sum_{place}") for place in self.summed if sums}
+        left: list[Node] = []  # to the next tile
         copied: dict[Node, Node] = {}
         for node in stage.nodes:
             numbers = iter(range(len(operands_of(node))))
@@ -214,18 +282,29 @@ class Loop:
                 return copied[operand] if operand in copied else slots[operand, stage.along_of(node, number)]
 
             args, kwargs = map_arg((node.args, node.kwargs), taken)
-            made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            if node in given:
+                operands: Any = args
+                made, *more = in_a_tile(graph, node, operands[0], given[node])
+                left += [_detached(graph, node, one) for one in more]
+            elif any(one in summed for one in args if isinstance(one, Node)) and node.target in PRODUCTS:
+                made = summing(graph, node.target, args, summed)
+            else:
+                made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             made.meta["custom"] = node.meta.get("custom", {})
             if node in stage.cut.placed and node.target in SIZES:
                 _set_size(made, node, stage.cut.placed[node], length)
-            is_float = isinstance(node.meta["val"], Tensor) and node.meta["val"].is_floating_point()
-            if is_without_gradients(node) and is_float:
-                made = graph.call_function(aten.detach.default, (made,))
-            copied[node] = made
+            seed = seed_of(node)
+            if seed is not None:
+                seeded(node, made, slots[seed, None])
+            copied[node] = made if node in stage.cut.combined else _detached(graph, node, made)
         outputs = []
         for node, combiner in zip(stage.outputs, self.combiners):
-            outputs += [copied[node]] if combiner is None else combiner.parts(graph, node, copied[node])
-        graph.output(tuple(outputs))
+            if combiner is None:
+                outputs.append(copied[node])
+            else:
+                first, *others = combiner.parts(graph, copied[node])
+                outputs += [_detached(graph, node, first), *others]
+        graph.output((*outputs, *left))
         return GraphModule({}, graph)
 
 
@@ -234,16 +313,13 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loop: Loop, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, totals = loop.forward(tensors)
-        totals = [
-            own if combiner is not None and combiner.keeps_totals else []
-            for own, combiner in zip(totals, loop.combiners)
-        ]
-        ctx.loop, ctx.counts = loop, [len(one) for one in totals]
+        results, totals, left = loop.forward(tensors)
+        kept = [() if combiner is None else combiner.kept(own) for own, combiner in zip(totals, loop.combiners)]
+        ctx.loop, ctx.counts = loop, [len(one) for one in kept]
         differentiable = loop.differentiable(ctx.needs_input_grad[1:])
         ctx.mark_non_differentiable(*(one for one, is_one in zip(results, differentiable) if not is_one))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *(one for own in totals for one in own))
+        ctx.save_for_backward(*tensors, *(one for own in kept for one in own), *left)
         return tuple(results)
 
     @staticmethod
@@ -256,15 +332,33 @@ class Tiles(torch.autograd.Function):
         loop, count = ctx.loop, len(ctx.loop.stage.inputs)
         saved = ctx.saved_tensors
         rest = iter(saved[count:])
-        totals = [[next(rest) for _ in range(number)] for number in ctx.counts]
+        kept = [[next(rest) for _ in range(number)] for number in ctx.counts]
         with without_autocast(saved[0].device):
-            return None, *loop.backward(saved[:count], totals, upstream, ctx.needs_input_grad[1:])
+            return None, *loop.backward(saved[:count], kept, [*rest], upstream, ctx.needs_input_grad[1:])
 
 
 def part(tensor: Tensor, along: Along | None, start: int, length: int) -> Tensor:
     if along is None:
         return tensor
     return tensor.narrow(along.axis, start * along.stretch, length * along.stretch)
+
+
+def _stretch(stage: Stage, node: Node) -> int:
+    """How many indices of the axis that a node reduces are one of the cut; 1 if it reduces none."""
+    along = stage.along_of(operands_of(node)[0] if is_item(node) else node, 0) if node in stage.cut.combined else None
+    return 1 if along is None else along.stretch
+
+
+def _dtype_of(node: Node, part: Tensor) -> torch.dtype:
+    """The dtype of what is combined of parts, which may be wider than it, as all are in a check."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype if dtype.is_floating_point and part.dtype == arithmetic_dtype(dtype) else part.dtype
+
+
+def _detached(graph: Graph, node: Node, made: Node) -> Node:
+    """The copy of a node, without gradients if the function computes it so."""
+    is_float = isinstance(node.meta["val"], Tensor) and node.meta["val"].is_floating_point()
+    return graph.call_function(aten.detach.default, (made,)) if is_without_gradients(node) and is_float else made
 
 
 def _seen(tiles: Iterator[tuple[int, int]], tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
@@ -275,9 +369,8 @@ def _seen(tiles: Iterator[tuple[int, int]], tensors: Sequence[Tensor]) -> Iterat
     return iter(found if len(found) <= 3 else [*found[:2], found[-1]])
 
 
-def _zeros(operand: Tensor) -> Tensor:
-    dtype = operand.dtype if operand.is_complex() else arithmetic_dtype(operand.dtype)
-    return torch.zeros_like(operand, dtype=dtype)
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else CPU
 
 
 def _set_size(made: Node, node: Node, along: Along, length: int) -> None:

@@ -14,7 +14,9 @@ from effops.dispatch.native import without_hooks
 from effops.numerics.precision import CPU, without_autocast
 from effops.prediction.allocations import fake_mode
 from effops.prediction.inside import InsideUntilReturned
-from effops.programs.rules.binding import is_operator, is_without_gradients, nbytes_of, operands_of, shape_of
+from effops.programs.rules.binding import is_without_gradients, nbytes_of, operands_of, shape_of
+from effops.programs.rules.draws import draws_of, seed_of
+from effops.programs.rules.table import why_none
 from effops.programs.tiles.checks import check
 from effops.programs.tiles.cuts import Blocked, Cut, follow, stages_of
 from effops.programs.tiles.loops import Body, Loop, Tiles
@@ -22,8 +24,10 @@ from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.regions import Region, regions
 from effops.programs.tiles.traced import refused_at
 from effops.pytorch import FakeTensor, _disable_current_modes
+from effops.text import format_bytes
 
 TILE_BYTES = 2**22  # of a tile at most, since smaller ones stay in the cache
+LEAST_TILE_BYTES = 2**14
 DEEPEST = 3  # cuts within tiles
 SEEDS = 4  # the largest nodes of a region whose axes are tried
 
@@ -136,71 +140,116 @@ def _fake(one: Any, backward: bool) -> Any:
 def program_of(
     graph: GraphModule, args: Sequence[Any], budget: int, *, backward: bool, compiles: bool = False, depth: int = 0
 ) -> Program:
-    """A program of a graph that keeps the budget, for arguments like these. The graph's nodes have fake values."""
+    """A program of a graph that keeps the budget, for arguments like these. The graph's nodes have fake values.
+
+    What draws random numbers has been given seeds, or the graph is refused.
+    """
     refuse_randomness(graph)
-    target = min(TILE_BYTES, budget // 4) if depth == 0 else budget
-    threshold = target
-    while True:
-        found = regions(graph.graph, threshold, backward=backward)
-        loops = [Loop(stage, compiles=compiles) for region in found for stage in stages_of(_best(region, target))]
-        alike: dict[str, Loop] = {}
-        for loop in loops:
-            first = alike.setdefault(loop.pattern, loop)
-            if first is loop:
-                _set_lengths(loop, target, backward, depth)
-            else:
-                loop.run_like(first)
-        program = Program(graph, loops)
-        if depth:
-            return program
-        taken = program.taken_bytes = taken_bytes(program, args, backward=backward)
-        if taken <= budget:
-            return program
-        target, threshold = target // 2, threshold // 2
-        if target < 2**14:
-            raise CannotTile(
-                f"the budget must suffice for the smallest tiles; got {budget:,} bytes, and they take {taken:,}",
-                remedy="give a larger budget",
-            )
+    if depth:
+        return _program(graph, budget, budget, budget, backward=backward, compiles=compiles, depth=depth)
+    target, most, taken = max(LEAST_TILE_BYTES, min(TILE_BYTES, budget // 4)), budget * 3 // 4, 0
+    while target >= LEAST_TILE_BYTES:
+        # Many small nodes may be what takes the budget: they are cut before tiles become smaller.
+        for threshold in (target, target // 4):
+            try:
+                program = _program(graph, target, most, threshold, backward=backward, compiles=compiles)
+            except CannotTile:
+                if threshold == target:
+                    raise
+                continue
+            taken = program.taken_bytes = taken_bytes(program, args, backward=backward)
+            if taken <= budget:
+                return program
+        target, most = target // 2, most // 2
+    raise CannotTile(
+        f"the budget must suffice for the smallest tiles; got {format_bytes(budget)}",
+        remedy=f"give at least {format_bytes(taken)}, which they take",
+    )
+
+
+def _program(
+    graph: GraphModule, target: int, most: int, threshold: int, *, backward: bool, compiles: bool, depth: int = 0
+) -> Program:
+    """A program whose tiles take at most `target` bytes, and no node outside of a loop more than `threshold`.
+
+    Where each tile reads more than that whole, as a large weight, tiles are as large as what is read, up to `most`.
+    """
+    found = regions(graph.graph, threshold, backward=backward)
+    loops = [Loop(stage, compiles=compiles) for region in found for stage in stages_of(_best(region, target))]
+    alike: dict[str, Loop] = {}
+    for loop in loops:
+        first = alike.setdefault(loop.pattern, loop)
+        if first is loop:
+            _set_lengths(loop, max(target, min(most, loop.read_whole_bytes)), backward, depth)
+        else:
+            loop.run_like(first)
+    _draw_alike(loops)
+    return Program(graph, loops)
 
 
 def refuse_randomness(graph: GraphModule) -> None:
-    """Raise if a graph draws random numbers: in tiles it would draw others, and backward others again."""
-    for node in graph.graph.nodes:
-        if is_operator(node) and torch.Tag.nondeterministic_seeded in node.target.tags:
+    """Raise if a graph draws random numbers without seeds: in tiles others, and backward others again."""
+    for node in draws_of(graph.graph):
+        if seed_of(node) is None:
             raise refused_at(
                 node,
                 f"what is cut must not draw random numbers: {node.target} does",
-                "draw them outside of the function, and give them as an argument",
+                'draw them outside of the function, and give them as an argument; or give randomness="different"',
             )
+        if node.kwargs.get("generator") is not None:
+            raise refused_at(node, f"{node.target} must not have a generator", "leave it to PyTorch's own generator")
+
+
+def _draw_alike(loops: Sequence[Loop]) -> None:
+    """Give the loops of a cut that draw the same tiles, since they may draw the same numbers again."""
+    for loop in loops:
+        if loop.drawing:
+            if loop.nested is not None:
+                node = loop.drawing[0]
+                raise refused_at(
+                    node,
+                    f"what draws random numbers must not be cut along two axes: {node.target} would be",
+                    "give a larger budget, or draw outside of the function, and give the numbers as an argument",
+                )
+            same = [one for one in loops if one.drawing and one.stage.cut is loop.stage.cut]
+            loop.length = loop.backward_length = min(one.length for one in same)
 
 
 def _best(region: Region, target: int) -> Cut:
     """The cut that leaves the least whole, in the fewest stages, and reads the least."""
-    most = max(map(nbytes_of, region.large))
-    seeds = [node for node in region.large if nbytes_of(node) == most][:SEEDS]
+    largest = sorted(region.large, key=nbytes_of, reverse=True)
+    count = min(SEEDS, [*map(nbytes_of, largest)].count(nbytes_of(largest[0])))
     found: list[Cut] = []
     blocked: list[Blocked] = []
-    for seed in seeds:
-        for axis, size in enumerate(shape_of(seed)):
-            if size > 1:
-                try:
-                    found.append(follow(region.nodes, seed, axis))
-                except Blocked as error:
-                    blocked.append(error)
 
     def rank(cut: Cut) -> tuple[Any, ...]:
         smallest = max(nbytes_of(node) // cut.length for node in cut.placed)
-        return _whole_bytes(cut) > target, smallest > target, bool(cut.combined), _whole_bytes(cut), -cut.length
+        return (
+            _whole_bytes(cut) > target,
+            smallest > target,
+            bool(cut.combined or cut.carried),
+            _whole_bytes(cut),
+            -cut.length,
+        )
 
-    best = min(found, key=rank, default=None)
-    if best is not None and (_whole_bytes(best) <= target or not blocked):
-        return best
+    for seeds in (largest[:count], largest[count : count + SEEDS]):  # others if the largest have no axis
+        for seed in seeds:
+            for axis, size in enumerate(shape_of(seed)):
+                if size > 1:
+                    try:
+                        found.append(follow(region.nodes, seed, axis))
+                    except Blocked as error:
+                        blocked.append(error)
+        best = min(found, key=rank, default=None)
+        if best is not None and (_whole_bytes(best) <= target or not blocked):
+            return best
     node, why = blocked[0].node, blocked[0].why
     raise refused_at(
         node,
-        f"no axis of {shape_of(seeds[0])} can be cut: {node.target} {why}",
-        "reduce the tensor along a whole axis at a time, or give a larger budget",
+        f"no axis of {shape_of(largest[0])} can be cut: {node.target} {why}",
+        "compute it outside of the function, or add a rule (docs/tiles.md)"
+        if why_none(node)
+        else "reduce the tensor along a whole axis at a time, or give a larger budget",
         shapes=[shape_of(node)],
     )
 
@@ -225,6 +274,8 @@ def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
 
     loop.length = length_within(False)
     loop.backward_length = length_within(True) if backward else loop.length
+    if loop.keeps_lengths:
+        loop.length = loop.backward_length = min(loop.length, loop.backward_length)
     if depth < DEEPEST and _tile_bytes(loop, loop.length, False) > 2 * target:
         loop.nested = lambda graph, parts: _nested(graph, parts, target, loop.compiles, depth + 1)
 
@@ -232,7 +283,11 @@ def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
 def _tile_bytes(loop: Loop, length: int, backward: bool) -> int:
     """What a tile allocates at most."""
     graph = loop.graph(length)
-    args = [_tile_of(node.meta["val"], along, length, backward) for node, along in loop.stage.inputs]
+    args = [
+        _tile_of(node.meta["val"], along, length, backward and place not in loop.summed)
+        for place, (node, along) in enumerate(loop.stage.inputs)
+    ]
+    args += [_tile_of(one, None, length, backward) for one in loop.first_carried("meta")]
     return taken_bytes(graph, args, backward=backward)
 
 

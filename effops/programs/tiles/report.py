@@ -77,5 +77,5 @@ def _loop_report(loop: Loop) -> LoopReport:
     cut = loop.stage.cut
     largest = max(cut.placed, key=lambda node: node.meta["val"].numel() if hasattr(node.meta["val"], "numel") else 0)
     line, library = lines_of(largest)
-    combined = tuple(dict.fromkeys(cut.combined.values()))
+    combined = tuple(dict.fromkeys([*cut.combined.values(), *(["carried"] if cut.carried else [])]))
     return LoopReport(loop.whole, loop.length, loop.backward_length, shape_of(largest), line or library, combined)

@@ -15,13 +15,15 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
+from effops.dispatch.native import without_hooks
 from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import fake_mode
 from effops.programs.capture.places import kind_of
 from effops.programs.rules.binding import WITHOUT_GRADIENTS
+from effops.programs.tiles.apart import taken_apart
 from effops.programs.tiles.products import with_products
 from effops.programs.tiles.refusals import CannotTile
-from effops.pytorch import tracing
+from effops.pytorch import DataDependentOutputException, DynamicOutputShapeException, tracing
 
 aten = torch.ops.aten
 
@@ -30,19 +32,31 @@ def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: b
     """The graph of a call with arguments, which may be real. Nothing is computed.
 
     Means, variances and extrema of all elements are taken apart into what can be combined, and masks into what depends
-    on one index of each axis. A softmax too, if it is asked for: its axis can be cut then. Nodes that a function
-    computes without gradients are marked.
+    on one index of each axis. So is what has no rule and PyTorch takes apart. A softmax too, if it is asked for; its
+    axis can be cut then. Nodes that a function computes without gradients are marked.
     """
     decompositions = DECOMPOSITIONS | (OF_SOFTMAX if takes_softmax_apart else {})
     mode = fake_mode(allow_non_fake_inputs=True)
     with mode:
         fakes = [_fake(one) if isinstance(one, Tensor) else one for one in args]
-        with preserve_node_meta(), tracing(None), torch.enable_grad():
-            graph = make_fx(_Marking(captured).run, decompositions, _allow_non_fake_inputs=True)(*fakes)
+        with preserve_node_meta(), tracing(None), torch.enable_grad(), without_hooks():
+            marking = _Marking(captured)
+            try:
+                graph = make_fx(marking.run, decompositions, _allow_non_fake_inputs=True)(*fakes)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise refused_at(
+                    marking.running,
+                    f"a shape must not depend on values: that of {error.func} does",
+                    "compute it outside of the function, or by a mask, as torch.where in place of x[mask]",
+                ) from None
             if any(_is_mutable(node) for node in graph.graph.nodes):
                 _refuse_mutation_of_inputs(graph)
                 pure = torch.func.functionalize(Interpreter(graph).run, remove="mutations")
                 graph = make_fx(pure, decompositions, _allow_non_fake_inputs=True)(*fakes)
+            others = taken_apart(graph.graph)
+            if others:
+                run = Interpreter(graph).run
+                graph = make_fx(run, others | decompositions, _allow_non_fake_inputs=True)(*fakes)
         graph.graph.eliminate_dead_code()
         with_products(graph)
     return graph
@@ -55,6 +69,12 @@ def refuse_what_autograd_would_lose(captured: GraphModule) -> None:
     """
     for module in captured.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if node.target is torch._C._set_grad_enabled and node.args == (True,) and not torch.is_grad_enabled():
+                raise refused_at(
+                    node,
+                    "what is cut must not switch gradients on inside of no_grad",
+                    "leave out torch.enable_grad, or call the function with gradients",
+                )
             if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not tag_activation_checkpoint:
                 raise refused_at(
                     node,
@@ -64,7 +84,8 @@ def refuse_what_autograd_would_lose(captured: GraphModule) -> None:
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return fake.requires_grad_(tensor.requires_grad)  # a product whose gradient is wanted has its batches folded
 
 
 def _refuse_mutation_of_inputs(graph: GraphModule) -> None:
@@ -102,6 +123,7 @@ class _Marking(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         n.meta["custom"] = {WITHOUT_GRADIENTS: not torch.is_grad_enabled()}
+        self.running = n  # so that an error can be told with its lines
         return super().run_node(n)
 
 
@@ -150,6 +172,58 @@ def _variance(x: Tensor, dim: Any = None, *, correction: float | None = None, ke
     return (squares / max(0, count - (1 if correction is None else correction))).to(x.dtype)
 
 
+def _deviation(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    """The root of the variance. Its gradient is 0 where it is 0."""
+    if not x.is_floating_point():
+        return NotImplemented  # type: ignore[no-any-return]
+    variance = _variance(x.to(arithmetic_dtype(x.dtype)), dim, correction=correction, keepdim=keepdim)
+    is_zero = variance == 0
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, variance).sqrt()).to(x.dtype)
+
+
+def _with_mean(spread: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def both(
+        x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        if not x.is_floating_point():
+            return NotImplemented  # type: ignore[no-any-return]
+        return spread(x, dim, correction=correction, keepdim=keepdim), _mean_dim(x, dim, keepdim)
+
+    return both
+
+
+def _number_of(extremum: Any) -> Callable[..., Tensor]:
+    """The number of the first extremum, among all elements if no axis is given. `max` is faster than `argmax`."""
+
+    def number(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        if dim is not None:
+            return extremum(x, dim, keepdim)[1]  # type: ignore[no-any-return]
+        found: Tensor = extremum(x.reshape(-1), 0, False)[1]
+        return found.reshape([1] * x.dim()) if keepdim else found
+
+    return number
+
+
+def _extrema(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    axes = [*range(x.dim())] if dim is None else [dim]
+    return torch.amin(x, axes, keepdim), torch.amax(x, axes, keepdim)
+
+
+def _sum_without_nan(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    if not x.is_floating_point():
+        return NotImplemented  # type: ignore[no-any-return]
+    return torch.sum(torch.where(x.isnan(), 0, x), dim, keepdim, dtype=dtype)
+
+
+def _new(made: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A tensor that has the dtype and device of another one, and nothing else of it."""
+
+    def like(x: Tensor, *args: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+        return made(*args, dtype=dtype or x.dtype, device=device or x.device)
+
+    return like
+
+
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = x.to(arithmetic_dtype(x.dtype))
     found = torch.exp(wide - torch.logsumexp(wide, dim, keepdim=True))
@@ -188,10 +262,21 @@ def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Callable[..., Tensor]:
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    **get_decompositions([aten.nll_loss_forward]),
+    **get_decompositions([aten.nll_loss_forward, aten.native_dropout]),
     aten.mean.default: _mean,
     aten.mean.dim: _mean_dim,
     aten.var.correction: _variance,
+    aten.std.correction: _deviation,
+    aten.var_mean.correction: _with_mean(_variance),
+    aten.std_mean.correction: _with_mean(_deviation),
+    aten.nansum.default: _sum_without_nan,
+    aten.aminmax.default: _extrema,
+    aten.argmin.default: _number_of(aten.min.dim),
+    aten.argmax.default: _number_of(aten.max.dim),
+    aten.new_empty.default: _new(torch.empty),
+    aten.new_full.default: _new(torch.full),
+    aten.new_ones.default: _new(torch.ones),
+    aten.new_zeros.default: _new(torch.zeros),
     aten.min.default: lambda x: torch.amin(x, tuple(range(x.dim()))),
     aten.max.default: lambda x: torch.amax(x, tuple(range(x.dim()))),
     aten.copy.default: lambda target, source, non_blocking=False: source.to(target.dtype).expand(target.shape),

@@ -1,0 +1,39 @@
+"""Checks of the numbers and flags that the functions of this folder take."""
+
+from numbers import Integral, Real
+from typing import Any
+
+from effops.text import did_you_mean, integer_remedy
+
+
+def check_count(function: str, argument: str, count: Any, remedy: str = "give a larger one") -> None:
+    """Raise unless this is an integer, at least 1; `remedy` is for what is smaller."""
+    if not isinstance(count, Integral) or isinstance(count, bool):
+        got = f"{type(count).__name__} {count!r}"
+        raise TypeError(f"{function}: `{argument}` must be an integer; got {got}; {integer_remedy(count)}")
+    if count < 1:
+        raise ValueError(f"{function}: `{argument}` must be at least 1; got {count}; {remedy}")
+
+
+def check_flags(function: str, **flags: Any) -> None:
+    """Raise unless each of these is True or False: a text such as "no" would count as True."""
+    for argument, flag in flags.items():
+        if not isinstance(flag, bool):
+            remedy = "False" if str(flag).lower() in ("no", "off", "false", "0", "none") else "True"
+            got = f"{type(flag).__name__} {flag!r}"
+            raise TypeError(f"{function}: `{argument}` must be True or False; got {got}; give {remedy}")
+
+
+def check_number(function: str, argument: str, number: Any) -> None:
+    """Raise unless this is a real number."""
+    if not isinstance(number, Real) or isinstance(number, bool):
+        got = f"{type(number).__name__} {number!r}"
+        raise TypeError(f"{function}: `{argument}` must be a number; got {got}; give one, as 0.1")
+
+
+def check_device(function: str, device: Any) -> None:
+    """Raise unless this is a device whose forms of operations are known."""
+    known = "cpu", "cuda"
+    if device not in known:
+        remedy = did_you_mean(device, known) or "; give one of these, since what other devices allocate is not known"
+        raise ValueError(f'{function}: `device` must be "cpu" or "cuda"; got {device!r}{remedy}')

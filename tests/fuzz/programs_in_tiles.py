@@ -1,0 +1,123 @@
+"""Random functions in tiles: the results and gradients of the whole, within the budget, or refused by name.
+
+    python -m tests.fuzz.programs_in_tiles 0 500    # programs 0 to 499; each tenth is captured too, as users' are
+
+A program whose own results change as much if its arguments are moved by roundings, as where two largest are almost
+equal, is "unstable": it is run, and not compared.
+"""
+
+import collections
+import logging
+import sys
+import warnings
+
+import torch
+
+import effops
+from effops.measure import Pass, memory
+from effops.programs.limits_of_memory import predict
+
+from ..programs.forced_tiles import graph_of
+from .random_programs import RandomProgram
+
+LEAST = 2**17  # bytes of a budget
+SOME_BYTES = 1024  # numbers that PyTorch wraps in tensors
+SMALL, CUT, REFUSED, UNSTABLE = "small", "cut", "refused", "unstable"
+CAPTURED = 10  # of so many programs one
+
+
+def hold(number):
+    """Whether a program is small, cut, refused or unstable, and why it is refused."""
+    program = RandomProgram(number)
+    args, leaves = program.args, [one for one in program.args if one.requires_grad]
+
+    def with_backward(function, leaves=leaves):
+        def both(*args):
+            out = function(*args)
+            return out, torch.autograd.grad(out.sum(), leaves, allow_unused=True) if out.requires_grad else ()
+
+        return both
+
+    taken = predict(with_backward(program), *args).peak_bytes
+    if taken < 4 * LEAST:
+        return SMALL, ""
+    budget = max(LEAST, taken // 4)
+    about = f"{number}: {program.steps} of {[tuple(one.shape) for one in args]}, budget {budget}"
+    try:
+        tiled = in_tiles(program, args, budget, is_captured=number % CAPTURED == 0)
+        found = with_backward(tiled)(*args)
+    except effops.CannotTile as error:
+        return REFUSED, f"{error.operator or error.reason}"
+    assert memory(Pass(with_backward(tiled), args), warmup=0).temporary_bytes <= budget + SOME_BYTES, about
+    expected = with_backward(program)(*args)
+    assert found[0].stride() == expected[0].stride(), about
+    try:
+        close([found[0], *found[1]], [expected[0], *expected[1]], about)
+    except AssertionError:
+        moved = [moved_by_roundings(one) for one in args]
+        others = with_backward(program, [one for one in moved if one.requires_grad])(*moved)
+        try:
+            close([others[0], *others[1]], [expected[0], *expected[1]], about)
+        except AssertionError:
+            return UNSTABLE, about
+        raise
+    return CUT, ""
+
+
+def in_tiles(program, args, budget, *, is_captured):
+    """The program in tiles, which is not captured by Dynamo unless it is asked for, since that takes a second."""
+
+    def function(*args):
+        return program(*args)
+
+    tiled = effops.tiled(function, budget=budget)
+    if is_captured:
+        torch._dynamo.reset()
+        return tiled
+    planned, _ = tiled._planned(graph_of(function, args), args)
+    assert planned is not None
+    assert planned.loops
+    return planned
+
+
+def moved_by_roundings(tensor):
+    noise = torch.linspace(-1, 1, tensor.numel()).reshape(tensor.shape)
+    return (tensor.detach() * (1 + 4 * torch.finfo(tensor.dtype).eps * noise)).requires_grad_(tensor.requires_grad)
+
+
+def close(found, expected, about):
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None), about
+        if other is not None:
+            assert (one.shape, one.dtype) == (other.shape, other.dtype), about
+            size = other.nan_to_num(0, 0, 0).abs().max().item() if other.numel() else 1.0
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5 * max(size, 1e-3), equal_nan=True, msg=about)
+
+
+def main():
+    logging.disable(logging.ERROR)
+    warnings.simplefilter("ignore")
+    first, count = map(int, sys.argv[1:])
+    outcomes, reasons, wrong = collections.Counter(), collections.Counter(), 0
+    for number in range(first, first + count):
+        try:
+            outcome, why = hold(number)
+        except Exception as error:
+            outcome, why = "WRONG", f"{type(error).__name__} {error}"
+            wrong += 1
+        outcomes[outcome] += 1
+        if outcome == REFUSED:
+            reasons[why] += 1
+        elif why:
+            print(f"{number} {outcome}: {why}", flush=True)
+        if (number + 1 - first) % 50 == 0:
+            print(f"{number + 1 - first}/{count}: {dict(outcomes)}", flush=True)
+    for why, times in reasons.most_common():
+        print(f"{times:5} refused: {why}")
+    large = sum(outcomes.values()) - outcomes[SMALL]
+    print(f"{dict(outcomes)}; {outcomes[CUT] / max(1, large):.1%} of the large ones cut, {wrong} wrong")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
