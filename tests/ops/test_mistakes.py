@@ -290,7 +290,7 @@ MISTAKES = {
     "a mask of keys": (
         lambda: attention(torch.ones(2, 10, dtype=torch.bool)),
         ValueError,
-        "must broadcast to (queries, keys) = (10, 10); got (2, 10); unsqueeze it",
+        "got (2, 10); to mask keys for all queries give attn_mask[:, None, None, :]",
     ),
     "heads after positions": (
         lambda: effops.attention(QUERY.transpose(1, 2), QUERY, QUERY),
