@@ -880,6 +880,6 @@ def test_mistakes_in_what_all_families_have(name):
         p.log_prob(data=LOC)
     for method in (p.cdf, p.icdf, lambda value: p.enumerate_support()):
         with pytest.raises(
-            NotImplementedError, match=rf"^{name}\..* must be one of numbers; got one of vectors of 3 coo"
+            NotImplementedError, match=rf"^{name}\..*: only distributions of .* have one; got one of vectors of 3 coo"
         ):
             method(LOC)
