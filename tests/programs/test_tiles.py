@@ -341,6 +341,21 @@ def test_a_weight_whose_gradient_is_above_the_budget(generator):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
 
 
+def test_a_weight_with_a_factor(generator):
+    """The sum of its gradient knows none, so that autograd makes it."""
+    rows, weight, bias = (
+        torch.randn(*one, generator=generator, requires_grad=True) for one in ((5000, 8), (8, 90), (90,))
+    )
+
+    def layer(rows, weight, bias):
+        return torch.addmm(bias, rows, weight, alpha=2.0, beta=0.5).sin().sum(1)
+
+    tiled = effops.tiled(layer, budget=BUDGET // 4)
+    found, right = (torch.autograd.grad(one(rows, weight, bias).sum(), (rows, weight, bias)) for one in (tiled, layer))
+    for one, other in zip(found, right):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
+
+
 def test_an_einsum_of_three_operands_takes_a_path(generator):
     x = torch.randn(64, 100, generator=generator, requires_grad=True)
     close([effops.tiled(triples, budget=2 * BUDGET)(x)], [triples(x)])

@@ -21,7 +21,7 @@ from effops.programs.rules.scan import first_carried, in_a_tile
 from effops.programs.rules.view import SIZES
 from effops.programs.tiles.combiners import COMBINERS, Combiner
 from effops.programs.tiles.cuts import Along, Stage
-from effops.programs.tiles.sums import PRODUCTS, GradientSum, factors_of, summing
+from effops.programs.tiles.sums import GradientSum, factors_of, is_plain_product, summing
 from effops.pytorch import FakeTensor, _disable_current_modes
 
 aten = torch.ops.aten
@@ -66,12 +66,14 @@ class Loop:
         """What the first tile is given of one before it, for all nodes that go on from it."""
         return [one for node in self.carrying for one in first_carried(node, device)]
 
-    @functools.cached_property
+    @property
     def summed(self) -> list[int]:
         """The inputs that all tiles read whole, to whose gradient products add theirs where it is summed up."""
-        if self.nested is not None or self.compiles:
-            return []
-        products = [node for node in self.stage.nodes if node.target in PRODUCTS]
+        return [] if self.nested is not None or self.compiles else self._whole_factors
+
+    @functools.cached_property
+    def _whole_factors(self) -> list[int]:
+        products = [node for node in self.stage.nodes if is_plain_product(node)]
         read = {(one, self.stage.along_of(node, number)) for node in products for number, one in factors_of(node)}
         return [
             place
@@ -286,7 +288,7 @@ class Loop:
                 operands: Any = args
                 made, *more = in_a_tile(graph, node, operands[0], given[node])
                 left += [_detached(graph, node, one) for one in more]
-            elif any(one in summed for one in args if isinstance(one, Node)) and node.target in PRODUCTS:
+            elif is_plain_product(node) and any(one in summed for one in args):
                 made = summing(graph, node.target, args, summed)
             else:
                 made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]

@@ -77,6 +77,11 @@ def summed_product(first: Tensor, second: Tensor, *sums: GradientSum | None) -> 
     return found
 
 
+def is_plain_product(node: Node) -> bool:
+    """Whether a node is a product, without factors for it and for what is added."""
+    return node.target in PRODUCTS and not node.kwargs
+
+
 def factors_of(node: Node) -> list[tuple[int, Node]]:
     """The two operands of a product that are multiplied, with their numbers among its operands."""
     first = PRODUCTS[node.target]
