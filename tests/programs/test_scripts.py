@@ -337,6 +337,26 @@ def test_the_command(script, capsys):
     assert "argument --fail-over: options of effops must stand before the script" in capsys.readouterr().err
 
 
+MAIN = """
+import argparse
+
+def main():
+    argparse.ArgumentParser().parse_args()
+    points, centres = torch.randn(256, 16), torch.randn(512, 16)
+    print((points[:, None] - centres).abs().sum(-1).amin(1).sum().shape)
+
+main()
+"""
+
+
+def test_a_script_whose_main_reads_arguments(script, capsys):
+    """A trial of a fix called `main()`, which read the arguments of effops and ended it."""
+    assert main(["lint", "--least", "1MiB", script(MAIN)]) == 0
+    shown = capsys.readouterr()
+    assert "1 finding" in shown.out
+    assert "usage" not in shown.err
+
+
 def test_errors_in_the_command(script, capsys):
     path = script("def fails():\n    return torch.zeros(3) @ torch.zeros(4)\n\nfails()\n")
     assert main(["lint", path]) == 2

@@ -24,6 +24,7 @@ from effops.programs.capture.scopes import Described, Fields, Scope
 from effops.programs.large.humps import CONSTANTS, Found
 from effops.programs.large.slices import Slice, function_of, is_plain, is_top_level
 from effops.programs.large.trials import (
+    FAILURES,
     FullSize,
     Function,
     Made,
@@ -159,7 +160,9 @@ def _wholes(found: Found) -> Iterator[Whole]:
                 continue
         call = _call_of_a_function(last)
         if call is not None and {scope.instruction for own in alike for scope in own} == {last.instruction}:
-            yield of_call(call, first)
+            whole = of_call(call, first)
+            if any(_has_tensors(whole.body.value(name)) for name in whole.body.free):  # no `main()`
+                yield whole
 
 
 def _is_given_tensors(whole: Whole, arguments: ast.arguments) -> bool:
@@ -211,7 +214,7 @@ def _agrees(whole: Whole) -> bool:
         trial = Trial.of(whole.body, LEAST_BUDGET)
         tiles = forced(compiled(whole.source, whole.body.scope.surroundings))
         return trial is not None and trial.agrees_in(lambda **given: tiles(*(given[name] for name in whole.body.free)))
-    except Exception:  # whatever stands in the function
+    except FAILURES:  # whatever stands in the function
         return False
 
 
@@ -259,7 +262,7 @@ def _planned(found: Found, whole: Whole) -> InTiles | None:
             if taken is None or 2 * taken.largest_bytes > found.now_bytes:
                 return None
             return InTiles(whole, tiled.budget, taken.largest_bytes, as_it_is.seconds, taken.seconds - as_it_is.seconds)
-    except Exception:  # code that does not run on fake tensors is not proposed
+    except FAILURES:  # code that does not run on fake tensors is not proposed
         return None
     return None
 

@@ -15,7 +15,7 @@ from effops.measure import tensors as tensors_of
 from effops.programs.capture.scopes import Described, Fields
 from effops.programs.large.rewrites import Rewrite
 from effops.programs.large.slices import Slice, assigned, copied
-from effops.programs.large.trials import Trial, compiled
+from effops.programs.large.trials import FAILURES, Trial, compiled
 
 LEAST_SIZE = 16  # of an axis that is cut
 PART_BYTES = 2**22  # of the largest tensor of a part, about
@@ -164,7 +164,7 @@ def _combined(found: Slice, cut: Cut, trial: Trial) -> list[str] | None:
             whole = tensors_of(function(*(arguments[name] for name in cut.names), *others))
             pieces = zip(*(arguments[name].split(SMALL_PART, cut.axis) for name in cut.names))
             parts = [tensors_of(function(*piece, *others)) for piece in pieces]
-    except Exception:  # the code cannot take parts
+    except FAILURES:  # the code cannot take parts
         return None
     lengths = [one.shape[cut.axis] for one in split.split(SMALL_PART, cut.axis)]
     if versions != [one._version for one in trial.made.tensors]:  # a part that is made again would change it again

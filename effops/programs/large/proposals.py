@@ -21,7 +21,7 @@ from effops.programs.large.loops import checkpointed, loops
 from effops.programs.large.patterns import NAMED
 from effops.programs.large.rewrites import Rewrite, rewrites
 from effops.programs.large.slices import Slice, slices, taken_apart
-from effops.programs.large.trials import Trial, at_full_size, compiled
+from effops.programs.large.trials import FAILURES, Trial, at_full_size, compiled
 
 MEASURED = 2  # loops at most, of which the best is taken
 ENOUGH = 8  # times less than now: no other loop is measured then
@@ -172,7 +172,7 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
         more = 0.0
         if rewrite.how == "loop":
             more = taken.seconds - at_full_size(compiled(sources[1], one.scope.surroundings), one).seconds
-    except Exception:  # code that does not run on fake tensors is not proposed
+    except FAILURES:  # code that does not run on fake tensors is not proposed
         return None
     after = taken.largest_bytes
     if found.is_loop and not rewrite.keeps_operands_alone:

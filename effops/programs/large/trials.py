@@ -25,6 +25,7 @@ from effops.programs.large.slices import Slice, copied
 from effops.pytorch import FakeTensor, tree_leaves, tree_map_only
 
 REAL_BYTES = 2**25  # of a trial
+FAILURES = Exception, SystemExit  # of code that is tried: a function that reads arguments ends the program without them
 SMALL = 8  # sizes up to it are kept: coordinates, heads
 NORMAL, POSITIVE, ASCENDING = KINDS = "normal", "positive", "ascending"  # along the last axis, as corners of boxes
 WITH_ZEROS = "with zeros"  # every other number of a tensor that needs no gradient, as in a mask
@@ -330,7 +331,7 @@ class Trial:
             try:
                 made = real(found, sizes, kind)
                 expected = outcome(function, made)
-            except Exception:  # whatever the user's code raises at other sizes
+            except FAILURES:  # whatever the user's code raises at other sizes
                 return
             if is_finite(expected):
                 yield made, expected
@@ -353,7 +354,7 @@ class Trial:
             with _KeepsAll():
                 runs = [(made, outcome(function, made)) for made, _ in self.runs]
                 return self._agree([_WithoutDropout().visit(copied(one)) for one in statements], runs)
-        except Exception:  # as in a trial
+        except FAILURES:  # as in a trial
             return False
 
     def agrees_in(self, function: Function) -> bool:
@@ -364,7 +365,7 @@ class Trial:
         try:
             function = compiled(self.found.definition(statements, free=self.found.free), self.found.scope.surroundings)
             return all(agree(expected, outcome(function, made)) for made, expected in runs)
-        except Exception:  # a proposal that fails is none
+        except FAILURES:  # a proposal that fails is none
             return False
 
     def values(self, nodes: Sequence[ast.expr]) -> Sequence[Any] | None:
@@ -383,7 +384,7 @@ class Trial:
             function = compiled(source, {**self.found.scope.surroundings, "__noted__": noted})
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 function(**self.made.arguments)
-        except Exception:  # an expression that is not evaluated by itself
+        except FAILURES:  # an expression that is not evaluated by itself
             return None
         return [seen[place] for place in range(len(nodes))] if len(seen) == len(nodes) else None
 

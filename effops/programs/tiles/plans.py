@@ -216,7 +216,7 @@ def _draw_alike(loops: Sequence[Loop]) -> None:
 
 
 def _best(region: Region, target: int) -> Cut:
-    """The cut that leaves the least whole, in the fewest stages, and reads the least."""
+    """The cut that leaves the least whole, combines nothing if it can, and has the longest axis."""
     largest = sorted(region.large, key=nbytes_of, reverse=True)
     count = min(SEEDS, [*map(nbytes_of, largest)].count(nbytes_of(largest[0])))
     found: list[Cut] = []
