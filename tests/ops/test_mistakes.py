@@ -515,7 +515,8 @@ MISTAKES = {
         lambda: effops.explain(effops.nn.MultiheadAttention(4, 2)),
         ValueError,
         "explain: `function` must be an op of effops; got an object of class MultiheadAttention; "
-        "effops.record() tells which ops run inside of other functions; ops are power_spherical_log_prob, ",
+        "effops.record() tells which ops run inside of other functions; effops.explain(effops.tiled(function), ...) "
+        "tells how any other one runs in tiles; ops are power_spherical_log_prob, ",
     ),
     "explain of a result": (
         lambda: effops.explain(LOC),
@@ -526,7 +527,8 @@ MISTAKES = {
     "explain of another function": (
         lambda: effops.explain(torch.cdist, X, X),
         ValueError,
-        "must be an op of effops; got `cdist`; effops.record() tells which ops run inside of other functions; ops are",
+        "must be an op of effops; got `cdist`; effops.record() tells which ops run inside of other functions; "
+        "effops.explain(effops.tiled(function), ...) tells how any other one runs in tiles; ops are",
     ),
     "variants of a result": (
         lambda: effops.variants(X),

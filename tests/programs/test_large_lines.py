@@ -221,7 +221,7 @@ def test_what_is_held_for_a_result_of_all_pairs() -> None:
     assert {first, first + 1} <= {place.line for place in found.lines}
     assert found.now_bytes == 2 * found.after_bytes == 2 * 4 * 4000**2
     assert found.fix is not None
-    assert found.fix.how == "loop"
+    assert found.fix.how == "tiles"
 
 
 def test_results_of_all_pairs_that_hold_little() -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import effops
-from effops.programs.large.definitions import Definitions
-from effops.programs.large.trials import with_products
+from effops.programs.large.source.definitions import Definitions
+from effops.programs.large.source.trials import with_products
 
 from .test_fixes import fixes, normal, outcome
 

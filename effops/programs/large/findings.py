@@ -15,7 +15,7 @@ from effops.programs.capture.places import Place, place_of, statement
 from effops.programs.capture.unknown_numbers import UNSEEN
 from effops.programs.large import humps
 from effops.programs.large.proposals import Fix, propose
-from effops.programs.large.trials import seconds_of
+from effops.programs.large.source.trials import seconds_of
 from effops.text import counted, format_bytes
 
 UNSEEN_BRANCH = "only one branch was followed: numbers that are read are NaN here, and comparisons with them are false"

@@ -22,8 +22,8 @@ from effops.prediction.allocations import fake_mode
 from effops.programs.capture.captured import Captured
 from effops.programs.capture.scopes import Described, Fields, Scope
 from effops.programs.large.humps import CONSTANTS, Found
-from effops.programs.large.slices import Slice, function_of, is_plain, is_top_level
-from effops.programs.large.trials import (
+from effops.programs.large.source.slices import Slice, function_of, is_plain, is_top_level
+from effops.programs.large.source.trials import (
     FAILURES,
     FullSize,
     Function,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from effops.measure import tensors as tensors_of
 from effops.programs.capture.scopes import Described, Fields
 from effops.programs.large.rewrites import Rewrite
-from effops.programs.large.slices import Slice, assigned, copied
-from effops.programs.large.trials import FAILURES, Trial, compiled
+from effops.programs.large.source.slices import Slice, assigned, copied
+from effops.programs.large.source.trials import FAILURES, Trial, compiled
 
 LEAST_SIZE = 16  # of an axis that is cut
 PART_BYTES = 2**22  # of the largest tensor of a part, about

@@ -18,10 +18,10 @@ from effops.programs.capture.scopes import Described, Fields, Scope
 from effops.programs.large.humps import TURNS, Found
 from effops.programs.large.in_tiles import InTiles, in_tiles
 from effops.programs.large.loops import checkpointed, loops
-from effops.programs.large.patterns import NAMED
 from effops.programs.large.rewrites import Rewrite, rewrites
-from effops.programs.large.slices import Slice, slices, taken_apart
-from effops.programs.large.trials import FAILURES, Trial, at_full_size, compiled
+from effops.programs.large.source.patterns import NAMED
+from effops.programs.large.source.slices import Slice, slices, taken_apart
+from effops.programs.large.source.trials import FAILURES, Trial, at_full_size, compiled
 
 MEASURED = 2  # loops at most, of which the best is taken
 ENOUGH = 8  # times less than now: no other loop is measured then

@@ -9,8 +9,6 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from effops.programs.large.branches import straightened
-from effops.programs.large.patterns import CONTRACTION, LIBRARY, NAMED, Reader, with_replaced
 from effops.programs.large.rules_of_attention import additive_scores, attention, attention_weights
 from effops.programs.large.rules_of_densities import mixtures, normal_sums
 from effops.programs.large.rules_of_distances import absolute_distances, cosine_similarity, squared_distances
@@ -22,8 +20,10 @@ from effops.programs.large.rules_of_products import (
     one_hot,
     products,
 )
-from effops.programs.large.slices import Slice
-from effops.programs.large.trials import Trial
+from effops.programs.large.source.branches import straightened
+from effops.programs.large.source.patterns import CONTRACTION, LIBRARY, NAMED, Reader, with_replaced
+from effops.programs.large.source.slices import Slice
+from effops.programs.large.source.trials import Trial
 
 RULES = (
     attention,

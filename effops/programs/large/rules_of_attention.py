@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from effops.programs.large.masks import CASTS, Mask, added, arguments_of, masked
-from effops.programs.large.patterns import NAMED, Operation, Proposals, Reader, literal, rows, text
-from effops.programs.large.trials import Trial
+from effops.programs.large.source.masks import CASTS, Mask, added, arguments_of, masked
+from effops.programs.large.source.patterns import NAMED, Operation, Proposals, Reader, literal, rows, text
+from effops.programs.large.source.trials import Trial
 
 SCORES = re.compile(r"(\.\.\.|\w*)(\w)(\w),\1(\w)\3->\1\2\4")  # products of rows with rows
 SUMS = re.compile(r"(\.\.\.|\w*)(\w)(\w),\1\3(\w)->\1\2\4")  # of rows with columns

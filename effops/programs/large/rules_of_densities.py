@@ -6,8 +6,8 @@ import ast
 
 from torch.distributions import MixtureSameFamily
 
-from effops.programs.large.patterns import NAMED, Proposals, Reader, text
-from effops.programs.large.trials import Trial
+from effops.programs.large.source.patterns import NAMED, Proposals, Reader, text
+from effops.programs.large.source.trials import Trial
 
 
 def mixtures(reader: Reader, node: ast.expr, trial: Trial) -> Proposals:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from effops.programs.large.patterns import CONTRACTION, LIBRARY, NAMED, Proposals, Reader, literal, rows, text
 from effops.programs.large.rules_of_products import equation_of
-from effops.programs.large.trials import Trial
+from effops.programs.large.source.patterns import CONTRACTION, LIBRARY, NAMED, Proposals, Reader, literal, rows, text
+from effops.programs.large.source.trials import Trial
 
 FEW = 8  # coordinates: a difference keeps digits there that a product loses, and broadcasting is fast
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from effops.programs.large.patterns import LIBRARY, Operation, Proposals, Reader, literal, text
-from effops.programs.large.trials import Trial
+from effops.programs.large.source.patterns import LIBRARY, Operation, Proposals, Reader, literal, text
+from effops.programs.large.source.trials import Trial
 
 
 def linear_cross_entropy(reader: Reader, node: ast.expr, trial: Trial) -> Proposals:

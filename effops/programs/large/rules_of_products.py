@@ -10,8 +10,8 @@ import numpy
 from torch import Tensor
 
 from effops.ops.einsum.contraction import BUDGET
-from effops.programs.large.patterns import CONTRACTION, LIBRARY, NAMED, Proposals, Reader, literal, text
-from effops.programs.large.trials import Trial
+from effops.programs.large.source.patterns import CONTRACTION, LIBRARY, NAMED, Proposals, Reader, literal, text
+from effops.programs.large.source.trials import Trial
 
 WITHIN_BUDGET = f"two are multiplied at a time, within {BUDGET}: in slices where that takes more"
 

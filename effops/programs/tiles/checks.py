@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from effops.programs.rules.draws import constant, drawn
-from effops.programs.tiles.loops import Loop, Tiles, part
+from effops.programs.tiles.loops import Loop, Tiles, device_of, part
 from effops.programs.tiles.refusals import TilesDiffer
 from effops.programs.tiles.traced import lines_of
 
@@ -65,7 +65,7 @@ def _results(loop: Loop, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """
     is_whole = loop.length == loop.whole
     if is_whole:
-        given = [*tensors, *loop.first_carried(tensors[0].device)]
+        given = [*tensors, *loop.first_carried(device_of(tensors))]
         results = loop.body(loop.whole, given)(*given)[: len(loop.stage.outputs)]
     else:
         results = Tiles.apply(loop, *tensors)

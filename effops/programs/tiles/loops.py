@@ -134,7 +134,7 @@ class Loop:
         results: list[Tensor | None] = [None] * len(self.combiners)
         totals: list[list[Tensor]] = [[] for _ in self.combiners]
         dtypes: dict[int, torch.dtype] = {}
-        carried, left = self.first_carried(_device_of(tensors)), list[Tensor]()
+        carried, left = self.first_carried(device_of(tensors)), list[Tensor]()
         outputs = [*zip(self.stage.outputs, self.combiners, self._stretches)]
         for start, length in _seen(self.tiles(self.length), tensors):
             parts = [*self._parts(tensors, start, length), *carried]
@@ -195,7 +195,7 @@ class Loop:
         inputs = self.stage.inputs
         sums = [GradientSum(one) for one in tensors]
         summed = [sums[place] for place in self.summed]
-        first = self.first_carried(_device_of(tensors))
+        first = self.first_carried(device_of(tensors))
         of_carried: list[Tensor | None] = [None for _ in first]  # gradients, from the tile behind
         for start, length in reversed([*_seen(self.tiles(self.backward_length), tensors)]):
             carried = [one[start // self.length - 1] for one in left] if start else first
@@ -371,7 +371,7 @@ def _seen(tiles: Iterator[tuple[int, int]], tensors: Sequence[Tensor]) -> Iterat
     return iter(found if len(found) <= 3 else [*found[:2], found[-1]])
 
 
-def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+def device_of(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if tensors else CPU
 
 

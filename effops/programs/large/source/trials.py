@@ -21,7 +21,7 @@ from effops.measure import tensors as tensors_of
 from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Call, Observed
 from effops.programs.capture.scopes import Described, Fields
-from effops.programs.large.slices import Slice, copied
+from effops.programs.large.source.slices import Slice, copied
 from effops.pytorch import FakeTensor, tree_leaves, tree_map_only
 
 REAL_BYTES = 2**25  # of a trial

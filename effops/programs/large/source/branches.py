@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from effops.programs.capture.scopes import Fields
-from effops.programs.large.slices import Slice, assigned, copied
-from effops.programs.large.trials import REAL_BYTES, Trial
+from effops.programs.large.source.slices import Slice, assigned, copied
+from effops.programs.large.source.trials import REAL_BYTES, Trial
 
 MASKS = {"attn_mask", "is_causal"}
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from effops.programs.large.patterns import Operation, Reader, literal, text
+from effops.programs.large.source.patterns import Operation, Reader, literal, text
 
 CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
 # What has the same pairs as what it is called on.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from effops.programs.large.slices import assigned
+from effops.programs.large.source.slices import assigned
 
 
 class Definition(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from effops.programs.capture.scopes import Fields
-from effops.programs.large.definitions import Definitions, targets
-from effops.programs.large.slices import Slice, copied
-from effops.programs.large.trials import Trial
+from effops.programs.large.source.definitions import Definitions, targets
+from effops.programs.large.source.slices import Slice, copied
+from effops.programs.large.source.trials import Trial
 
 NAMED, CONTRACTION, LIBRARY = "named op", "contraction", "library function"
 Proposals = Iterator[tuple[str, str, str]]  # how, an expression as source, and why it takes less
