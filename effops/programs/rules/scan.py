@@ -132,7 +132,6 @@ RULES = {
     aten._softmax.default: along("dim"),
     aten._safe_softmax.default: along("dim"),
     aten._log_softmax.default: along("dim"),
-    aten._safe_softmax.default: along("dim"),
     aten.cumsum.default: cumulative,
     aten.cumprod.default: cumulative,
     aten.logcumsumexp.default: cumulative,

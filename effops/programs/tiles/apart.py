@@ -22,7 +22,6 @@ OPERATORS = [
     aten.addmv.default,
     aten.addr.default,
     aten.alias_copy.default,
-    aten.aminmax.default,
     aten.as_strided_copy.default,
     aten.binary_cross_entropy.default,
     aten.block_diag.default,

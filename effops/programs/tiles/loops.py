@@ -112,9 +112,7 @@ class Loop:
             ):
                 parts = []
                 for (node, along), is_wanted in zip(self.stage.inputs, key):
-                    shape = list(node.meta["val"].shape)
-                    if along is not None:
-                        shape[along.axis] = along.stretch
+                    shape = shape_for(node.meta["val"], along, 1)
                     parts.append(torch.empty(shape, dtype=node.meta["val"].dtype).requires_grad_(is_wanted))
                 found = iter(self.graph(1)(*parts, *self.first_carried("cpu")))
                 flags = []
@@ -179,8 +177,7 @@ class Loop:
     def _empty(self, node: Node, along: Along, part: Tensor) -> Tensor:
         """Memory for a result, with the strides that the function gives it."""
         value = node.meta["val"]
-        shape = list(value.shape)
-        shape[along.axis] = self.whole * along.stretch
+        shape = shape_for(value, along, self.whole)
         return torch.empty_strided(shape, value.stride(), dtype=part.dtype, device=part.device)
 
     def backward(
@@ -289,7 +286,7 @@ class Loop:
                 made, *more = in_a_tile(graph, node, operands[0], given[node])
                 left += [_detached(graph, node, one) for one in more]
             elif is_plain_product(node) and any(one in summed for one in args):
-                made = summing(graph, node.target, args, summed)
+                made = summing(graph, args, summed)
             else:
                 made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             made.meta["custom"] = node.meta.get("custom", {})
@@ -337,6 +334,14 @@ class Tiles(torch.autograd.Function):
         kept = [[next(rest) for _ in range(number)] for number in ctx.counts]
         with without_autocast(saved[0].device):
             return None, *loop.backward(saved[:count], kept, [*rest], upstream, ctx.needs_input_grad[1:])
+
+
+def shape_for(value: Tensor, along: Along | None, length: int) -> list[int]:
+    """The shape of the part of a tensor that has some indices of the cut."""
+    shape = list(value.shape)
+    if along is not None:
+        shape[along.axis] = length * along.stretch
+    return shape
 
 
 def part(tensor: Tensor, along: Along | None, start: int, length: int) -> Tensor:

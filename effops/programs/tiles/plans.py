@@ -19,7 +19,7 @@ from effops.programs.rules.draws import draws_of, seed_of
 from effops.programs.rules.table import why_none
 from effops.programs.tiles.checks import check
 from effops.programs.tiles.cuts import Blocked, Cut, follow, stages_of
-from effops.programs.tiles.loops import Body, Loop, Tiles
+from effops.programs.tiles.loops import Body, Loop, Tiles, shape_for
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.regions import Region, regions
 from effops.programs.tiles.traced import refused_at
@@ -293,9 +293,7 @@ def _tile_bytes(loop: Loop, length: int, backward: bool) -> int:
 
 def _tile_of(value: Tensor, along: Any, length: int, backward: bool) -> Tensor:
     """A tensor without memory that is like a tile's part of another one."""
-    shape = list(value.shape)
-    if along is not None:
-        shape[along.axis] = length * along.stretch
+    shape = shape_for(value, along, length)
     like = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device="meta")
     return like.requires_grad_(backward and value.is_floating_point())
 

@@ -88,7 +88,7 @@ def factors_of(node: Node) -> list[tuple[int, Node]]:
     return list(enumerate(operands_of(node)))[first : first + 2]
 
 
-def summing(graph: Graph, target: Any, args: Sequence[Any], sums: Mapping[Node, Node]) -> Node:
+def summing(graph: Graph, args: Sequence[Any], sums: Mapping[Node, Node]) -> Node:
     """A product in a tile's graph whose factors have sums for their gradients."""
     *added, first, second = args
     made = graph.call_function(summed_product, (first, second, sums.get(first), sums.get(second)))
