@@ -1,6 +1,6 @@
 """Counts what operators compute, in the three classes of Ivanov et al. 2021 (arXiv:2007.00072).
 
-A tensor contraction counts each multiplication and each addition. A statistical normalisation or a reduction counts
+A tensor contraction counts each multiplication and each addition. A reduction, as by a normalisation, counts
 `PER_ELEMENT` operations for each element of its input. An element-wise operator counts one for each element of its
 result.
 """
@@ -14,14 +14,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from effops.pytorch import tree_leaves
 
-CONTRACTION, NORMALISATION, ELEMENTWISE, UNCOUNTED = CLASSES = (
+CONTRACTION, REDUCTION, ELEMENTWISE, UNCOUNTED = CLASSES = (
     "contractions",
-    "normalisations",
+    "reductions",
     "element-wise",
     "uncounted",
 )
 PER_ELEMENT = 5
-NORMALISATIONS = ("softmax", "norm", "sum", "mean", "var", "amax", "aminmax", "logsumexp", "cumsum")
+REDUCTIONS = ("softmax", "norm", "sum", "mean", "var", "amax", "aminmax", "logsumexp", "cumsum")
 
 aten = torch.ops.aten
 
@@ -39,8 +39,8 @@ def operations(func: Any, args: Sequence[Any], options: Mapping[str, Any], resul
         return UNCOUNTED, 1
     if func.namespace == "aten" and torch.Tag.pointwise in func.tags:
         return ELEMENTWISE, _elements(result)
-    if func.namespace == "aten" and any(part in func._schema.name for part in NORMALISATIONS):
-        return NORMALISATION, PER_ELEMENT * _elements(args)
+    if func.namespace == "aten" and any(part in func._schema.name for part in REDUCTIONS):
+        return REDUCTION, PER_ELEMENT * _elements(args)
     return ELEMENTWISE, 0
 
 

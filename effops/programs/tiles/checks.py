@@ -38,13 +38,13 @@ def check(loop: Loop, tensors: Sequence[Tensor]) -> None:
     whole.combiners = [None] * len(loop.combiners)  # autograd runs it, and none of what runs tiles
     exact = copy.copy(whole)
     exact.bodies, exact.body_of = {}, lambda graph: _in_float64(_without_chance(graph))
-    moved = [_moved(one) for one in some]
+    rounded = [_with_roundings(one) for one in some]
     found, *others, expected = (
         _results(one, given)
-        for one, given in ((tiles, some), (whole, some), (whole, moved), (exact, [_wide(one) for one in some]))
+        for one, given in ((tiles, some), (whole, some), (whole, rounded), (exact, [_wide(one) for one in some]))
     )
     if len({len(found), len(expected), *map(len, others)}) > 1:
-        _raise(loop, len(found), "no gradient", "one")
+        _raise(loop, "gradients", f"{len(found)} results and gradients", f"{len(expected)}")
     for number, (own, right, *one_piece) in enumerate(zip(found, expected, *others)):
         _compare(loop, number, own, one_piece, right)
 
@@ -82,51 +82,55 @@ def _results(loop: Loop, tensors: Sequence[Tensor]) -> list[Tensor | None]:
 def _compare(
     loop: Loop, number: int, own: Tensor | None, one_piece: Sequence[Tensor | None], right: Tensor | None
 ) -> None:
-    """Compare a result of tiles with that of the whole, and with that for arguments that are moved by roundings."""
-    other, moved = one_piece
-    if own is None or other is None or moved is None or right is None:
+    """Compare a result of tiles with those of the whole: one, and one for arguments changed by roundings."""
+    other, rounded = one_piece
+    if own is None or other is None or rounded is None or right is None:
         if own is not other:
-            _raise(loop, number, "no gradient", "a gradient")
+            _raise(loop, _name(loop, number), *("none" if one is None else "one" for one in (own, other)))
         return
     if own.is_complex():
-        own, other, moved, right = (torch.view_as_real(one) for one in (own, other, moved, right))
+        own, other, rounded, right = (torch.view_as_real(one) for one in (own, other, rounded, right))
     if not own.is_floating_point():
-        known = (other == moved) & (other == right)  # what roundings do not change, as they do a comparison
+        known = (other == rounded) & (other == right)  # what roundings do not change, as they do a comparison
         if not torch.equal(own[known], other[known]):
-            _raise(loop, number, "another value", "it")
+            _raise(loop, _name(loop, number), "other values", "those of float64")
         return
     right = right.to(torch.float64)
     patterns = [one.isfinite() for one in (own, other, right)]
     same = torch.equal(patterns[0], patterns[1]) or torch.equal(patterns[0], patterns[2])
-    known = patterns[0] & patterns[1] & patterns[2] & moved.isfinite()
-    error, *of_whole = (_largest((one.to(torch.float64) - right)[known]) for one in (own, other, moved))
+    known = patterns[0] & patterns[1] & patterns[2] & rounded.isfinite()
+    error, *of_whole = (_largest((one.to(torch.float64) - right)[known]) for one in (own, other, rounded))
     rounding = torch.finfo(own.dtype).eps * math.sqrt(loop.whole) * _largest(right[known])
     if not same or not error <= WORSE * (max(of_whole) + rounding):
-        _raise(loop, number, f"an error of {error:.3g}", f"one of {max(of_whole):.3g}")
+        _raise(loop, _name(loop, number), f"an error of {error:.3g}", f"one of {max(of_whole):.3g}")
 
 
 def _largest(values: Tensor) -> float:
     return values.abs().amax().item() if values.numel() else 0.0
 
 
-def _raise(loop: Loop, number: int, tiles: str, whole: str) -> None:
-    names = [str(node.target) for node in loop.stage.outputs]
-    what = f"result {names[number]}" if number < len(names) else "a gradient"
+def _name(loop: Loop, number: int) -> str:
+    """What one of the results is, of which gradients are the last."""
+    outputs = loop.stage.outputs
+    return f"the result of {outputs[number].target}" if number < len(outputs) else "a gradient"
+
+
+def _raise(loop: Loop, what: str, tiles: str, whole: str) -> None:
     line, _ = lines_of(loop.stage.outputs[0])
     raise TilesDiffer(
-        f"tiled: on a part of the arguments, tiles give {tiles} in {what}, and the whole {whole}"
+        f"tiled: on a part of the arguments, tiles give {tiles} for {what}, and the whole gives {whole}"
         + (f", in {line}" if line else "")
         + "; please report the function, and call it without tiled"
     )
 
 
-def _moved(tensor: Tensor) -> Tensor:
-    """The tensor with each value moved by about a rounding, which shows how much roundings matter."""
+def _with_roundings(tensor: Tensor) -> Tensor:
+    """The tensor with each value changed by about a rounding, which shows how much roundings matter."""
     if not tensor.is_floating_point():
         return tensor
     noise = torch.linspace(-1, 1, max(1, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
-    moved = tensor.detach() * (1 + torch.finfo(tensor.dtype).eps * noise[: tensor.numel()].reshape(tensor.shape))
-    return moved.requires_grad_(tensor.requires_grad)
+    changed = tensor.detach() * (1 + torch.finfo(tensor.dtype).eps * noise[: tensor.numel()].reshape(tensor.shape))
+    return changed.requires_grad_(tensor.requires_grad)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ class Combiner:
             made.update_kwarg("dtype", arithmetic_dtype(value.dtype))
         return [made]
 
-    def placed(self, parts: list[Tensor], first: int) -> list[Tensor]:
-        """The parts of a tile that begins at index `first` of the reduced axis."""
+    def numbered(self, parts: list[Tensor], first: int) -> list[Tensor]:
+        """The parts with indices of the whole axis, for a tile that begins at index `first` of it."""
         return parts
 
     def start(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -105,9 +105,10 @@ class Norm(Combiner):
 
 
 class Product(Combiner):
-    """The product, that of the tiles whose product is not 0, and the number of the others.
+    """The product.
 
-    The latter two give the product of all tiles but one.
+    Its totals are three: the product of all tiles, that of the tiles whose product is not 0, and how many others there
+    are. The last two tell the product of all tiles but one, which the gradient of that one needs.
     """
 
     def start(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -116,11 +117,10 @@ class Product(Combiner):
         return [total, total.masked_fill(is_zero, 1), is_zero.to(torch.int64)]
 
     def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
-        for total, one in zip(totals, self.start(parts)):
-            if total is totals[-1]:
-                total.add_(one)
-            else:
-                total.mul_(one)
+        product, without_zeros, zeros = self.start(parts)
+        totals[0].mul_(product)
+        totals[1].mul_(without_zeros)
+        totals[2].add_(zeros)
 
     def kept(self, totals: Sequence[Tensor]) -> Sequence[Tensor]:
         return totals[1:]
@@ -181,7 +181,7 @@ class FirstExtremum(Combiner):
     def parts(self, graph: Graph, made: Node) -> list[Node]:
         return [made, graph.call_function(operator.getitem, (made.args[0], 1 - self.item))]
 
-    def placed(self, parts: list[Tensor], first: int) -> list[Tensor]:
+    def numbered(self, parts: list[Tensor], first: int) -> list[Tensor]:
         number = 1 - self.item
         parts[number] = parts[number] + first
         return parts

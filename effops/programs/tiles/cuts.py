@@ -15,7 +15,10 @@ from effops.programs.rules.view import RULES as VIEWS
 
 
 class Along(NamedTuple):
-    """An axis of a node. One index of the cut is `stretch` consecutive indices of it."""
+    """An axis of a node, of which each index of the cut takes `stretch` consecutive indices.
+
+    `stretch` is above 1 where a view has joined the axis that is cut with axes behind it.
+    """
 
     axis: int
     stretch: int
@@ -65,25 +68,25 @@ def follow(region: Sequence[Node], seed: Node, axis: int) -> Cut:
     inside, bound = set(region), dict[Node, Binding]()
     todo: list[Node] = []
 
-    def place(node: Node, along: Along) -> None:
+    def put(node: Node, along: Along) -> None:
         if node in cut.combined or cut.placed.get(node, along) != along:
             raise Blocked(node, "would be cut along two axes at once")
         if node not in cut.placed:
             cut.placed[node] = along
             todo.append(node)
 
-    def bind(node: Node, binding: Binding, scale: int) -> None:
+    def bind(node: Node, binding: Binding, times: int) -> None:
         if bound.setdefault(node, binding) != binding:
             raise Blocked(node, "would be cut along two axes at once")
         operands = operands_of(node)
         for number, source, stretch in binding.operands:
-            along = Along(source, stretch * scale)
+            along = Along(source, stretch * times)
             if operands[number] in inside:
-                place(operands[number], along)
+                put(operands[number], along)
             else:
                 cut.sliced[node, number] = along
         if binding.axis is not None:
-            place(node, Along(binding.axis, binding.stretch * scale))
+            put(node, Along(binding.axis, binding.stretch * times))
             if binding.combined:
                 cut.carried.add(node)
         else:
@@ -91,19 +94,19 @@ def follow(region: Sequence[Node], seed: Node, axis: int) -> Cut:
                 if cut.combined.setdefault(result, binding.combined) != binding.combined:
                     raise Blocked(node, "would be cut along two axes at once")
 
-    def scale(along: Along, stretch: int, node: Node) -> int:
+    def times_of(along: Along, stretch: int, node: Node) -> int:
         if along.stretch % stretch:
             raise Blocked(node, "splits the axis")
         return along.stretch // stretch
 
-    place(seed, Along(axis, 1))
+    put(seed, Along(axis, 1))
     while todo:
         node = todo.pop()
         along = cut.placed[node]
         own = next((one for one in bindings(node) if one.axis == along.axis), None)
         if own is None:
             raise Blocked(node, why_none(node) or "needs the whole axis")
-        bind(node, own, scale(along, own.stretch, node))
+        bind(node, own, times_of(along, own.stretch, node))
         for user in node.users:
             if user not in inside:
                 continue
@@ -118,7 +121,7 @@ def follow(region: Sequence[Node], seed: Node, axis: int) -> Cut:
                     taken, stretch = next(found, (None, 1))
                     if taken is None:
                         raise Blocked(user, why_none(user) or "needs the whole axis")
-                    bind(user, taken, scale(along, stretch, user))
+                    bind(user, taken, times_of(along, stretch, user))
     return cut
 
 

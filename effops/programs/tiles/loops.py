@@ -147,7 +147,7 @@ class Loop:
                     part(result, along, start, length).copy_(computed)
                 else:
                     own = [next(found) for _ in range(combiner.count)]
-                    own = combiner.placed(own, start * stretch)
+                    own = combiner.numbered(own, start * stretch)
                     dtypes[place] = _dtype_of(node, own[0])
                     if totals[place]:
                         combiner.add(totals[place], own)
@@ -241,7 +241,7 @@ class Loop:
             if combiner is None:
                 gradient = part(gradient, self.stage.cut.placed[node], start, length)
             else:
-                own = combiner.placed(own, start * stretch)
+                own = combiner.numbered(own, start * stretch)
                 gradient = combiner.pulled_back(gradient, own, kept[place])
             outputs.append(own[0])
             gradients.append(gradient)

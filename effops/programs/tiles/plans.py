@@ -147,7 +147,8 @@ def program_of(
     refuse_randomness(graph)
     if depth:
         return _program(graph, budget, budget, budget, backward=backward, compiles=compiles, depth=depth)
-    target, most, taken = max(LEAST_TILE_BYTES, min(TILE_BYTES, budget // 4)), budget * 3 // 4, 0
+    target, most = max(LEAST_TILE_BYTES, min(TILE_BYTES, budget // 4)), budget * 3 // 4
+    taken = 0
     while target >= LEAST_TILE_BYTES:
         # Many small nodes may be what takes the budget: they are cut before tiles become smaller.
         for threshold in (target, target // 4):
@@ -268,6 +269,8 @@ def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
             taken = _tile_bytes(loop, length, is_backward)
             if taken <= target:
                 break
+            # A little less than in proportion, since what a tile reads whole does not shrink; at most to a fiftieth,
+            # since bytes of far longer tiles say little.
             length = max(1, min(length - 1, int(length * max(0.02, 0.95 * target / taken))))
         # Tiles of about one length.
         return -(-loop.stage.cut.length // -(-loop.stage.cut.length // length))
