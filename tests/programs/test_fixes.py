@@ -2,6 +2,9 @@
 
 import inspect
 import math
+import runpy
+import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -386,6 +389,34 @@ def test_lines_that_a_fix_replaces_are_those_of_the_statements_that_change():
     first = inspect.getsourcelines(loss)[1] + 1
     _, fix = fixes(loss, normal(64, 24), normal(60, 24))[0]
     assert fix.lines == (first, first + 1)
+
+
+LINES = {
+    "def squares(x, y): return DISTANCES": "def squares(x, y):\n    return ",
+    "squares = lambda x, y: DISTANCES  # of pairs": "squares = lambda x, y: ",
+    "squares = (\n    lambda x, y:\n    DISTANCES\n)": "",
+    "def squares(x, y):\n    n = len(x); d = DISTANCES; return d[:n]": "n = len(x)\nd = ",
+    "def squares(x, y):\n    if x is y: d = x\n    else: d = DISTANCES  # of pairs\n    return d": "else:\n    d = ",
+    "def squares(x, y):\n    for k in {0: 1}: d = DISTANCES; d = -d\n    return d": "for k in {0: 1}:\n    d = ",
+}
+
+
+@pytest.mark.parametrize("source", LINES)
+def test_what_stands_beside_a_statement_on_its_line_stays(source, tmp_path):
+    """The code took the place of the line, and the head of the function that stood there was lost."""
+    file = tmp_path / "squares.py"
+    file.write_text("import torch\n" + source.replace("DISTANCES", "((x[:, None] - y) ** 2).sum(-1)") + "\n")
+    module = runpy.run_path(str(file))
+    arguments = normal(64, 24, grad=False), normal(60, 24, grad=False)
+    _, fix = fixes(module["squares"], *arguments)[0]
+    assert fix.code.startswith(LINES[source])
+    rows = file.read_text().splitlines()
+    first, last = fix.lines[0], fix.lines[-1]
+    depth = len(rows[first - 1]) - len(rows[first - 1].lstrip())
+    rows[first - 1 : last] = textwrap.indent(fix.code, " " * depth).splitlines()
+    mended: dict[str, Any] = {}
+    exec("\n".join(rows), mended)
+    assert torch.allclose(mended["squares"](*arguments), module["squares"](*arguments), rtol=1e-4, atol=1e-4)
 
 
 def test_turns_that_each_keep_what_a_fix_makes():

@@ -418,7 +418,7 @@ def test_code_that_a_script_makes_is_its_own(script, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-NO_STEP = "the script ended after 0 of 1 optimizer steps; a script that trains may lack arguments, after its name"
+NO_STEP = "the script ended without an optimizer step; one that trains may lack arguments, after its name"
 
 
 def test_fewer_steps_than_asked_for(script, capsys):

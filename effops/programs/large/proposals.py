@@ -22,6 +22,7 @@ from effops.programs.large.rewrites import Rewrite, rewrites
 from effops.programs.large.source.patterns import NAMED
 from effops.programs.large.source.slices import Slice, slices, taken_apart
 from effops.programs.large.source.trials import FAILURES, Trial, at_full_size, compiled
+from effops.programs.large.source.whole_lines import in_whole_lines
 
 MEASURED = 2  # loops at most, of which the best is taken
 ENOUGH = 8  # times less than now: no other loop is measured then
@@ -179,18 +180,19 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
         after *= len(found.turns)  # all of which keep what is made
     if LESS * after > found.now_bytes:
         return None
-    code, lines = _changed(one.with_use(statements), one.statements)
+    code, lines = _changed(one.with_use(statements), one.statements, one.scope.place.file)
     surroundings = dict(one.scope.surroundings)
     return Fix(rewrite.how, code, after, rewrite.why, one.free, lines, more, sources, surroundings)
 
 
-def _changed(statements: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> tuple[str, tuple[int, ...]]:
+def _changed(statements: Sequence[ast.stmt], before: Sequence[ast.stmt], file: str) -> tuple[str, tuple[int, ...]]:
     """The statements that are new, as code, and the numbers of the lines of those before that are gone."""
     new = [ast.unparse(ast.fix_missing_locations(one)) for one in statements]
     old = [ast.unparse(one) for one in before]
     gone = [one for one, source in zip(before, old) if source not in new and hasattr(one, "lineno")]
     lines = {line for one in gone for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
-    return "\n".join(source for source in new if source not in old), tuple(sorted(lines))
+    code = in_whole_lines([source for source in new if source not in old], gone, file)
+    return code, tuple(sorted(lines))
 
 
 def _patch_of_package(found: Found) -> Fix | None:
