@@ -6,7 +6,8 @@ A line is one program of the corpus at its small sizes, within a budget: what it
 backward where the program is trained, the ratio of the times of tiles to those of the program as it is, forward and
 both passes, and the seconds of the first call with its backward pass, from capture to check. `as it is` marks a program
 that keeps the budget. Then come five programs whose intermediate takes gigabytes: as it is, compiled, in tiles, and in
-compiled tiles. All forms of a program take turns.
+compiled tiles. The last is the head of a language model with its loss, 4096 x 1024 by 32000, beside what PyTorch has
+for it: `F.linear_cross_entropy` in chunks, and Inductor's auto-chunker. All forms of a program take turns.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from corpus.programs import HALVES, programs
 from corpus.ways import differences, outcome
 from parts.arguments import file_to_write
 from parts.report import header, heading, write_json
-from torch import Tensor
+from torch import Tensor, nn
+from torch._inductor import config
 from torch.nn import functional
 
 import effops
@@ -35,9 +37,11 @@ from effops.text import format_bytes, parse_bytes
 
 CPU = torch.device("cpu")
 BUDGETS = "16 MiB", "64 MiB"
+ROWS, FEATURES, WORDS = 4096, 1024, 32000  # of a language model's head
 LINE = "{:<24}{:>3}{:>8}  {:<9}{:>11}{:>11}{:>9}{:>7}{:>8}"
 TITLES = "program", "", "budget", "", "as it is", "tiles", "forward", "both", "first s"
-LARGE_LINE = "{:<24}{:>3}  {:<9}{:<16}{:>9}{:>11}"
+HEAD = "language model's head"
+LARGE_LINE = "{:<24}{:>3}  {:<9}{:<24}{:>9}{:>11}"
 LARGE_TITLES = "program", "", "pass", "form", "s", "taken"
 
 
@@ -116,9 +120,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n" + LARGE_LINE.format(*LARGE_TITLES))
         for name, (function, args) in large_programs().items():
             for threads in all_threads:
-                torch.set_num_threads(threads)
                 for is_trained in (False, True):
-                    save(large_rows(name, function, args, threads, is_trained=is_trained))
+                    save(large_rows(name, forms_of(function), args, threads, is_trained=is_trained))
+    if not options.without_large and (not options.program or HEAD in options.program):
+        forms, args = head_of_a_language_model()
+        save(large_rows(HEAD, forms, args, all_threads[0], is_trained=True))
 
 
 def rows_of(half: str, program: Program, threads: int, budgets: Sequence[str]) -> list[Row]:
@@ -239,21 +245,45 @@ def large_programs() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...
     }
 
 
-def large_rows(
-    name: str, function: Callable[..., Tensor], args: tuple[Tensor, ...], threads: int, *, is_trained: bool
-) -> list[LargeRow]:
-    torch.compiler.reset()
-    args = tuple(one.detach().requires_grad_(is_trained) for one in args)
-    forms = {
+def forms_of(function: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+    return {
         "as it is": function,
         "torch.compile": torch.compile(function),
         "tiles": effops.tiled(function),
         "compiled tiles": effops.tiled(function, compile=True),
     }
 
+
+def head_of_a_language_model() -> tuple[dict[str, Callable[..., Tensor]], tuple[Tensor, ...]]:
+    """The forms of its loss, and hidden states, weight and targets."""
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(hidden @ weight.mT, target)
+
+    compiled = torch.compile(lambda *args: loss(*args))  # of a code of its own, which nothing else has compiled
+
+    def chunked(*args: Tensor) -> Tensor:
+        with config.patch({"auto_chunker.enable": True, "fx_graph_cache": False}):
+            return compiled(*args)
+
+    in_chunks = partial(functional.linear_cross_entropy, options=nn.LinearCrossEntropyOptions())
+    forms = {**forms_of(loss), "auto-chunker": chunked, "F.linear_cross_entropy": in_chunks}
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, FEATURES) / FEATURES**0.5, torch.randn(WORDS, FEATURES)
+    return forms, (hidden, weight, torch.randint(WORDS, (ROWS,)))
+
+
+def large_rows(
+    name: str, forms: dict[str, Callable[..., Tensor]], args: tuple[Tensor, ...], threads: int, *, is_trained: bool
+) -> list[LargeRow]:
+    torch.compiler.reset()
+    torch.set_num_threads(threads)
+    args = tuple(one.detach().requires_grad_(is_trained and one.is_floating_point()) for one in args)
+    trained = [place for place, one in enumerate(args) if one.requires_grad]
+
     def both(form: Callable[..., Tensor], *args: Tensor) -> Any:
         result = form(*args)
-        return result, torch.autograd.grad(result.sum(), args) if is_trained else ()
+        return result, torch.autograd.grad(result.sum(), [args[place] for place in trained]) if trained else ()
 
     passes = {form: measure.Pass(partial(both, one), args) for form, one in forms.items()}
     timings = measure.times(passes, repeats=7, least_repeats=3, budget_s=4.0, warmup=1)
