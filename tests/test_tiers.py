@@ -123,11 +123,12 @@ def test_each_value_leaves_out_no_quick_case() -> None:
 
 
 def test_turns_of_compiled_and_of_interpreted_cases() -> None:
-    turns = pytest.mark.turns(12, interpreted=3).mark
+    turns = pytest.mark.turns(12, interpreted=3, others=2).mark
     for markers, count in (
         ({"compiled": True}, 12),
         ({"interpreted": True}, 3),
         ({"compiled": True, "interpreted": True}, 36),
-        ({}, 1),
+        ({"slow": True}, 2),
+        ({}, 2),
     ):
         assert tiers.count_of_turns(item("test_one", **markers), turns) == count  # type: ignore[arg-type]

@@ -42,6 +42,7 @@ def test_rows_of_a_limit(limits: ModuleType, tmp_path: Path, capsys: pytest.Capt
     assert "BLOCK_BYTES" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None or (os.cpu_count() or 1) < 2, reason="needs cc and two cores")
 def test_distance_of_two_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(BENCH / "studies"))

@@ -181,6 +181,7 @@ def test_jobs_on_one_device_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert merge.file_date(head["date"]) == "2026-01-02T030405Z"
 
 
+@pytest.mark.slow
 def test_the_chosen_tests_of_kernels_exist() -> None:
     """A test that was renamed is missed by its list, and the list is then refused."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--few-compilations", "tests/kernels"]

@@ -172,6 +172,7 @@ def test_no_batch_is_a_batch_of_one(added, bias, batch_first, device, generator)
         torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [True, False])
 def test_derivatives(weights, device, generator):
     options = {"add_bias_kv": True, "add_zero_attn": True}

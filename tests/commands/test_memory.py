@@ -74,6 +74,7 @@ def own(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "own_workloads", raising=False)
 
 
+@pytest.mark.slow
 def test_max_batch(memory, content):
     arguments = ["max-batch", *ARCHITECTURE, "--budget", "600KiB", "--power-of-two"]
     found = max_batch_size(workload(), "600KiB", power_of_two=True)
@@ -83,6 +84,7 @@ def test_max_batch(memory, content):
     assert memory(*arguments)[1].rstrip() == str(found)
 
 
+@pytest.mark.slow
 def test_max_batch_predicts_the_forms_of_cuda(content):
     written = content("max-batch", *ARCHITECTURE, "--device", "cuda", "--budget", "600KiB", "--power-of-two")
     assert written["predicted_peak_bytes"] == anatomy(workload(), written["batch_size"], device="cuda").peak_bytes
@@ -122,6 +124,7 @@ def test_anatomy_is_a_table(memory, tmp_path):
     assert json.loads(file.read_text())["batch_size"] == 3
 
 
+@pytest.mark.slow
 def test_advise_knows_the_other_attentions_of_an_architecture(content, monkeypatch):
     asked = {}
 

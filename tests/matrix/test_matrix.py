@@ -216,6 +216,7 @@ def test_leaves_take_gradients_without_a_copy(name):
     assert all(one.cpu_memory_usage <= 0 for one in accumulations)
 
 
+@pytest.mark.turns(1, others=2)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_every_element_is_written_and_runs_repeat(op, variant, device, generator):
     # Deterministic mode fills fresh memory with NaN.
@@ -269,7 +270,7 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
                 assert out.requires_grad == any(needs), case
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(4, others=2)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_operands_changed_before_backward(op, variant, device, generator):
     """PyTorch raises, or the change touches no gradient. Compiled forms saved views, whose changes it did not see.
@@ -436,6 +437,7 @@ def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, d
     assert abs(report.saved_bytes - measured.saved_bytes) <= max(2**16, 0.1 * measured.saved_bytes)
 
 
+@pytest.mark.turns(1, others=2)
 @pytest.mark.parametrize("op", OPS)
 def test_rare_values_take_no_more_memory(op, monkeypatch):
     """Blocks that look at values take another way where they are rare, and predictions the ordinary one."""
@@ -451,6 +453,7 @@ def test_rare_values_take_no_more_memory(op, monkeypatch):
     assert op.variants["chunked"].cost(call).temporary_bytes <= most
 
 
+@pytest.mark.turns(1, others=2)
 @pytest.mark.parametrize("op", OPS)
 def test_chunked_stays_within_its_memory(op, device, generator):
     """At most 4 MiB of temporaries forward, no pairs saved; backward at most 40 MiB beyond what it returns."""

@@ -162,6 +162,7 @@ def test_predicted_states_of_adafactor_are_the_real_ones():
     assert anatomy(workload(optimizer=torch.optim.Adafactor), 2).categories["optimizer states"] == real
 
 
+@pytest.mark.slow
 def test_layers_of_attention_are_exchanged():
     advice = advise(workload(SelfAttention, LENGTH), 4)
     found = by_name(advice)["effops.nn.MultiheadAttention"]
@@ -178,6 +179,7 @@ def test_softmax_at_the_peak_is_pointed_out():
     assert "effops.attention" not in by_name(advise(workload(), 2))
 
 
+@pytest.mark.slow
 def test_a_combination_is_confirmed_and_fits():
     fused = workload(lambda: SelfAttention(effops.nn.MultiheadAttention), LENGTH)
     budget = anatomy(replace(fused, accumulation_steps=2), 2).peak_bytes
@@ -191,6 +193,7 @@ def test_a_combination_is_confirmed_and_fits():
     assert f"within the budget of {format_bytes(budget)}:" in str(advice)
 
 
+@pytest.mark.slow
 def test_what_alters_the_training_comes_last():
     advice = advise(workload(Layers, LENGTH), 2, 1, probe=False)
     families = [name.split(",")[0].split(" ")[0] for name in advice.combination]

@@ -50,6 +50,7 @@ def training(model, *shape: int) -> Workload:
     return Workload(model, lambda size: torch.randn(size, *shape), lambda model, x: model(x).sum(), torch.optim.SGD)
 
 
+@pytest.mark.turns(1, others=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
@@ -72,6 +73,7 @@ def test_categories_are_the_measured_ones():
     assert set(found.categories) == set(CATEGORIES)
 
 
+@pytest.mark.slow
 def test_predictions_repeat():
     workload = Workload(**workload_parts("encoder_only_tst", SMALL))
     assert len({anatomy(workload, 5).peak_bytes for _ in range(10)}) == 1
@@ -289,6 +291,7 @@ def test_copied_layers_are_of_the_same_mode():
     assert is_right(anatomy(training(model, 16, 32), 4, measure=True))
 
 
+@pytest.mark.slow
 def test_copied_layers_ask_for_no_address():
     """PyTorch warned, once in a process, that the caller had accessed the data pointer of a FakeTensor."""
     code = """

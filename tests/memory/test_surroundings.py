@@ -38,6 +38,7 @@ def test_the_step_does_not_depend_on_its_surroundings(context):
     assert found.measured.peak_bytes == expected.measured.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 4], ids=["the builder's seed", "another seed"])
 def test_the_random_state_is_left_as_it_was(seed):
     torch.manual_seed(seed)

@@ -138,6 +138,7 @@ def test_mistakes(mistake):
         effops.einsum(*args)
 
 
+@pytest.mark.slow
 def test_budgets_that_do_not_suffice(generator):
     leaves = operands([(300, 300)] * 3, generator)
     with pytest.raises(

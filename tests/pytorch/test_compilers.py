@@ -59,6 +59,7 @@ def test_other_sizes_compile_nothing_new(op, device, generator):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["naive", "einsum", "compile"])
 @pytest.mark.parametrize("op", OPS)
 def test_named_variants_compile_too(op, variant, device, generator):

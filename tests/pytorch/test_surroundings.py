@@ -157,6 +157,7 @@ def test_checkpoint_of_a_pass_that_is_differentiated(call):
         assert_same(second(checkpointed), second(function))
 
 
+@pytest.mark.slow
 def test_saved_tensors_are_saved_once_and_held_by_nobody_else(call):
     function, args = call
     own = [arg * 1 for arg in leaves(args)]

@@ -3,8 +3,9 @@
 The default leaves out what repeats: it has one case of each kind, and few of the slow ones. Which these are follows
 from the names of a function's cases alone, so that a new test moves none of another function. A test that is given by
 its path or its id is in every tier. Of a test marked `turns(count)`, one in `count` of its compiled cases is in `--ci`,
-and of one marked `turns(count, interpreted=many)` one in `many` of the interpreted ones. Of a test marked `each_value`,
-`--ci` has so few of the compiled cases, and of the interpreted ones, that each value of each parameter still occurs.
+of one marked `turns(count, interpreted=many)` one in `many` of the interpreted ones, and with `others=` so many of the
+rest. Of a test marked `each_value`, `--ci` has so few of the compiled cases, and of the interpreted ones, that each
+value of each parameter still occurs.
 """
 
 import itertools
@@ -46,8 +47,11 @@ def mark(item: pytest.Item) -> None:
 
 def count_of_turns(item: pytest.Item, turns: pytest.Mark) -> int:
     """How many cases like this one take turns in `--ci`."""
-    compiled = turns.args[0] if item.get_closest_marker("compiled") else 1
-    return int(compiled * (turns.kwargs.get("interpreted", 1) if item.get_closest_marker("interpreted") else 1))
+    is_compiled, is_interpreted = (item.get_closest_marker(one) for one in ("compiled", "interpreted"))
+    if not (is_compiled or is_interpreted):
+        return int(turns.kwargs.get("others", 1))
+    compiled = turns.args[0] if is_compiled else 1
+    return int(compiled * (turns.kwargs.get("interpreted", 1) if is_interpreted else 1))
 
 
 def slowness(item: pytest.Item) -> int:
