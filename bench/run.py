@@ -80,19 +80,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     groups: list[list[Row]] = []
     with live_line(console) as progress:
+        progress("predicting memory and time")
+        try:
+            outlooks = [
+                [
+                    outlook(one, variants, effort, with_peers=options.peers, profiled=is_profiled(options, one))
+                    for one in passes
+                ]
+                for passes, variants in steps
+            ]
+        except (TypeError, ValueError) as error:  # an op's own, of an option that it is given
+            if not options.set:
+                raise
+            parser.error(f"argument --set: {error}")
         progress("measuring the bandwidth of a copy")
         head = header(device, copy_bandwidth_gbps(device))
         console.print(heading(head, console.width))
         console.print(prose(MEANING, console.width))
-        progress("predicting memory and time")
-
-        outlooks = [
-            [
-                outlook(one, variants, effort, with_peers=options.peers, profiled=is_profiled(options, one))
-                for one in passes
-            ]
-            for passes, variants in steps
-        ]
         console.print(needs([one for group in outlooks for one in group], device, console.width))
         compiling = (
             (one, variants)

@@ -77,7 +77,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"effops.{name}")
     if name in _NAMES_WHEN_ASKED_FOR:
         return getattr(importlib.import_module(f"effops.programs.{_NAMES_WHEN_ASKED_FOR[name]}"), name)
-    raise missing_name(__name__, name, __dir__())
+    raise missing_name(__name__, name, __dir__(), ("distributions", "nn", *_WHEN_ASKED_FOR))
 
 
 def __dir__() -> list[str]:

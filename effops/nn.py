@@ -244,6 +244,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 check_mask(layer, name, given, "for what is left out")
         if padding is not None and padding.shape != (batch, keys):
             remedy = reshaped("key_padding_mask", padding.shape, lambda shape: shape == (batch, keys))
+            if remedy and not self.batch_first:
+                remedy += ", or make the layer with batch_first=True if the batch is the first axis of `query`"
             raise ValueError(
                 f"{layer}: `key_padding_mask` must have the shape (batch, keys) = {(batch, keys)}; got "
                 f"{tuple(padding.shape)}; {remedy or 'give a mask of pairs by name, as attn_mask'}"

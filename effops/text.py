@@ -3,6 +3,7 @@
 import difflib
 import dis
 import functools
+import importlib.util
 import inspect
 import itertools
 import math
@@ -128,12 +129,15 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
     return did_you_mean(name, known)
 
 
-def missing_name(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
+def missing_name(
+    module: str, name: str, known: Iterable[str], public_modules: tuple[str, ...] = ()
+) -> AttributeError | ImportError:
     """What the `__getattr__` of a module raises for a name that it lacks: the error tells the nearest known name.
 
-    It is an ImportError where `from module import name` asks. That statement drops the text of an AttributeError.
+    Or it tells which of `public_modules`, in this one, has the name. It is an ImportError where `from module import
+    name` asks. That statement drops the text of an AttributeError.
     """
-    near = "" if name.startswith("_") else _nearest(name, tuple(known))
+    near = "" if name.startswith("_") else _owned_by(module, name, public_modules) or _nearest(name, tuple(known))
     if not near:
         return AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules.get(module))
     asker = sys._getframe(1).f_back
@@ -142,6 +146,15 @@ def missing_name(module: str, name: str, known: Iterable[str]) -> AttributeError
         return ImportError(f"cannot import name {name!r} from {module!r}{near}", name=module)
     # With the module as `obj`, Python would add its own suggestion.
     return AttributeError(f"module {module!r} has no attribute {name!r}{near}", name=name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _owned_by(package: str, name: str, modules: tuple[str, ...]) -> str:
+    """Which module has a public name; empty if none has it, or if it is itself a module that is to be imported."""
+    if not modules or importlib.util.find_spec(f"{package}.{name}") is not None:
+        return ""
+    owners = (one for one in modules if name in importlib.import_module(f"{package}.{one}").__all__)
+    return "".join(f"; it is {package}.{one}.{name}" for one in itertools.islice(owners, 1))
 
 
 def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = "") -> FunctionT:
@@ -272,6 +285,8 @@ def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
     nbytes = _bytes_or_nan(amount)
     if nbytes < 0:
         raise ValueError(f"{name}: expected at least 0 bytes; got {amount!r}; write it without the sign")
+    if 0 < nbytes < 1:
+        raise ValueError(f'{name}: expected whole bytes; got {amount!r}; write "{nbytes:g} GiB" for as many GiB')
     if not nbytes < math.inf:
         raise ValueError(
             f"{name}: expected a number and B, KB, MB, GB or TB (powers of 1000), or K, M, G or T (binary, as KiB to "

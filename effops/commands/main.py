@@ -115,7 +115,10 @@ class Parser(argparse.ArgumentParser):
             self.fill(self)
             self.fill = None
         self.given = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, *others, **options)
+        found, unknown = super().parse_known_args(args, *others, **options)
+        if unknown:  # told by the command that was given them, with its own usage
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("required: COMMAND"):  # who names none learns which there are
@@ -134,7 +137,15 @@ class Parser(argparse.ArgumentParser):
             is_apart = re.fullmatch(r"[\d.e]*\d", number) and re.fullmatch(r"([kmgt]i?)?b?", unit.lower()) and unit
             if is_apart and message.endswith(f"arguments: {unit}"):
                 return f'; write "{number}{unit}" as one word'
-        return ""
+        unknown = re.fullmatch(r"unrecognized arguments: --([\w-]+).*", message)
+        return self._nearest_flag(unknown[1]) if unknown else ""
+
+    def _nearest_flag(self, word: str) -> str:
+        from effops.text import did_you_mean
+
+        known = {flag.strip("-").replace("-", "_"): flag for flag in self.flags()}
+        near = did_you_mean(word.replace("-", "_"), known)
+        return near.replace("_", "-").replace('"', '"--', 1)
 
 
 def _tell_of_import() -> None:

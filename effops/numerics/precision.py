@@ -89,3 +89,11 @@ def sphere_tolerance(dimension: int, arithmetic: torch.dtype, inputs: Sequence[t
     """How far rounding may take the dot product of two unit vectors below -1, if they are given in dtypes `inputs`."""
     rounding = contraction_error(dimension, arithmetic, matmul_precision())
     return rounding * unit_roundoff(arithmetic) + max(INPUT_SLACK[dtype] for dtype in inputs)
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """A copy of a tensor in float64, or in complex128; one that is neither real nor complex stays as it is."""
+    wide = tensor.detach()
+    if tensor.is_floating_point() or tensor.is_complex():
+        wide = wide.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return wide.requires_grad_(tensor.requires_grad)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from effops.measure import Pass, memory, tensors, times
+from effops.numerics.precision import in_float64
 from effops.pytorch import tree_map_only
 from effops.text import aligned, format_bytes, tells_wrong_arguments
 
@@ -22,15 +23,18 @@ class Side:
     """One of the two functions.
 
     Attributes:
-        error: the largest error of a result against float64, in units of the first function's own, at least a rounding
-            of the largest value
+        error: the largest error of a floating-point result against float64, in units of the first function's own, at
+            least a rounding of the largest value; None without such results
         gradient_error: the same of the gradients; None without
+        differing: how many elements of the other results, integers and booleans, differ from those in float64; None
+            without such results
         taken_bytes: the most that a call and its backward pass allocate besides results and gradients
         time_ms: the median of a call and its backward pass
     """
 
-    error: float
+    error: float | None
     gradient_error: float | None
+    differing: int | None
     taken_bytes: int
     time_ms: float
 
@@ -43,12 +47,12 @@ class Comparison:
     other: Side
 
     def __str__(self) -> str:
-        header = "", "error", "of gradients", "bytes", "ms"
+        header = "", "error", "of gradients", "differing", "bytes", "ms"
         rows = [
             (
                 name,
-                f"{side.error:.2f}",
-                "-" if side.gradient_error is None else f"{side.gradient_error:.2f}",
+                *("-" if error is None else f"{error:.2f}" for error in (side.error, side.gradient_error)),
+                "-" if side.differing is None else f"{side.differing:,}",
                 format_bytes(side.taken_bytes),
                 f"{side.time_ms:.1f}",
             )
@@ -56,7 +60,7 @@ class Comparison:
         ]
         title = (
             "errors against float64, in units of the function's own or of a rounding of the largest value, whichever "
-            "is more;\nbytes and time with backward"
+            "is more;\nhow many integers and booleans differ from those in float64; bytes and time with backward"
         )
         return f"{title}\n{aligned([header, *rows], left=1)}"
 
@@ -66,12 +70,17 @@ def compare(fn: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Co
     """Compare a function with another one that should equal it, such as `effops.tiled(fn)`.
 
     Both run on the arguments. Results, and the gradients of arguments and parameters that require them, are compared
-    with those of `fn` in float64.
+    with those of `fn` in float64. Of integers and booleans those that differ are counted: rounding may move an argmin
+    among values that are almost equal.
 
     Args:
         fn: the function, or a module; it runs in float64 too, with floating-point arguments converted
         other: what stands for it
         args: the arguments of both
+
+    Returns:
+        `function` and `other`, each with `error`, `gradient_error`, `differing`, `taken_bytes` and `time_ms`. `str()`
+        makes a table of them.
 
     Raises:
         TypeError: what is compared is no function
@@ -90,34 +99,38 @@ def compare(fn: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Co
                 "first, and then their arguments"
             )
     wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
-    doubled = tree_map_only(Tensor, _wide, args)
+    doubled = tree_map_only(Tensor, in_float64, args)
     expected = _outcome(wide, doubled)
     first, second = _outcome(fn, args), _outcome(other, args)
-    for given in (first, second):
-        shapes = [[one.shape for one in part] for part in given]
-        if shapes != [[one.shape for one in part] for part in expected]:
-            raise ValueError(
-                f"compare: `other` must give results and gradients like those of `fn`; got shapes {shapes}; give "
-                "functions that are equal"
-            )
+    shapes, right = _shapes(second), _shapes(first)
+    if shapes != right:
+        raise ValueError(
+            f"compare: `other` must give results and gradients of the shapes that `fn` gives: {right}; got {shapes}; "
+            "give functions that are equal"
+        )
     passes = {name: Pass(_with_backward(one, args), args) for name, one in (("function", fn), ("other", other))}
     timings = times(passes, repeats=REPEATS, budget_s=SECONDS)
-    units = [[_unit(one, right) for one, right in zip(own, exact)] for own, exact in zip(first, expected)]
     sides = []
     for name, found in (("function", first), ("other", second)):
-        results, gradients = (
-            [_error(one, right) / unit for one, right, unit in zip(own, exact, of_own)]
-            for own, exact, of_own in zip(found, expected, units)
-        )
+        errors = [
+            [_error(one, right) / _unit(of_fn, right) for one, of_fn, right in zip(*parts) if _has_roundings(right)]
+            for parts in zip(found, first, expected)
+        ]
+        exact = [(one, right) for one, right in zip(found[0], expected[0]) if not _has_roundings(right)]
+        differing = sum(int((one != right).sum()) for one, right in exact) if exact else None
+        error, gradient_error = (max(one, default=None) for one in errors)
         taken = memory(passes[name]).temporary_bytes
-        error = max(results, default=0.0)
-        sides.append(Side(error, max(gradients) if gradients else None, taken, timings[name].median_ms))
+        sides.append(Side(error, gradient_error, differing, taken, timings[name].median_ms))
     return Comparison(*sides)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    wide = tensor.detach()
-    return (wide.double() if wide.is_floating_point() else wide).requires_grad_(tensor.requires_grad)
+def _shapes(outcome: Sequence[Sequence[Tensor]]) -> str:
+    results, gradients = (", ".join(str(tuple(one.shape)) for one in part) or "none" for part in outcome)
+    return f"results {results}; gradients {gradients}"
+
+
+def _has_roundings(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _leaves(fn: Any, args: Sequence[Any]) -> list[Tensor]:
@@ -149,8 +162,6 @@ def _with_backward(fn: Any, args: Sequence[Any]) -> Callable[..., Any]:
 
 def _error(own: Tensor, right: Tensor) -> float:
     """The largest difference; infinite where one is finite and the other is not."""
-    if not own.is_floating_point():
-        return float((own != right).any())
     known = right.isfinite()
     if not torch.equal(known, own.isfinite()):
         return float("inf")
@@ -160,7 +171,7 @@ def _error(own: Tensor, right: Tensor) -> float:
 
 def _unit(own: Tensor, right: Tensor) -> float:
     """The function's own error, at least a rounding of the largest value."""
-    if not own.is_floating_point() or not own.numel():
+    if not own.numel():
         return 1.0
     known = right.isfinite()
     largest = right[known].abs().amax().item() if known.any() else 0.0

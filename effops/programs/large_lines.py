@@ -72,6 +72,8 @@ def lint(
         >>> print(effops.lint(lambda: (a[:, None] * b).sum(-1)))
     """
     least_bytes = parse_bytes(least, "lint: `least`")
+    if isinstance(times, bool) or not isinstance(times, (int, float)):
+        raise TypeError(f"lint: `times` must be a number; got {type(times).__name__} {times!r}; give 8, as by default")
     if not times > 1:
         raise ValueError(f"lint: `times` must be above 1; got {times}; give 8, as by default")
     if fn is not None and not callable(fn):

@@ -385,7 +385,7 @@ def test_options_of_the_op_and_a_sweep(run: ModuleType, tmp_path: Path, capsys: 
     [
         (["--op", "attention_weight"], 'did you mean "attention_weights"?'),
         (["--variants", "chunkt"], 'did you mean "chunked"?'),
-        (["--json", "a_file/rows.json"], "the folder cannot be made"),
+        (["--json", "a_file/rows.json"], "there is no folder 'a_file'"),
         (["--json", "."], "it is a folder"),
         (["--json", ""], "got '': it has no name; name another"),
         (["--plot", "-"], "got '-': it names standard output, which the text takes; name another"),

@@ -432,6 +432,9 @@ def test_mistakes(generator):
         (lambda: effops.tiled("16 MiB"), TypeError, r"`fn` must be a function.*write @effops.tiled\(budget='16 MiB'\)"),
         (lambda: effops.tiled(x), TypeError, "without calling it"),
         (lambda: effops.tiled(log_sum, "16 MiB"), TypeError, "give budget"),
+        (lambda: effops.tiled(log_sum, x, y), TypeError, r"is called, as effops.tiled\(fn\)\(\*args\)"),
+        (lambda: effops.tiled(log_sum, budget=0.5), ValueError, "expected whole bytes; got 0.5"),
+        (lambda: effops.tiled(lambda x: float(x.sum()), budget=99)(x), effops.CannotTile, "must not read a number"),
         (lambda: tiled(x.detach().numpy(), y), TypeError, "`x` must be a tensor or a number; got one of numpy"),
         (lambda: tiled(x, y[:, :2]), effops.CannotTile, r"captured.*in .*test_tiles.py:\d+; call it without tiled"),
         (lambda: effops.tiled(lambda x: x[x > 0].sum(), budget=99)(x), effops.CannotTile, "test_tiles.*torch.where"),
@@ -599,8 +602,21 @@ def test_comparison(generator):
     assert "other" in str(found)
     wrong = effops.compare(log_sum, lambda x, y: log_sum(x, y) * 1.01, x, y)
     assert wrong.other.error > 100
-    with pytest.raises(ValueError, match=r"^compare: `other` must give results and gradients like those of `fn`"):
+    with pytest.raises(
+        ValueError, match=r"^compare: `other` must give results and gradients of the shapes that `fn` gives"
+    ):
         effops.compare(log_sum, lambda x, y: log_sum(x, y)[None], x, y)
+
+
+def test_comparison_of_integers_and_of_complex_numbers(generator):
+    """A result that was all wrong had an error of 1.00, and a complex one was compared with itself."""
+    x, y = points(280, 210, 6, generator)
+    nearest = lambda x, y: (x[:, None] - y).square().sum(-1).argmin(1)  # noqa: E731
+    found = effops.compare(nearest, lambda x, y: nearest(x, y) + 1, x, y)
+    assert (found.function.differing, found.other.differing, found.other.error) == (0, 280, None)
+    assert "280" in str(found)
+    turned = lambda x: x * 1j  # noqa: E731
+    assert effops.compare(lambda x: turned(x).exp(), lambda x: turned(x).exp() * 1.01, x.detach()).other.error > 100
 
 
 def test_a_question_of_keops_that_has_no_answer_there(generator):

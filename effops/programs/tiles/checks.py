@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from effops.numerics.precision import in_float64
 from effops.programs.rules.draws import constant, drawn
 from effops.programs.tiles.loops import Loop, Tiles, device_of, part
 from effops.programs.tiles.refusals import TilesDiffer
@@ -37,11 +38,11 @@ def check(loop: Loop, tensors: Sequence[Tensor]) -> None:
     tiles, whole = _part_of(loop, length, -(-length // 3)), _part_of(loop, length, length)
     whole.combiners = [None] * len(loop.combiners)  # autograd runs it, and none of what runs tiles
     exact = copy.copy(whole)
-    exact.bodies, exact.body_of = {}, lambda graph: _in_float64(_without_chance(graph))
+    exact.bodies, exact.body_of = {}, lambda graph: _graph_in_float64(_without_chance(graph))
     rounded = [_with_roundings(one) for one in some]
     found, *others, expected = (
         _results(one, given)
-        for one, given in ((tiles, some), (whole, some), (whole, rounded), (exact, [_wide(one) for one in some]))
+        for one, given in ((tiles, some), (whole, some), (whole, rounded), (exact, [in_float64(one) for one in some]))
     )
     if len({len(found), len(expected), *map(len, others)}) > 1:
         _raise(loop, "gradients", f"{len(found)} results and gradients", f"{len(expected)}")
@@ -133,13 +134,6 @@ def _with_roundings(tensor: Tensor) -> Tensor:
     return changed.requires_grad_(tensor.requires_grad)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    wide = tensor.detach()
-    if tensor.is_floating_point() or tensor.is_complex():
-        wide = wide.to(torch.complex128 if tensor.is_complex() else torch.float64)
-    return wide.requires_grad_(tensor.requires_grad)
-
-
 def _without_chance(graph: GraphModule) -> GraphModule:
     """The graph with a constant for all random numbers, which a tile draws otherwise than the whole."""
     for node in graph.graph.nodes:
@@ -149,7 +143,7 @@ def _without_chance(graph: GraphModule) -> GraphModule:
     return graph
 
 
-def _in_float64(graph: GraphModule) -> GraphModule:
+def _graph_in_float64(graph: GraphModule) -> GraphModule:
     """The graph with float64 for all floating-point dtypes among its arguments."""
 
     def widened(argument: object) -> object:

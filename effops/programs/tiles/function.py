@@ -219,7 +219,7 @@ def tiled(
 def tiled(
     fn: None = None, *, budget: str | float = ..., compile: bool = ..., verify: bool = ..., randomness: str = ...
 ) -> Callable[[FunctionT], FunctionT]: ...
-@tells_wrong_arguments
+@functools.partial(tells_wrong_arguments, remedy="; what it returns is called, as effops.tiled(fn)(*args)")
 def tiled(
     fn: Any = None,
     *,

@@ -44,6 +44,12 @@ def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: b
             try:
                 graph = make_fx(marking.run, decompositions, _allow_non_fake_inputs=True)(*fakes)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                if error.func is aten._local_scalar_dense.default:
+                    raise refused_at(
+                        marking.running,
+                        "what is cut must not read a number of a tensor, as .item(), float(), int() and bool() do",
+                        "return the tensor, and read the number outside of the function",
+                    ) from None
                 raise refused_at(
                     marking.running,
                     f"a shape must not depend on values: that of {error.func} does",
