@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from effops.programs.rules.binding import Binding, is_item, operands_of, shape_of, value_of
+from effops.programs.rules.binding import Binding, is_item, operands_of, shape_of
 from effops.programs.rules.draws import seed_of
 from effops.programs.rules.table import bindings, why_none
 from effops.programs.rules.view import RULES as VIEWS
@@ -40,9 +40,9 @@ class Cut:
         region: the nodes, in order
         length: of the axis
         placed: the axis of the nodes that have it
-        combined: how the nodes that reduce it are combined, or the results of one that has several
+        combined: how tiles of a node that reduces the axis are put together; for one with several results, its items
         carried: the nodes of which each tile goes on from the one before it
-        sliced: the axis of an operand from outside, by the node that takes it and the operand's number
+        sliced: the axis of operands from outside of the region; the key is (reader, number of the operand)
     """
 
     region: Sequence[Node]
@@ -57,14 +57,10 @@ class Cut:
         """Those that depend on the axis."""
         return [node for node in self.region if node in self.placed or node in self.combined]
 
-    def length_of(self, node: Node) -> int:
-        along = self.placed[node]
-        return shape_of(node)[along.axis]
 
-
-def follow(region: Sequence[Node], seed: Node, axis: int) -> Cut:
+def follow(region: Sequence[Node], start: Node, axis: int) -> Cut:
     """The cut along an axis of a node. It raises if a node needs the whole axis."""
-    cut = Cut(region, shape_of(seed)[axis])
+    cut = Cut(region, shape_of(start)[axis])
     inside, bound = set(region), dict[Node, Binding]()
     todo: list[Node] = []
 
@@ -87,19 +83,20 @@ def follow(region: Sequence[Node], seed: Node, axis: int) -> Cut:
                 cut.sliced[node, number] = along
         if binding.axis is not None:
             put(node, Along(binding.axis, binding.stretch * times))
-            if binding.combined:
+            if binding.combined:  # a cumulative operator
                 cut.carried.add(node)
         else:
-            for result in node.users if isinstance(value_of(node), (tuple, list)) else [node]:
+            results = node.users if _has_several_results(node) else [node]
+            for result in results:
                 if cut.combined.setdefault(result, binding.combined) != binding.combined:
-                    raise Blocked(node, "would be cut along two axes at once")
+                    raise Blocked(node, "would be reduced in two ways")
 
     def times_of(along: Along, stretch: int, node: Node) -> int:
         if along.stretch % stretch:
             raise Blocked(node, "splits the axis")
         return along.stretch // stretch
 
-    put(seed, Along(axis, 1))
+    put(start, Along(axis, 1))
     while todo:
         node = todo.pop()
         along = cut.placed[node]
@@ -112,24 +109,25 @@ def follow(region: Sequence[Node], seed: Node, axis: int) -> Cut:
                 continue
             for number, operand in enumerate(operands_of(user)):
                 if operand is node:
-                    found = (
-                        (one, place.stretch)
-                        for one in bindings(user)
-                        for place in one.operands
-                        if (place.operand, place.axis) == (number, along.axis)
-                    )
-                    taken, stretch = next(found, (None, 1))
-                    if taken is None:
-                        raise Blocked(user, why_none(user) or "needs the whole axis")
-                    bind(user, taken, times_of(along, stretch, user))
+                    binding, stretch = _binding_that_reads(user, number, along.axis)
+                    bind(user, binding, times_of(along, stretch, user))
     return cut
+
+
+def _binding_that_reads(node: Node, number: int, axis: int) -> tuple[Binding, int]:
+    """The binding of a node that takes an axis of one of its operands, and the stretch of that axis."""
+    for binding in bindings(node):
+        for place in binding.operands:
+            if (place.operand, place.axis) == (number, axis):
+                return binding, place.stretch
+    raise Blocked(node, why_none(node) or "needs the whole axis")
 
 
 @dataclass
 class Stage:
     """One loop over the tiles of a cut: the nodes that a tile computes, what they read, and the results.
 
-    A cut has as many stages as reductions along it follow one another.
+    Reductions that read one another's results need a stage each.
     """
 
     cut: Cut
@@ -146,14 +144,14 @@ class Stage:
                 needed.add(node)
                 todo += [one for one in operands_of(node) if one in self.cut.placed or is_item(node)]
         self.nodes = [node for node in self.cut.region if node in needed]
-        read = dict.fromkeys(
-            (one, self.along_of(node, number))
+        read = [
+            (operand, self.along_of(node, number))
             for node in self.nodes
-            for number, one in enumerate(operands_of(node))
-            if one not in needed
-        )
-        read.update(dict.fromkeys((seed, None) for seed in map(seed_of, self.nodes) if seed is not None))
-        self.inputs = list(read)
+            for number, operand in enumerate(operands_of(node))
+            if operand not in needed
+        ]
+        read += [(seed, None) for seed in map(seed_of, self.nodes) if seed is not None]
+        self.inputs = list(dict.fromkeys(read))
 
     def along_of(self, node: Node, number: int) -> Along | None:
         """The axis of an operand from outside of the stage; None if each tile reads all of it."""
@@ -161,27 +159,37 @@ class Stage:
         return self.cut.sliced.get((node, number)) or self.cut.placed.get(operand)
 
 
+def _has_several_results(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), (tuple, list))  # the output of a graph has no value
+
+
 def _is_cut(cut: Cut, node: Node) -> bool:
     """Whether a tile computes its part of a node, or of a result of it that is combined."""
-    is_several = isinstance(node.meta.get("val"), (tuple, list))
-    return node in cut.placed or node in cut.combined or (is_several and any(one in cut.combined for one in node.users))
+    has_combined_item = _has_several_results(node) and any(one in cut.combined for one in node.users)
+    return node in cut.placed or node in cut.combined or has_combined_item
 
 
 def stages_of(cut: Cut) -> list[Stage]:
     """The loops of a cut, in order."""
-    inside, depth = set(cut.region), dict[Node, int]()
+    inside, reductions_before = set(cut.region), dict[Node, int]()
     for node in cut.region:
-        depth[node] = max((depth[one] + (one in cut.combined) for one in operands_of(node) if one in inside), default=0)
+        operands = [one for one in operands_of(node) if one in inside]
+        counts = [reductions_before[one] + int(one in cut.combined) for one in operands]
+        reductions_before[node] = max(counts, default=0)
     outputs: list[Node] = []
     for node in cut.nodes:
-        if node in cut.combined or not all(_is_cut(cut, user) for user in node.users):
-            if isinstance(node.meta["val"], (tuple, list)):
-                continue  # its items are the results
-            while node.target in VIEWS and operands_of(node)[0] in cut.placed:
-                node = operands_of(node)[0]
-            if node.target not in VIEWS:  # a view of what is whole takes no tiles
-                outputs.append(node)
-    # What a later stage reads of an earlier one without reducing it is computed again there.
+        if node not in cut.combined and all(_is_cut(cut, user) for user in node.users):
+            continue  # tiles alone read it
+        if _has_several_results(node):
+            continue  # its items are the results
+        source = node
+        while source.target in VIEWS and operands_of(source)[0] in cut.placed:
+            source = operands_of(source)[0]
+        if source.target not in VIEWS:  # a view of what is whole takes no tiles
+            outputs.append(source)
     outputs = list(dict.fromkeys(outputs))
-    levels = sorted({depth[one] for one in outputs})
-    return [Stage(cut, [one for one in outputs if depth[one] == level]) for level in levels]
+    # A stage computes again what it needs of an earlier one. It reads only what that one has reduced.
+    return [
+        Stage(cut, [one for one in outputs if reductions_before[one] == count])
+        for count in sorted({reductions_before[one] for one in outputs})
+    ]
