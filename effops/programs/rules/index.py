@@ -1,137 +1,148 @@
-"""Operators that take elements by their numbers, or put tensors side by side."""
+"""Operators that take elements by index, or put tensors side by side."""
 
 from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
 
-from effops.programs.rules.binding import Binding, Place, aligned, argument, operands_of, shape_of
+from effops.programs.rules.binding import Binding, Place, aligned, argument, operands_of, shape_of, value_of
 
 aten = torch.ops.aten
 
 
+def _dim_of(node: Node) -> int:
+    """The axis `dim`, counted from the front."""
+    rank = len(shape_of(node))
+    return argument(node, "dim") % rank if rank else 0
+
+
 def gathered(node: Node) -> Iterator[Binding]:
-    source, shape = shape_of(operands_of(node)[0]), shape_of(node)
-    along = argument(node, "dim") % len(shape) if shape else 0
+    """`dim` is an axis of the index. Other axes are cut in the source too."""
+    source, shape, dim = shape_of(operands_of(node)[0]), shape_of(node), _dim_of(node)
     for axis, size in enumerate(shape):
         if size == 1:
             continue
-        if axis == along:
+        if axis == dim:
             yield Binding((Place(1, axis),), axis)
-        elif source[axis] == size:  # a shorter index reads the first ones
+        elif source[axis] == size:  # a shorter index pairs with the beginning of the source alone
             yield Binding((Place(0, axis), Place(1, axis)), axis)
 
 
 def selected(node: Node) -> Iterator[Binding]:
-    shape = shape_of(node)
-    along = argument(node, "dim") % len(shape) if shape else 0
-    for axis, size in enumerate(shape):
+    """`dim` is the axis of the index. Other axes are those of the source."""
+    dim = _dim_of(node)
+    for axis, size in enumerate(shape_of(node)):
         if size != 1:
-            yield Binding((Place(1, 0) if axis == along else Place(0, axis),), axis)
+            place = Place(1, 0) if axis == dim else Place(0, axis)
+            yield Binding((place,), axis)
 
 
 def embedded(node: Node) -> Iterator[Binding]:
-    if argument(node, "scale_grad_by_freq"):  # its gradient counts all numbers
+    """The last axis is that of the table. Other axes are those of the index."""
+    if argument(node, "scale_grad_by_freq"):  # backward counts how often each index occurs in the whole input
         return
     shape = shape_of(node)
     for axis, size in enumerate(shape):
         if size != 1:
-            yield Binding((Place(0, 1) if axis == len(shape) - 1 else Place(1, axis),), axis)
+            place = Place(0, 1) if axis == len(shape) - 1 else Place(1, axis)
+            yield Binding((place,), axis)
 
 
 def indexed(node: Node) -> Iterator[Binding]:
-    """Tensors of numbers broadcast. Their axes stand where the first of them stands, or in front if they are apart."""
+    """Index tensors broadcast. Their axes replace the indexed ones in the result, or come first if those are apart."""
     source, given = shape_of(operands_of(node)[0]), argument(node, "indices")
-    numbers = [*given, *[None] * (len(source) - len(given))]
-    if any(one is not None and one.meta["val"].dtype in (torch.bool, torch.uint8) for one in numbers):
+    index_tensors = [*given, *[None] * (len(source) - len(given))]
+    if any(one is not None and value_of(one).dtype in (torch.bool, torch.uint8) for one in index_tensors):
         return
-    axes = [axis for axis, one in enumerate(numbers) if one is not None]
-    shapes = [shape_of(numbers[axis]) for axis in axes]
-    rank = max(map(len, shapes))
-    first = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
-    others = [axis for axis, one in enumerate(numbers) if one is None]
+    indexed_axes = [axis for axis, one in enumerate(index_tensors) if one is not None]
+    other_axes = [axis for axis, one in enumerate(index_tensors) if one is None]
+    are_adjacent = indexed_axes[-1] - indexed_axes[0] + 1 == len(indexed_axes)
+    before = [axis for axis in other_axes if are_adjacent and axis < indexed_axes[0]]
+    after = [axis for axis in other_axes if axis not in before]
+    index_shapes = [shape_of(index_tensors[axis]) for axis in indexed_axes]
+    rank = max(map(len, index_shapes))
     shape = shape_of(node)
-    before = [axis for axis in others if axis < first]
-    after = [axis for axis in others if axis not in before]
-    for axis, own in enumerate(before):
-        if shape[axis] != 1:
-            yield Binding((Place(0, own),), axis)
-    for place in range(rank):
-        axis = len(before) + place
-        if shape[axis] != 1:
-            places = ((1 + number, place - rank + len(one), one) for number, one in enumerate(shapes))
-            fitting = (Place(number, at) for number, at, one in places if at >= 0 and one[at] == shape[axis])
-            yield Binding(tuple(fitting), axis)
-    for axis, own in enumerate(after, len(before) + rank):
-        if shape[axis] != 1:
-            yield Binding((Place(0, own),), axis)
+    for axis, source_axis in enumerate([*before, *[None] * rank, *after]):
+        if shape[axis] == 1:
+            continue
+        if source_axis is not None:
+            places = [Place(0, source_axis)]
+        else:
+            places = []
+            for number, index_shape in enumerate(index_shapes, 1):
+                index_axis = axis - len(before) - rank + len(index_shape)  # the last axes are aligned
+                if index_axis >= 0 and index_shape[index_axis] == shape[axis]:
+                    places.append(Place(number, index_axis))
+        yield Binding(tuple(places), axis)
 
 
 def joined(node: Node) -> Iterator[Binding]:
-    shape, is_new = shape_of(node), node.target is aten.stack.default
-    along = argument(node, "dim") % len(shape)
-    count = len(operands_of(node))
-    empty = {number for number, one in enumerate(operands_of(node)) if shape_of(one) == (0,)}  # of any rank
-    for axis, size in enumerate(shape):
-        if axis != along and size != 1:
-            own = axis - (is_new and axis > along)
-            yield Binding(tuple(Place(number, own) for number in range(count) if number not in empty), axis)
+    """All axes but `dim`, which is a new one in a stack."""
+    is_stack, dim = node.target is aten.stack.default, _dim_of(node)
+    # `cat` allows an operand of shape (0,) beside operands of any rank.
+    numbers = [number for number, operand in enumerate(operands_of(node)) if shape_of(operand) != (0,)]
+    for axis, size in enumerate(shape_of(node)):
+        if axis != dim and size != 1:
+            operand_axis = axis - 1 if is_stack and axis > dim else axis
+            yield Binding(tuple(Place(number, operand_axis) for number in numbers), axis)
 
 
 def scattered(node: Node) -> Iterator[Binding]:
-    shapes, shape = [shape_of(one) for one in operands_of(node)], shape_of(node)
-    along = argument(node, "dim") % len(shape) if shape else 0
-    for axis, size in enumerate(shape):
-        if axis != along and size != 1 and all(own[axis] == size for own in shapes):
+    """All axes but `dim` that have one size in all operands."""
+    shapes, dim = [shape_of(one) for one in operands_of(node)], _dim_of(node)
+    for axis, size in enumerate(shape_of(node)):
+        if axis != dim and size != 1 and all(one[axis] == size for one in shapes):
             yield Binding(tuple(Place(number, axis) for number in range(len(shapes))), axis)
 
 
 def beside(node: Node) -> Iterator[Binding]:
-    """Axes but `dim` of all operands that have as many axes as the result; the others are numbers along `dim`."""
-    shapes, shape = [shape_of(one) for one in operands_of(node)], shape_of(node)
-    along = argument(node, "dim") % len(shape) if shape else 0
+    """All axes but `dim`. Operands of the result's rank are cut; the rest, such as the index, are read whole."""
+    shapes, shape, dim = [shape_of(one) for one in operands_of(node)], shape_of(node), _dim_of(node)
+    numbers = [number for number, one in enumerate(shapes) if len(one) == len(shape)]
     for axis, size in enumerate(shape):
-        places = [Place(number, axis) for number, own in enumerate(shapes) if len(own) == len(shape)]
-        if axis != along and size != 1 and all(shapes[one.operand][axis] == size for one in places):
-            yield Binding(tuple(places), axis)
+        if axis != dim and size != 1 and all(shapes[number][axis] == size for number in numbers):
+            yield Binding(tuple(Place(number, axis) for number in numbers), axis)
 
 
 def searched(node: Node) -> Iterator[Binding]:
-    """Places of values in sorted rows, or in a single one."""
+    """Sorted rows are cut together with rows of values. A single sorted row is read whole."""
+    if len(operands_of(node)) != 2:  # the third is a sorter
+        return
     rows, shape = shape_of(operands_of(node)[0]), shape_of(node)
     for axis, size in enumerate(shape):
-        is_of_rows = len(rows) > 1 and axis < len(shape) - 1
-        if size != 1 and len(operands_of(node)) == 2:
+        if size != 1:
+            is_of_rows = len(rows) > 1 and axis < len(shape) - 1
             yield Binding((Place(0, axis), Place(1, axis)) if is_of_rows else (Place(1, axis),), axis)
 
 
 def in_buckets(node: Node) -> Iterator[Binding]:
+    """The values are cut. The boundaries are read whole."""
     return aligned(node, operands_of(node)[:1])
 
 
 def taken(node: Node) -> Iterator[Binding]:
+    """The index is cut. The source is read whole."""
     for axis, size in enumerate(shape_of(node)):
         if size != 1:
             yield Binding((Place(1, axis),), axis)
 
 
 def padded(node: Node) -> Iterator[Binding]:
-    """Axes without padding are cut."""
+    """Axes without padding. `pad` has two numbers an axis, the last axis first."""
     shape, source = shape_of(node), shape_of(operands_of(node)[0])
-    pad = argument(node, "pad")
-    changed = {len(shape) - 1 - place // 2 for place, size in enumerate(pad) if size}
+    changed = {len(shape) - 1 - position // 2 for position, length in enumerate(argument(node, "pad")) if length}
     for axis, size in enumerate(shape):
         if axis not in changed and size != 1 and source[axis] == size:
             yield Binding((Place(0, axis),), axis)
 
 
 def repeated(node: Node) -> Iterator[Binding]:
-    """Axes that are repeated once are those of the operand, and the first ones are new."""
+    """Axes with a repeat count of 1. Those that the operand lacks come first."""
     shape, source = shape_of(node), shape_of(operands_of(node)[0])
-    missing = len(shape) - len(source)
-    for axis, times in enumerate(argument(node, "repeats")):
-        if times == 1 and axis >= missing and shape[axis] != 1:
-            yield Binding((Place(0, axis - missing),), axis)
+    lacking = len(shape) - len(source)
+    for axis, count in enumerate(argument(node, "repeats")):
+        if count == 1 and axis >= lacking and shape[axis] != 1:
+            yield Binding((Place(0, axis - lacking),), axis)
 
 
 RULES = {
