@@ -1,4 +1,4 @@
-"""Checkpointed loops: a slice of a function, run on parts of one of its axes."""
+"""Checkpointed loops: statements of a function, run on parts of an axis of tensors that they read."""
 
 from __future__ import annotations
 
@@ -17,44 +17,51 @@ from effops.programs.large.rewrites import Rewrite
 from effops.programs.large.source.slices import Slice, assigned, copied
 from effops.programs.large.source.trials import FAILURES, Trial, compiled
 
-LEAST_SIZE = 16  # of an axis that is cut
-PART_BYTES = 2**22  # of the largest tensor of a part, about
-PARTS = 64  # at most, about
-IGNORES = {"cross_entropy", "nll_loss"}  # targets of a certain value do not count in their means
-SMALL_PART = 2  # of the axis in a trial
+LEAST_SIZE = 16  # shorter axes are not split
+PART_BYTES = 2**22  # about what the largest tensor of a part takes
+MOST_PARTS = 64  # about, since each turn of a loop takes time of its own
+SMALL_PART = 2  # the length of a part in a trial, whose axes are short
+LOSSES = {"cross_entropy", "nll_loss"}  # their means leave out targets of a certain value
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Names that are split along an axis, or one use of a name: `occurrence` counts where it is read.
+class Split:
+    """Names of tensors that are split along an axis.
 
-    `number` is the one use of a number that is the size of the axis, where the size of a part takes its place.
+    If `occurrence` is given, only that read of the one name, counted from 0, is split. `size_read` then is the name of
+    a number that equals the size of the axis, and which read of it becomes the size of the part.
     """
 
     names: tuple[str, ...]
     axis: int
     occurrence: int | None = None
-    number: tuple[str, int] | None = None
+    size_read: tuple[str, int] | None = None
 
 
-def loops(part: Slice, trial: Trial, now_bytes: int) -> Iterator[Rewrite]:
+def loops(found: Slice, trial: Trial, largest_bytes: int) -> Iterator[Rewrite]:
     """Loops over parts of an axis, whose results were the same on small tensors.
 
-    `part` may end before the slice that was tried does.
+    `found` may end before the slice that was tried does. Its largest tensor takes `largest_bytes`.
     """
-    for cut in _cuts(part):
-        combined = _combined(part, cut, trial)
-        if combined is None:
+    for split in _splits(found):
+        forms = _forms(found, split, trial)
+        if forms is None:
             continue
-        size = max(_described(part, name).shape[cut.axis] for name in cut.names)
-        parts = min(max(-(-now_bytes // PART_BYTES), 2), PARTS)
-        rows = 1 << max((size // parts).bit_length() - 1, 0)
-        statements = _loop(part, cut, rows, combined)
-        axis = f"axis {cut.axis} of {' and '.join(f'`{name}`' for name in cut.names)}"
-        why = f"a part of {axis} is made at a time{_again(part)}"
-        if any("MEANS" in one for one in combined) and IGNORES & _called(part):
+        size = max(_described(found, name).shape[split.axis] for name in split.names)
+        statements = _loop(found, split, _part_length(size, largest_bytes), forms)
+        axis = f"axis {split.axis} of {' and '.join(f'`{name}`' for name in split.names)}"
+        why = f"a part of {axis} is made at a time{_note_on_backward(found)}"
+        if any("WEIGHTED" in one for one in forms) and LOSSES & _called(found):
             why += "; right only where no target is ignored, since parts then weigh alike"
-        yield Rewrite("loop", [*statements, *part.rest], why, _is_differentiable(part))
+        yield Rewrite("loop", [*statements, *found.rest], why, keeps_operands_alone=_is_differentiable(found))
+
+
+def _part_length(size: int, largest_bytes: int) -> int:
+    """The length of a part, rounded down to a power of two: it stands as a number in the code of the fix."""
+    wanted = -(-largest_bytes // PART_BYTES)
+    parts = min(max(wanted, 2), MOST_PARTS)
+    exponent = (size // parts).bit_length() - 1
+    return 1 << max(exponent, 0)
 
 
 def _called(found: Slice) -> set[str]:
@@ -63,7 +70,7 @@ def _called(found: Slice) -> set[str]:
 
 
 def checkpointed(found: Slice) -> Rewrite | None:
-    """The slice as it is, computed again in backward: each turn of a loop then keeps what it reads alone."""
+    """The slice as it is, computed again in backward: each turn of a loop then keeps only what it reads."""
     if not _is_differentiable(found) or not found.results:
         return None
     function, free = _unused(found, "part_of"), ", ".join(found.free)
@@ -80,34 +87,32 @@ def _described(found: Slice, name: str) -> Described:
     return value
 
 
-def _cuts(found: Slice) -> Iterator[Cut]:
+def _splits(found: Slice) -> Iterator[Split]:
+    """Splits of a tensor, of tensors of one size, of one read, and of one read with the size; the lowest axis first."""
     tensors = [name for name in found.free if isinstance(found.value(name), Described)]
     shapes = {name: _described(found, name).shape for name in tensors}
     axes = [(name, axis) for name in tensors for axis, size in enumerate(shapes[name]) if size >= LEAST_SIZE]
-    axes.sort(key=lambda one: one[1])  # of rows first
+    axes.sort(key=lambda one: one[1])
     for name, axis in axes:
-        yield Cut((name,), axis)
+        yield Split((name,), axis)
     for name, axis in axes:
         size = shapes[name][axis]
         alike = [one for one in tensors if len(shapes[one]) > axis and shapes[one][axis] == size]
-        for first in range(len(alike)):
-            for second in range(first + 1, len(alike)):
-                if alike[first] == name:
-                    yield Cut((name, alike[second]), axis)
+        for other in alike[alike.index(name) + 1 :]:
+            yield Split((name, other), axis)
         if len(alike) > 2 and alike[0] == name:
-            yield Cut(tuple(alike), axis)
-    for name, axis in axes:
-        count = len(_reads(found.statements, name))
-        if count > 1:
-            for occurrence in range(count):
-                yield Cut((name,), axis, occurrence)
-    for name, axis in axes:
-        count, size = len(_reads(found.statements, name)), shapes[name][axis]
-        numbers = [one for one in found.free if type(found.value(one)) is int and found.value(one) == size]
-        for occurrence in range(count if count > 1 else 0):
-            for number in numbers:
-                for use in range(len(_reads(found.statements, number))):
-                    yield Cut((name,), axis, occurrence, (number, use))
+            yield Split(tuple(alike), axis)
+    read_again = [(name, axis, count) for name, axis in axes if (count := len(_reads(found.statements, name))) > 1]
+    for name, axis, count in read_again:
+        for occurrence in range(count):
+            yield Split((name,), axis, occurrence)
+    for name, axis, count in read_again:
+        size = shapes[name][axis]
+        sizes = [one for one in found.free if type(found.value(one)) is int and found.value(one) == size]
+        for occurrence in range(count):
+            for size_name in sizes:
+                for number in range(len(_reads(found.statements, size_name))):
+                    yield Split((name,), axis, occurrence, (size_name, number))
 
 
 def _reads(statements: Sequence[ast.stmt], name: str) -> list[ast.Name]:
@@ -126,57 +131,70 @@ def _unused(found: Slice, name: str) -> str:
     return name
 
 
-def _function(found: Slice, cut: Cut) -> tuple[str, list[str]]:
+def _function(found: Slice, split: Split) -> tuple[str, list[str]]:
     """The source of `part_of`, and its parameters: those that are split come first."""
-    statements, split = list(found.statements), list(cut.names)
-    if cut.occurrence is not None:
+    statements, split_names = list(found.statements), list(split.names)
+    if split.occurrence is not None:
         statements = [copied(one) for one in statements]
-        part = _unused(found, f"{cut.names[0]}_part")
-        replaced = _reads(statements, cut.names[0])[cut.occurrence]
-        if cut.number is not None:
-            use = _reads(statements, cut.number[0])[cut.number[1]]
-            use.id = f"{part}.shape[{cut.axis}]"  # it is unparsed as it stands
-        replaced.id = part
-        split = [part]
-    others = [name for name in found.free if name not in split]
+        part = _unused(found, f"{split.names[0]}_part")
+        read = _reads(statements, split.names[0])[split.occurrence]
+        if split.size_read is not None:
+            size_name, number = split.size_read
+            size_read = _reads(statements, size_name)[number]
+            size_read.id = f"{part}.shape[{split.axis}]"  # no identifier; `ast.unparse` prints it unchanged
+        read.id = part
+        split_names = [part]
+    others = [name for name in found.free if name not in split_names]
     results = found.results
     last = statements[-1]
     if len(results) == 1 and isinstance(last, ast.Assign) and [*map(ast.unparse, last.targets)] == [*results]:
-        statements = [*statements[:-1], ast.Return(last.value)]
+        statements = [*statements[:-1], ast.Return(last.value)]  # `x = expression` becomes `return expression`
         found = Slice(statements, found.scope, ())
-    parameters = [*split, *others]
+    parameters = [*split_names, *others]
     return found.definition(statements, _unused(found, "part_of"), parameters), parameters
 
 
-def _combined(found: Slice, cut: Cut, trial: Trial) -> list[str] | None:
-    """How each result is put together from those of parts, as source with `PARTS` in it; None if none is right."""
-    source, parameters = _function(found, cut)
+def _forms(found: Slice, split: Split, trial: Trial) -> list[str] | None:
+    """How each result is put together from those of parts; None if one cannot be."""
+    source, parameters = _function(found, split)
     arguments = dict(trial.made.arguments)
-    split = arguments[cut.names[0]]
-    sizes = {arguments[name].shape[cut.axis] for name in cut.names}
-    if len(sizes) > 1 or split.shape[cut.axis] <= SMALL_PART:
+    wholes = [arguments[name] for name in split.names]
+    sizes = {one.shape[split.axis] for one in wholes}
+    if len(sizes) > 1 or wholes[0].shape[split.axis] <= SMALL_PART:
         return None
     try:
         function = compiled(source, found.scope.surroundings, _unused(found, "part_of"))
-        others = [arguments[name] for name in parameters[len(cut.names) :]]
+        others = [arguments[name] for name in parameters[len(split.names) :]]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             versions = [one._version for one in trial.made.tensors]
-            whole = tensors_of(function(*(arguments[name] for name in cut.names), *others))
-            pieces = zip(*(arguments[name].split(SMALL_PART, cut.axis) for name in cut.names))
-            parts = [tensors_of(function(*piece, *others)) for piece in pieces]
+            expected = tensors_of(function(*wholes, *others))
+            pieces = zip(*(one.split(SMALL_PART, split.axis) for one in wholes))
+            results_of_parts = [tensors_of(function(*piece, *others)) for piece in pieces]
     except FAILURES:  # the code cannot take parts
         return None
-    lengths = [one.shape[cut.axis] for one in split.split(SMALL_PART, cut.axis)]
-    if versions != [one._version for one in trial.made.tensors]:  # a part that is made again would change it again
+    if versions != [one._version for one in trial.made.tensors]:
+        return None  # the code changes its arguments in place, so it must not run twice
+    if len(expected) != max(len(found.results), 1):
         return None
-    if len(whole) != max(len(found.results), 1):
-        return None
-    found_forms = [_form(one, [part[place] for part in parts], lengths) for place, one in enumerate(whole)]
-    return None if None in found_forms else [one for one in found_forms if one is not None]
+    lengths = [one.shape[split.axis] for one in wholes[0].split(SMALL_PART, split.axis)]
+    forms: list[str] = []
+    for number, whole in enumerate(expected):
+        form = _form(whole, [results[number] for results in results_of_parts], lengths)
+        if form is None:
+            return None
+        forms.append(form)
+    return forms
 
 
 def _form(whole: Tensor, parts: Sequence[Tensor], lengths: Sequence[int]) -> str | None:
+    """How a result is put together from those of parts, as source with placeholders; None if no way is right.
+
+    `PARTS` stands for a list of the parts, `LENGTH` for the length of the whole axis, and `WEIGHTED` for the parts
+    times their lengths.
+    """
+
     def equal(value: Tensor) -> bool:
+        # trials are in float64, and compare to 1e-6 too
         return value.shape == whole.shape and torch.allclose(value, whole, rtol=1e-6, equal_nan=True)
 
     for axis in range(whole.ndim):
@@ -191,45 +209,46 @@ def _form(whole: Tensor, parts: Sequence[Tensor], lengths: Sequence[int]) -> str
         return None
     weighted = [one * length for one, length in zip(parts, lengths)]
     if equal(sum(weighted[1:], weighted[0]) / sum(lengths)):
-        return "sum(MEANS) / LENGTH"
+        return "sum(WEIGHTED) / LENGTH"
     for name in ("amax", "amin", "logsumexp"):
         if equal(getattr(torch.stack(list(parts)), name)(0)):
             return f"torch.stack(PARTS).{name}(0)"
     return None
 
 
-def _loop(found: Slice, cut: Cut, rows: int, forms: Sequence[str]) -> list[ast.stmt]:
-    source, parameters = _function(found, cut)
+def _loop(found: Slice, split: Split, part_length: int, forms: Sequence[str]) -> list[ast.stmt]:
+    """Statements that run `part_of` on each part, and put the results together."""
+    source, parameters = _function(found, split)
     function = _unused(found, "part_of")
-    split = len(cut.names)
-    part_names = [_unused(found, "part" if split == 1 else f"{name}_part") for name in cut.names]
-    given = ", ".join([*part_names, *parameters[split:]])
+    count = len(split.names)
+    part_names = [_unused(found, "part" if count == 1 else f"{name}_part") for name in split.names]
+    given = ", ".join([*part_names, *parameters[count:]])
     call = f"{function}({given})"
     if _is_differentiable(found):
         call = f"checkpoint({function}, {given}, use_reentrant=False)"
-    axis = f", {cut.axis}" if cut.axis else ""
-    pieces = [f"{name}.split({rows}{axis})" for name in cut.names]
-    over = pieces[0] if split == 1 else f"zip({', '.join(pieces)})"
-    targets = ", ".join(part_names)
+    axis_argument = f", {split.axis}" if split.axis else ""
+    pieces = [f"{name}.split({part_length}{axis_argument})" for name in split.names]
+    all_pieces = pieces[0] if count == 1 else f"zip({', '.join(pieces)})"
+    turns = f"for {', '.join(part_names)} in {all_pieces}"
     lines = [_imports(found), source]
-    length = f"{cut.names[0]}.shape[{cut.axis}]"
-    counted = f"{part_names[0]}.shape[{cut.axis}]"
-    is_single = len(forms) == 1 and "MEANS" not in forms[0]
-    if not is_single:
-        many = _unused(found, "parts")
-        needs_lengths = any("MEANS" in one for one in forms)
-        value = f"({call}, {counted})" if needs_lengths else call
-        lines.append(f"{many} = [{value} for {targets} in {over}]")
-    for place, form in enumerate(forms):
-        if is_single:
-            expression = form.replace("PARTS", f"[{call} for {targets} in {over}]")
+    needs_lengths = any("WEIGHTED" in one for one in forms)
+    is_one_line = len(forms) == 1 and not needs_lengths
+    parts = _unused(found, "parts")
+    if not is_one_line:
+        value = f"({call}, {part_names[0]}.shape[{split.axis}])" if needs_lengths else call
+        lines.append(f"{parts} = [{value} {turns}]")
+    for number, form in enumerate(forms):
+        if is_one_line:
+            expression = form.replace("PARTS", f"[{call} {turns}]")
         else:
-            one = "one[0]" if needs_lengths else "one"
-            one += f"[{place}]" if len(forms) > 1 else ""
-            expression = form.replace("PARTS", f"[{one} for one in {many}]").replace("LENGTH", length)
-            expression = expression.replace("MEANS", f"{one} * one[1] for one in {many}")
-        lines.append(f"{found.results[place]} = {expression}" if found.results else f"return {expression}")
-    parsed = ast.parse("def f():\n" + "\n".join(f"    {row}" for one in lines for row in one.splitlines())).body[0]
+            result = "one[0]" if needs_lengths else "one"
+            result += f"[{number}]" if len(forms) > 1 else ""
+            expression = form.replace("PARTS", f"[{result} for one in {parts}]")
+            expression = expression.replace("LENGTH", f"{split.names[0]}.shape[{split.axis}]")
+            expression = expression.replace("WEIGHTED", f"{result} * one[1] for one in {parts}")
+        lines.append(f"{found.results[number]} = {expression}" if found.results else f"return {expression}")
+    body = "\n".join(f"    {row}" for one in lines for row in one.splitlines())
+    parsed = ast.parse(f"def f():\n{body}").body[0]
     assert isinstance(parsed, ast.FunctionDef)
     return parsed.body
 
@@ -251,7 +270,7 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_needs_gradient, value))
 
 
-def _again(found: Slice) -> str:
+def _note_on_backward(found: Slice) -> str:
     return ", and made again in backward" if _is_differentiable(found) else ""
 
 
