@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import effops
 from effops.commands.main import Parser
 from effops.measure import Pass, memory
-from effops.programs.capture.places import statement
+from effops.programs.capture.places import source_line
 from effops.programs.large.findings import Finding
 from effops.text import format_bytes
 
@@ -295,7 +295,7 @@ def row_of(studied: Studied, finding: Finding, seconds: float) -> Row:
     said = {
         "model": studied.name,
         "line": f"{file}:{place.line}",
-        "source": statement(place),
+        "source": source_line(place),
         "expression": f"{finding.expression}, which {finding.reducer} reads",
         "now_bytes": finding.now_bytes,
         "after_bytes": finding.after_bytes,

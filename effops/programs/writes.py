@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from effops.prediction.shared import Shared
-from effops.programs.capture.places import Place, innermost, place_of
+from effops.programs.capture.places import Place, innermost
 
 # Functions that save a model, by their modules. A script may import these after it has begun.
 SAVING = {
@@ -90,8 +90,8 @@ class Writes:
             for index, folder in CHANGES[event]:
                 self._change(event, arguments[index], None if folder is None else arguments[folder])
         elif event in STARTS:
-            spot = innermost(sys._getframe(2))
-            if spot.library is None:  # what libraries start asks for the machine
+            site = innermost(sys._getframe(2))
+            if site.library is None:  # what libraries start asks for the machine
                 self._note(event, str(arguments[0] or arguments[1]), starts=True)
 
     def _change(self, what: str, given: Any, folder: Any) -> None:
@@ -166,9 +166,7 @@ def _full(given: Any, folder: Any) -> str | None:
 
 
 def _place() -> Place | None:
-    spots = innermost(sys._getframe(1))
-    spot = spots.user or spots.library
-    return None if spot is None else place_of(spot)
+    return innermost(sys._getframe(1)).place
 
 
 class _AfterImport(MetaPathFinder):

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from effops.prediction.known_values import CHECK, READS, KnownValues, is_small
 from effops.prediction.recorder import ITEM
 from effops.prediction.shared import Shared
-from effops.programs.capture.places import Place, Sites, innermost, place_of, statement
+from effops.programs.capture.places import CallSites, Place, innermost, place_of, source_line
 from effops.programs.capture.unknown_numbers import BRANCH, UnknownNumber
 from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -35,7 +35,7 @@ class CannotFollow(NotImplementedError):  # noqa: N818, it says what a run canno
 class AssumedValues(KnownValues):
     """Takes checks of values to hold, and counts where. A number that is read is not known: it is NaN."""
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: CallSites) -> None:
         super().__init__()
         self.sites = sites
         self.assumed: Counter[tuple[str, Place | None]] = Counter()
@@ -82,7 +82,7 @@ class AssumedValues(KnownValues):
         # NaN is no size and no index, so that an integer that matters is not taken for another one.
         self.assume("numbers that are read are taken to be NaN")
         place = self._place()
-        if place is not None and statement(place).startswith(BRANCHES):  # `float(loss) > 5` tells nobody
+        if place is not None and source_line(place).startswith(BRANCHES):  # `float(loss) > 5` tells nobody
             self.assumed[BRANCH, place] += 1
         return complex("nan") if args[0].is_complex() else float("nan")
 

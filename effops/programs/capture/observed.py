@@ -19,7 +19,7 @@ from effops.prediction.allocations import Workspace
 from effops.prediction.outcomes import OperatorCall
 from effops.prediction.recorder import Recorder
 from effops.prediction.timeline import Allocation
-from effops.programs.capture.places import Site, Sites
+from effops.programs.capture.places import CallSite, CallSites
 from effops.programs.capture.scopes import Scope, outermost, scopes
 from effops.pytorch import FakeTensor, tree_leaves
 
@@ -42,7 +42,7 @@ class Storage:
     writers: list[Call] = field(default_factory=list)
     readers: list[Call] = field(default_factory=list)
     read_bytes: int = 0  # by all of forward
-    turns: Counter[tuple[Site, str]] = field(default_factory=Counter)  # how often forward reads it at one place
+    turns: Counter[tuple[CallSite, str]] = field(default_factory=Counter)  # how often forward reads it at one place
 
 
 class Read(NamedTuple):
@@ -69,7 +69,7 @@ class Call:
     makes: Sequence[Storage]
     writes: Sequence[Storage]
     shapes: Sequence[tuple[int, ...]]
-    site: Site
+    site: CallSite
     in_backward: bool
     tick: int
     temporary_bytes: int
@@ -96,7 +96,7 @@ class Observed:
         self.scope_bytes = scope_bytes
         self.outermost = outermost(sys._getframe(1))
         self.calls: list[Call] = []
-        self.sites = Sites()
+        self.sites = CallSites()
         self.recorder: Recorder | None = None
         self.storages: dict[int, Storage] = {}  # by the id of the allocation, which each storage keeps
         self.backward_begins: int | None = None  # the tick at which autograd first ran an operator

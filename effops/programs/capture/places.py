@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import linecache
 import os
@@ -20,8 +19,8 @@ from effops.pytorch import _current_autograd_node, _engine_run_backward, _get_se
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 EFFOPS = os.path.join(Path(__file__).parents[2], "")
-DISTRIBUTIONS = os.path.join(TORCH, "distributions", "")  # a library like others, whose lines tell something
-# Libraries lie there. What belongs to a user does not, even in a virtual environment inside of a project.
+DISTRIBUTIONS = os.path.join(TORCH, "distributions", "")  # in torch, but a library: its lines help the reader
+# Folders of installed code and of Python itself. A user's code is in none, even with its environment in its project.
 LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in {
@@ -32,27 +31,27 @@ LIBRARIES = tuple(
         os.path.dirname(os.path.dirname(torch.__file__)),
     }
 )
-ENGINE = _engine_run_backward.__code__
+ENGINE_CODE = _engine_run_backward.__code__
 
 
-class Spot(NamedTuple):
+class Instruction(NamedTuple):
     """An instruction of a function. It is cheap to note, and `place_of` tells its line."""
 
     code: CodeType
-    instruction: int
+    offset: int
 
 
-class Site(NamedTuple):
+class CallSite(NamedTuple):
     """Where an operator was called: by the user, and by the innermost library that the user called, if there is one."""
 
-    user: Spot | None
-    library: Spot | None
+    user: Instruction | None
+    library: Instruction | None
 
     @property
     def place(self) -> Place | None:
         """The user's place, or else that of the library."""
-        spot = self.user or self.library
-        return None if spot is None else place_of(spot)
+        instruction = self.user or self.library
+        return None if instruction is None else place_of(instruction)
 
 
 class Place(NamedTuple):
@@ -68,67 +67,60 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-class Sites:
-    """Tells the site of each operator while it runs. Backward operators have that of their forward operator."""
+class CallSites:
+    """Tells where each operator is called while it runs. A backward operator has the site of its forward operator."""
 
     def __init__(self) -> None:
-        self.by_number: dict[int, Site] = {}
+        self.by_sequence_number: dict[int, CallSite] = {}
 
-    def current(self) -> tuple[Site, bool]:
+    def current(self) -> tuple[CallSite, bool]:
         """The site of the operator that runs, and whether autograd runs it."""
         node = _current_autograd_node()
-        user, library, from_engine = _walk(sys._getframe(1))
+        own_site = innermost(sys._getframe(1))
         if node is None:
-            found = Site(user, library)
-            # The node of an operator is made before the operator runs; the first operator after it is the node's own.
-            self.by_number.setdefault(_get_sequence_nr() - 1, found)
-            return found, False
+            # Autograd numbers a node just before its operator runs, so the latest number is this operator's. Later
+            # operators without a node see the same number: the first entry stays.
+            self.by_sequence_number.setdefault(_get_sequence_nr() - 1, own_site)
+            return own_site, False
+        forward_site = self.by_sequence_number.get(node._sequence_nr(), CallSite(None, None))
+        if own_site.user is None and own_site.library is None:
+            return forward_site, True
         # What checkpointing computes again, and what functions in Python do in backward, have frames of their own.
-        own = library or user
-        forward = self.by_number.get(node._sequence_nr(), Site(None, None))
-        if from_engine or own is None:
-            return forward, True
-        return Site(user or forward.user, library), True
+        return CallSite(own_site.user or forward_site.user, own_site.library), True
 
 
-def innermost(frame: FrameType | None) -> Site:
-    """The innermost spots of a user and of a library, from a frame outwards."""
-    user, library, _ = _walk(frame)
-    return Site(user, library)
+def innermost(frame: FrameType | None) -> CallSite:
+    """The innermost instructions of a user and of a library, from a frame outwards.
+
+    The walk ends at autograd's engine: the line that calls `backward` does not tell where its operators come from.
+    """
+    library = None
+    while frame is not None and frame.f_code is not ENGINE_CODE:
+        kind = kind_of(frame.f_code.co_filename)
+        if kind == "user":
+            return CallSite(Instruction(frame.f_code, frame.f_lasti), library)
+        if kind == "library" and library is None:
+            library = Instruction(frame.f_code, frame.f_lasti)
+        frame = frame.f_back
+    return CallSite(None, library)
 
 
 def raised_at(error: BaseException) -> Place | None:
     """The innermost place of a user's code that an error has come through."""
-    frames = [(frame.f_code, at) for frame, at in _instructions(error.__traceback__)]
-    spot = next((Spot(*one) for one in reversed(frames) if kind_of(one[0].co_filename) == "user"), None)
-    return None if spot is None else place_of(spot)
+    found = [one for one in _instructions_of(error.__traceback__) if kind_of(one.code.co_filename) == "user"]
+    return place_of(found[-1]) if found else None
 
 
-def _instructions(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+def _instructions_of(traceback: TracebackType | None) -> Iterator[Instruction]:
+    """Those that a traceback has come through, from the outermost inwards."""
     while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lasti
+        yield Instruction(traceback.tb_frame.f_code, traceback.tb_lasti)
         traceback = traceback.tb_next
-
-
-def _walk(frame: FrameType | None) -> tuple[Spot | None, Spot | None, bool]:
-    """The innermost spots of a user and of a library, and whether autograd's engine stands below both."""
-    library = None
-    while frame is not None:
-        code = frame.f_code
-        if code is ENGINE:
-            return None, library, library is None
-        kind = kind_of(code.co_filename)
-        if kind == "user":
-            return Spot(code, frame.f_lasti), library, False
-        if kind == "library" and library is None:
-            library = Spot(code, frame.f_lasti)
-        frame = frame.f_back
-    return None, library, False
 
 
 @functools.lru_cache(4096)
 def kind_of(file: str) -> str:
-    """Whose a file is: "user", "library", or "" for what is on the way to each operator."""
+    """Whose a file is: "user" or "library"; "" for torch, effops and Python itself, which are passed over."""
     if file.startswith(DISTRIBUTIONS):
         return "library"
     if file.startswith((TORCH, EFFOPS)) or (file.startswith("<") and not file.startswith(("<stdin>", "<ipython"))):
@@ -138,46 +130,37 @@ def kind_of(file: str) -> str:
     return "user"
 
 
-def place_of(spot: Spot) -> Place:
-    """The line of a spot. Python 3.10 knows no columns: there the source is the whole line."""
-    return _place(spot.code.co_filename, spot)  # code is equal to that of another file if it reads the same
+def place_of(instruction: Instruction) -> Place:
+    """The line of an instruction. Python 3.10 knows no columns: there the source is the whole line."""
+    return _place_of(instruction.code.co_filename, instruction)
 
 
+# The file is a part of the cache's key, since the code of two files is equal if it reads the same.
 @functools.lru_cache(4096)
-def _place(file: str, spot: Spot) -> Place:
-    code, instruction = spot
-    first, last, begin, end = _positions(code, instruction)
-    lines = [linecache.getline(code.co_filename, number) for number in range(first, last + 1)]
+def _place_of(file: str, instruction: Instruction) -> Place:
+    code = instruction.code
+    first, last, begin_column, end_column = _positions(instruction)
+    lines = [linecache.getline(file, number) for number in range(first, last + 1)]
     source = " ".join(line.strip() for line in lines)
-    if begin is not None and end is not None and lines and lines[-1]:
-        cut = [line.encode() for line in lines]
-        cut[-1] = cut[-1][:end]
-        cut[0] = cut[0][begin:]
-        source = " ".join(line.decode(errors="replace").strip() for line in cut)
-    return Place(code.co_filename, first, last, getattr(code, "co_qualname", code.co_name), source)
+    if begin_column is not None and end_column is not None and lines and lines[-1]:
+        clipped = [line.encode() for line in lines]  # columns count bytes of UTF-8
+        clipped[-1] = clipped[-1][:end_column]  # before the first line, which may be the same
+        clipped[0] = clipped[0][begin_column:]
+        source = " ".join(line.decode(errors="replace").strip() for line in clipped)
+    return Place(file, first, last, getattr(code, "co_qualname", code.co_name), source)
 
 
-def _positions(code: CodeType, instruction: int) -> tuple[int, int, int | None, int | None]:
+def _positions(instruction: Instruction) -> tuple[int, int, int | None, int | None]:
+    """The first and the last line of an expression, its first column, and the column behind it."""
+    code, offset = instruction
     if sys.version_info >= (3, 11):
-        first, last, begin, end = list(code.co_positions())[instruction // 2]
+        first, last, begin_column, end_column = list(code.co_positions())[offset // 2]  # of two bytes each
         if first is not None:
-            return first, last or first, begin, end
-    number = next((line for start, stop, line in code.co_lines() if start <= instruction < stop and line), 0)
-    return number, number, None, None
+            return first, last or first, begin_column, end_column
+    line_number = next((line for start, stop, line in code.co_lines() if start <= offset < stop and line), 0)
+    return line_number, line_number, None, None
 
 
-def statement(place: Place) -> str:
-    """The line of a place as it stands in the file."""
+def source_line(place: Place) -> str:
+    """The first line of a place as it stands in the file."""
     return linecache.getline(place.file, place.line).strip()
-
-
-def operands(place: Place) -> Iterator[str]:
-    """The sources of what a binary operation or a call at a place is made of; nothing where Python cannot tell."""
-    try:
-        tree = ast.parse(place.source, mode="eval").body
-    except SyntaxError:
-        return
-    if isinstance(tree, ast.BinOp):
-        yield from (ast.unparse(tree.left), ast.unparse(tree.right))
-    elif isinstance(tree, ast.Call):
-        yield from map(ast.unparse, tree.args)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from effops.programs.capture.places import ENGINE, Place, Spot, kind_of, place_of
+from effops.programs.capture.places import ENGINE_CODE, Instruction, Place, kind_of, place_of
 
 DEPTH = 6  # frames, from the innermost outwards
 FIELDS = 2  # of fields within fields
@@ -56,7 +56,7 @@ class Scope:
 
     @property
     def place(self) -> Place:
-        return place_of(Spot(self.code, self.instruction))
+        return place_of(Instruction(self.code, self.instruction))
 
 
 def outermost(frame: FrameType | None) -> CodeType | None:
@@ -82,7 +82,7 @@ def scopes(frame: FrameType | None, last: CodeType | None) -> tuple[Scope, ...]:
 def _scopes(frame: FrameType | None) -> Iterator[Scope]:
     count = 0
     inner: dict[str, Any] = {}
-    while frame is not None and count < DEPTH and frame.f_code is not ENGINE:
+    while frame is not None and count < DEPTH and frame.f_code is not ENGINE_CODE:
         kind = kind_of(frame.f_code.co_filename)
         if kind and frame.f_code.co_name in COMPREHENSIONS:
             inner = {**frame.f_locals, **inner}

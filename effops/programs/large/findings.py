@@ -11,7 +11,7 @@ from typing import Any
 
 from effops.prediction.timeline import highest
 from effops.programs.capture.observed import Call, Observed, Storage
-from effops.programs.capture.places import Place, place_of, statement
+from effops.programs.capture.places import Place, place_of, source_line
 from effops.programs.capture.unknown_numbers import UNSEEN
 from effops.programs.large import humps
 from effops.programs.large.proposals import Fix, propose
@@ -63,10 +63,10 @@ class Finding:
         parts = [
             f"{place}: {format_bytes(self.now_bytes)} now{turns}, {format_bytes(self.after_bytes)} after"
             + (f" ({'; '.join(shares)})" if shares else ""),
-            f"    {statement(place) if place else ''}",
+            f"    {source_line(place) if place else ''}",
         ]
         if self.library is not None and self.place is not None:
-            parts.append(f"  which calls {self.library}\n    {statement(self.library)}")
+            parts.append(f"  which calls {self.library}\n    {source_line(self.library)}")
         parts.append(f"  {self.expression}, which {self.reducer} reads")
         if self.fix is not None:
             parts.append(f"  {self.fix.how}{_in_place_of(self.fix.lines)}: {self.fix.why}")
@@ -121,7 +121,7 @@ class LintReport:
                 "bytes; it is looked for in the statement that makes the tensor and those up to the one that reduces it"
             )
         if self.unseen:
-            shown = [f"  {place}: {statement(place)}" for place in self.unseen]
+            shown = [f"  {place}: {source_line(place)}" for place in self.unseen]
             parts.append("\n".join([f"{UNSEEN_BRANCH}:", *shown]))
         parts.append("\n".join(f"assumed: {what} ({counted(count, 'times')})" for what, count in self.assumed.items()))
         return "\n\n".join(part for part in parts if part)
@@ -211,7 +211,7 @@ def _by_lines(assumed: Mapping[tuple[str, Place | None], int]) -> dict[str, int]
 def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None) -> Finding:
     top = found.top
     maker = found.main
-    user, library = (spot and place_of(spot) for spot in maker.site)
+    user, library = (one and place_of(one) for one in maker.site)
     members = found.members
     return Finding(
         place=user,

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from effops.programs.capture.observed import UNREAD, Call, Observed, Read, Storage
-from effops.programs.capture.places import Place, Site, place_of
+from effops.programs.capture.places import CallSite, Place, place_of
 
 LEAST_BYTES = 2**24
 LEAST_TIMES = 8.0
@@ -118,7 +118,7 @@ class Found:
     @property
     def turns(self) -> list[Storage]:
         """What is kept that one expression makes, where it makes most: in the turns of a loop, or in layers."""
-        made: dict[tuple[Site, str], list[Storage]] = defaultdict(list)
+        made: dict[tuple[CallSite, str], list[Storage]] = defaultdict(list)
         for one in self.kept:
             if one.maker is not None:
                 made[one.maker.site, one.maker.name].append(one)
@@ -155,7 +155,7 @@ def find(
 ) -> list[Found]:
     """The humps of a program that matter, the largest first. `end` is the tick at which its forward pass ended."""
     results = {id(storage): storage for storage in returned}
-    groups: dict[tuple[Site, str], Found] = defaultdict(Found)
+    groups: dict[tuple[CallSite, str], Found] = defaultdict(Found)
     for hump in _humps(program, least_bytes / SEED_SHARE):
         maker = hump.largest.maker
         assert maker is not None
@@ -377,9 +377,9 @@ def lines(group: Found) -> dict[Place, int]:
     """The places at which the members are made, in their order, and the bytes of each, as those of a finding."""
     made: dict[Place, list[Storage]] = defaultdict(list)
     for one in sorted(group.members, key=lambda one: one.allocation.born):
-        spot = None if one.maker is None else one.maker.site.library or one.maker.site.user
-        if spot is not None:
-            made[place_of(spot)].append(one)
+        instruction = None if one.maker is None else one.maker.site.library or one.maker.site.user
+        if instruction is not None:
+            made[place_of(instruction)].append(one)
     kept = {id(one) for one in group.kept}
     turns = {place: [one for one in all_of if id(one) in kept] for place, all_of in made.items()}
     return {
