@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from effops.measure import tensors, without_collector
+from effops.measure import tensors_of, without_collector
 from effops.prediction.shared import profiled
 from effops.programs.limits_of_memory import MemoryReport, predict
 
@@ -38,7 +38,7 @@ def run(program: Program, arguments: tuple[Any, ...]) -> Any:
     """The results. Where the program is trained, the arguments have gradients afterwards."""
     results = program.run(*arguments)
     if program.backward:
-        torch.stack([one.sum() for one in tensors(results) if one.requires_grad]).sum().backward()
+        torch.stack([one.sum() for one in tensors_of(results) if one.requires_grad]).sum().backward()
     return results
 
 
@@ -51,7 +51,7 @@ def measured_bytes(program: Program, arguments: tuple[Any, ...]) -> int:
     with without_collector():
         with profiled() as profiler:
             results = run(program, arguments)
-        returned = [*tensors(results), *(one.grad for one in leaves(arguments) if one.grad is not None)]
+        returned = [*tensors_of(results), *(one.grad for one in leaves(arguments) if one.grad is not None)]
         addresses = {one.untyped_storage().data_ptr() for one in returned}
         recorded: Any = profiler.profiler
         events = sorted(allocations(recorded.kineto_results.experimental_event_tree()))
@@ -70,7 +70,7 @@ def measured_bytes(program: Program, arguments: tuple[Any, ...]) -> int:
 
 def leaves(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
     for one in arguments:
-        yield from one.parameters() if isinstance(one, torch.nn.Module) else tensors(one)
+        yield from one.parameters() if isinstance(one, torch.nn.Module) else tensors_of(one)
 
 
 def allocations(nodes: Iterable[Any]) -> Iterator[tuple[int, int, int]]:

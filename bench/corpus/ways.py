@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from effops.measure import tensors
+from effops.measure import tensors_of
 
 from .budgets import leaves, run
 from .program import Program
@@ -56,7 +56,7 @@ def outcome(program: Program, arguments: tuple[Any, ...]) -> list[Tensor]:
     """The results of a run, and the gradients of the arguments."""
     for one in leaves(arguments):
         one.grad = None
-    results = tensors(run(program, arguments))
+    results = tensors_of(run(program, arguments))
     return [one.detach() for one in results] + [one.grad for one in leaves(arguments) if one.grad is not None]
 
 

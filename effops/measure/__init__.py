@@ -21,7 +21,7 @@ from effops.measure.memory_of_pass import Memory, memory
 from effops.measure.memory_of_pass import without_collector as without_collector
 from effops.measure.passes import Pass
 from effops.measure.passes import storage_bytes as storage_bytes
-from effops.measure.passes import tensors as tensors
+from effops.measure.passes import tensors_of as tensors_of
 from effops.measure.passes import upstream_gradient as upstream_gradient
 from effops.measure.profiles import Profile, ProfileRow, profile
 from effops.measure.time_of_pass import Timing, times

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from effops.measure.passes import AS_A_PASS, Pass, check_count, check_pass, storage_bytes, warm_up
+from effops.measure.passes import AS_A_PASS, Pass, check_integer, check_pass, storage_bytes, warm_up
 from effops.prediction.cuda_forms import CUDA_BLOCK_BYTES
 from effops.prediction.shared import profiled
 from effops.pytorch import DeviceType
@@ -47,7 +47,7 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
         ValueError: tensors have no memory or are on another device than a CPU or CUDA, or `warmup` is below 0
     """
     check_pass("memory", "work", work)
-    check_count("memory", "warmup", warmup, 0)
+    check_integer("memory", "warmup", warmup, 0)
     warm_up([work], warmup)
     block_bytes = CUDA_BLOCK_BYTES if work.device.type == "cuda" else 1
     with without_collector():
@@ -55,9 +55,9 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
             prepared = work.prepare()
         with _running_bytes(work.device) as during:
             results = prepared.run()
-    new_bytes = storage_bytes(results, beyond=prepared.held, block_bytes=block_bytes)
+    new_bytes = storage_bytes(results, excluding=prepared.held, block_bytes=block_bytes)
     if work.backward:
-        saved = before.retained_bytes - storage_bytes(prepared.held, beyond=work.args, block_bytes=block_bytes)
+        saved = before.retained_bytes - storage_bytes(prepared.held, excluding=work.args, block_bytes=block_bytes)
         temporary, peak = during.peak_bytes - new_bytes, saved + during.peak_bytes
     else:
         saved = during.retained_bytes - new_bytes
@@ -65,7 +65,7 @@ def memory(work: Pass, *, warmup: int = 1) -> Memory:
     input_bytes = storage_bytes(prepared.held)
     return Memory(
         input_bytes=input_bytes,
-        output_bytes=storage_bytes(results, beyond=prepared.held),
+        output_bytes=storage_bytes(results, excluding=prepared.held),
         saved_bytes=saved,
         temporary_bytes=max(0, temporary),
         peak_bytes=input_bytes + peak,

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.profiler import record_function
 
-from effops.measure.passes import AS_A_PASS, Pass, check_count, check_passes, warm_up
+from effops.measure.passes import AS_A_PASS, Pass, check_integer, check_passes, warm_up
 from effops.prediction.shared import profiled
 from effops.pytorch import DeviceType, _ExperimentalConfig
 from effops.text import aligned, format_bytes, format_us, tells_wrong_arguments
@@ -88,8 +88,8 @@ def profile(passes: Mapping[str, Pass], *, group_by_stack: int = 0, warmup: int 
         ValueError: a name is that of an operator, tensors have no memory, or a number is below 0
     """
     check_passes("profile", passes)
-    check_count("profile", "group_by_stack", group_by_stack, 0)
-    check_count("profile", "warmup", warmup, 0)
+    check_integer("profile", "group_by_stack", group_by_stack, 0)
+    check_integer("profile", "warmup", warmup, 0)
     if taken := [name for name in passes if "::" in name]:
         raise ValueError(
             f"profile: names of `passes` must differ from PyTorch's operators; got {taken[0]!r}; leave the colons out"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from effops.measure.passes import AS_A_PASS, Pass, check_count, check_passes, check_seconds, warm_up
+from effops.measure.passes import AS_A_PASS, Pass, check_integer, check_passes, check_seconds, warm_up
 from effops.text import tells_wrong_arguments
 
 
@@ -52,7 +52,7 @@ def times(
     """
     check_passes("times", passes)
     for argument, count, least in (("repeats", repeats, 1), ("least_repeats", least_repeats, 1), ("warmup", warmup, 0)):
-        check_count("times", argument, count, least)
+        check_integer("times", argument, count, least)
     check_seconds("times", "budget_s", budget_s)
     if not callable(progress):
         raise TypeError(f"times: `progress` must be a function of a name; got {progress!r}; give one, as print")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from effops.measure import tensors
+from effops.measure import tensors_of
 from effops.memory.building import StepRecorder, build_model
 from effops.memory.checked import check_device, check_flags
 from effops.memory.measured import measured_timeline
@@ -298,7 +298,7 @@ def _check_batch(workload: Workload, batch_size: int) -> None:
 
 
 def _shapes(batch: Any) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in tensors(batch)]
+    return [tuple(tensor.shape) for tensor in tensors_of(batch)]
 
 
 def _build_new(build: Callable[[], nn.Module]) -> nn.Module:

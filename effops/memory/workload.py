@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from effops.measure import tensors
+from effops.measure import tensors_of
 from effops.memory.checked import check_count
 from effops.pytorch import tree_leaves
 from effops.text import frames_of, line_of_program, tells_wrong_arguments, text_of
@@ -248,7 +248,7 @@ class Step:
         self.mark("gradients", (gradient for gradient in gradients if gradient is not None))
         self.enter("optimizer")
         self.optimizer.step()
-        self.mark("optimizer states", tensors(dict(self.optimizer.state)))
+        self.mark("optimizer states", tensors_of(dict(self.optimizer.state)))
         self.enter("release")
         self.optimizer.zero_grad()
 
@@ -284,7 +284,7 @@ class Step:
             batch = self.workload.batch(self.batch_size)
         if any(type(leaf).__module__ == "numpy" for leaf in tree_leaves(batch)):
             raise TypeError("Workload: `batch` must make tensors; got an array of numpy; use torch.from_numpy")
-        self.mark("inputs", tensors(batch))
+        self.mark("inputs", tensors_of(batch))
         return batch
 
     def _autocast(self) -> torch.autocast:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effops.measure import Pass, memory, tensors, times
+from effops.measure import Pass, memory, tensors_of, times
 from effops.numerics.precision import in_float64
 from effops.pytorch import tree_map_only
 from effops.text import aligned, format_bytes, tells_wrong_arguments
@@ -135,14 +135,14 @@ def _has_roundings(tensor: Tensor) -> bool:
 
 def _leaves(fn: Any, args: Sequence[Any]) -> list[Tensor]:
     modules = [one for one in (fn, getattr(fn, "fn", None), *args) if isinstance(one, nn.Module)]
-    given = [*tensors(args), *(parameter for module in modules for parameter in module.parameters())]
+    given = [*tensors_of(args), *(parameter for module in modules for parameter in module.parameters())]
     return [one for one in dict.fromkeys(given) if one.requires_grad]
 
 
 def _outcome(fn: Any, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """The results, and the gradients of their sum."""
     results, gradients = _with_backward(fn, args)(*args)
-    found = [one.detach() for one in tensors(results)]
+    found = [one.detach() for one in tensors_of(results)]
     return found, [one for one in gradients if one is not None]
 
 
@@ -151,7 +151,7 @@ def _with_backward(fn: Any, args: Sequence[Any]) -> Callable[..., Any]:
 
     def both(*args: Any) -> Any:
         results = fn(*args)
-        outputs = [one for one in tensors(results) if one.requires_grad and one.grad_fn is not None]
+        outputs = [one for one in tensors_of(results) if one.requires_grad and one.grad_fn is not None]
         if not outputs or not leaves:
             return results, ()
         sums = [one.real.sum() for one in outputs]

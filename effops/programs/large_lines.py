@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from effops.measure import tensors
+from effops.measure import tensors_of
 from effops.programs.capture.assumed_values import AssumedValues
 from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Observed
@@ -92,7 +92,7 @@ def lint(
         return _block(least_bytes, times, fixes)
     observed = Observed()
     with faked("lint", observed, probe=False) as values:
-        outputs = [one for one in tensors(fn(*args, **kwargs)) if isinstance(one, FakeTensor)]
+        outputs = [one for one in tensors_of(fn(*args, **kwargs)) if isinstance(one, FakeTensor)]
         returned = [observed.storage_of(one) for one in outputs]
         assert observed.recorder is not None
         last_forward_tick = observed.recorder.tick

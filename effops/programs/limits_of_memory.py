@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from effops.measure import tensors
+from effops.measure import tensors_of
 from effops.prediction.inside import caution
 from effops.prediction.timeline import Allocation, highest
 from effops.programs.capture.assumed_values import AssumedValues
@@ -360,9 +360,9 @@ def _tensors_of(value: Any) -> list[Tensor]:
         return [tensor for one in value for tensor in _tensors_of(one)]
     if isinstance(value, nn.Module):
         return [*value.parameters(), *value.buffers()]
-    found = tensors(value)
+    found = tensors_of(value)
     if not found and hasattr(value, "__dict__"):
-        found = [one for held in vars(value).values() for one in tensors(held)]
+        found = [one for held in vars(value).values() for one in tensors_of(held)]
     return found
 
 

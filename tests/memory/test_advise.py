@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import effops
-from effops.measure import tensors
+from effops.measure import tensors_of
 from effops.memory import Workload, advise, anatomy
 from effops.memory.advise import sharded_peak_bytes
 from effops.memory.optimizers import AdamW8bit
@@ -158,7 +158,7 @@ def test_predicted_states_of_adafactor_are_the_real_ones():
     optimizer = torch.optim.Adafactor(model.parameters())
     model(torch.randn(2, WIDTH)).sum().backward()
     optimizer.step()
-    real = sum(tensor.nbytes for tensor in tensors(dict(optimizer.state)))
+    real = sum(tensor.nbytes for tensor in tensors_of(dict(optimizer.state)))
     assert anatomy(workload(optimizer=torch.optim.Adafactor), 2).categories["optimizer states"] == real
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import distributions, nn
 from torch.nn import functional
 
-from effops.measure import tensors
+from effops.measure import tensors_of
 from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Observed
 from effops.programs.large import humps, proposals
@@ -24,7 +24,7 @@ LEAST = 2**15
 def fixes(program, *arguments):
     observed = Observed(scope_bytes=2**10)
     with faked("lint", observed, probe=False):
-        results = tensors(program(*arguments))
+        results = tensors_of(program(*arguments))
         returned = [observed.storage_of(one) for one in results if isinstance(one, FakeTensor)]
         end = observed.recorder.tick
         if any(one.requires_grad for one in results):

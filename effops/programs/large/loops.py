@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effops.measure import tensors as tensors_of
+from effops.measure import tensors_of
 from effops.programs.capture.scopes import Described, Fields
 from effops.programs.large.rewrites import Rewrite
 from effops.programs.large.source.slices import Slice, assigned, copied

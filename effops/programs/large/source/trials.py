@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
-from effops.measure import tensors as tensors_of
+from effops.measure import tensors_of
 from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Call, Observed
 from effops.programs.capture.scopes import Described, Fields
