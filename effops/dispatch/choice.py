@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from effops.dispatch.op import Call, Op, Variant, find_op, ops
 from effops.text import EnteredWhenCalled, did_you_mean, tells_wrong_arguments
 
-AUTO = "auto"  # the name of the automatic choice, which None also means where no `use_variant` is entered
+AUTO = "auto"  # the name of the automatic choice; None means it too, outside of `use_variant`
 
 
 def choose(op: Op, call: Call, variant: str | None) -> Variant:
@@ -27,7 +27,7 @@ def choose(op: Op, call: Call, variant: str | None) -> Variant:
         if best is None:
             raise NotImplementedError(f"{op.name}: no variant supports this call; see effops.explain")
         return best
-    named = op.variants.get(name) if isinstance(name, str) else None
+    named = op.variants.get(name) if isinstance(name, str) else None  # what cannot be hashed raises the error below
     if named is None:
         known = *op.preference, AUTO
         raise ValueError(
@@ -54,7 +54,7 @@ def _best(op: Op, call: Call) -> Variant | None:
 
 @tells_wrong_arguments
 def variants(function: Callable[..., Any] | str) -> list[str]:
-    """The names of the variants of an op, in order of preference.
+    """The names of the variants of an op, in order of preference. The op is given as its function or name.
 
     >>> effops.variants(effops.power_spherical_log_prob)[0]
     'triton'
@@ -66,35 +66,38 @@ class _ThreadState(threading.local):
     """What `use_variant` has set in this thread. Traced code reads it, since Dynamo cannot guard on a ContextVar.
 
     A `threading.local` runs `__init__` in each thread that asks for an attribute. So the attributes exist in every
-    thread, and Dynamo guards on their values.
+    thread, and Dynamo guards on their values. `vars` of it is a dict of the thread's own.
 
     Attributes:
-        entered: the variants that were entered outside of asyncio tasks, the innermost last
+        names: the variants that were entered outside of asyncio tasks, the innermost last
         entries_in_tasks: how many were entered inside of asyncio tasks
     """
 
     def __init__(self) -> None:
-        self.entered: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
         self.entries_in_tasks = 0
 
 
 @dataclass(eq=False)
 class _Entry:
-    """One entry into a `use_variant`. It may be left from another thread or context, as a generator may be closed."""
+    """One entry into a `use_variant`.
+
+    It may be left in another thread or context than it was entered in: a generator can be closed anywhere.
+    """
 
     owner: use_variant
-    thread: dict[str, Any]  # the attributes of the state of the thread that entered
-    in_task: bool
+    thread_state: dict[str, Any]  # the attributes of `_ThreadState` in the thread that entered
+    is_in_task: bool
     is_active: bool = True
 
     def leave(self) -> None:
         self.is_active = False
-        if self.in_task:
-            self.thread["entries_in_tasks"] -= 1
+        if self.is_in_task:
+            self.thread_state["entries_in_tasks"] -= 1
         else:
-            outer = list(reversed(self.thread["entered"]))
-            outer.remove(self.owner.name)
-            self.thread["entered"] = tuple(reversed(outer))
+            innermost_first = list(reversed(self.thread_state["names"]))
+            innermost_first.remove(self.owner.name)
+            self.thread_state["names"] = tuple(reversed(innermost_first))
 
 
 _in_context: ContextVar[tuple[_Entry, ...]] = ContextVar("effops_variant", default=())
@@ -105,26 +108,28 @@ def current_variant() -> str | None:
     """The variant that the innermost `use_variant` around this call names, or None without one."""
     if not is_compiling():
         entries = _in_context.get()
-        return next((entry.owner.name for entry in reversed(entries) if _holds_here(entry)), None) if entries else None
+        if not entries:  # saves time in most calls
+            return None
+        return next((entry.owner.name for entry in reversed(entries) if _holds_here(entry)), None)
     if _in_thread.entries_in_tasks:
         raise NotImplementedError(
             "use_variant inside an asyncio task cannot be seen by compiled code; pass variant= to the op instead"
         )
-    return _in_thread.entered[-1] if _in_thread.entered else None
+    return _in_thread.names[-1] if _in_thread.names else None
 
 
 def _holds_here(entry: _Entry) -> bool:
-    """Threads and tasks that begin inside a context inherit its variables. The entry holds in its own thread alone."""
-    return entry.is_active and entry.thread is vars(_in_thread)
+    """Whether an entry was made in this thread, and not left. Threads that begin inside inherit entries of others."""
+    return entry.is_active and entry.thread_state is vars(_in_thread)
 
 
 class use_variant(metaclass=EnteredWhenCalled):
     """Context manager: every op called inside runs the named variant, or raises if it cannot.
 
-    It holds for the current thread and asyncio task, and for tasks that begin inside while it is entered. Threads and
-    tasks may enter the same object, and one may enter it again inside. Compiled functions called inside follow it too:
-    each variant is compiled once. Inside an asyncio task they raise instead, since compiled code cannot tell tasks
-    apart. The name "auto" is the automatic choice.
+    It holds for the current thread and asyncio task, and for tasks that begin inside while it is entered. Several
+    threads and tasks may enter the same object, each more than once. Compiled functions called inside follow it too:
+    each variant is compiled once. Inside an asyncio task compiled functions raise instead, since compiled code cannot
+    tell tasks apart. The name "auto" is the automatic choice.
 
     >>> with effops.use_variant("einsum"):
     ...     lp = effops.power_spherical_log_prob(loc, scale, x)
@@ -142,13 +147,13 @@ class use_variant(metaclass=EnteredWhenCalled):
 
     def __enter__(self) -> None:
         if is_compiling():
-            _in_thread.entered = (*_in_thread.entered, self.name)
+            _in_thread.names = (*_in_thread.names, self.name)
             return
         entry = _Entry(self, vars(_in_thread), _running_in_task())
-        if entry.in_task:
+        if entry.is_in_task:
             _in_thread.entries_in_tasks += 1
         else:
-            _in_thread.entered = (*_in_thread.entered, self.name)
+            _in_thread.names = (*_in_thread.names, self.name)
         self._entries.append(entry)
         _in_context.set((*_in_context.get(), entry))
 
@@ -156,14 +161,14 @@ class use_variant(metaclass=EnteredWhenCalled):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if is_compiling():
-            _in_thread.entered = _in_thread.entered[:-1]
+            _in_thread.names = _in_thread.names[:-1]
             return
-        entered = _in_context.get()
-        own = [entry for entry in entered if entry in self._entries]  # none if another context has entered
+        entries = _in_context.get()
+        own = [entry for entry in entries if entry in self._entries]  # empty if it was entered in another context
         entry = (own or self._entries)[-1]
         self._entries.remove(entry)
         entry.leave()
-        _in_context.set(tuple(other for other in entered if other is not entry))
+        _in_context.set(tuple(other for other in entries if other is not entry))
 
 
 def _running_in_task() -> bool:
