@@ -312,7 +312,7 @@ def _options(
             "fewer samples a step" + (", noisier gradients" if workload.trains else ""),
             alters=True,
         )
-    alive = present.timeline.alive(present.timeline.peak)
+    alive = present.timeline.alive(present.timeline.peak_tick)
     softmax_bytes = [one.nbytes for one in alive if one.operator in SOFTMAX]
     if softmax_bytes and not swappable:
         note = (

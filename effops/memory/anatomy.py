@@ -100,7 +100,7 @@ class Anatomy:
         ticks = {
             "after setup": timeline.start,
             "end of forward": timeline.ends.get("forward"),
-            "peak": timeline.peak,
+            "peak": timeline.peak_tick,
             "end of backward": timeline.ends.get("backward"),
             "end of step": timeline.end,
         }
@@ -116,11 +116,12 @@ class Anatomy:
         if self.measured is None:
             return []
         sides = {"predicted": self.timeline, "measured": self.measured.timeline}
-        sizes = {name: Counter(one.nbytes for one in timeline.alive(timeline.peak)) for name, timeline in sides.items()}
+        alive = {name: list(timeline.alive(timeline.peak_tick)) for name, timeline in sides.items()}
+        sizes = {name: Counter(one.nbytes for one in allocations) for name, allocations in alive.items()}
         found = []
-        for (name, timeline), other in zip(sides.items(), ("measured", "predicted")):
+        for name, other in (("predicted", "measured"), ("measured", "predicted")):
             for nbytes, count in (sizes[name] - sizes[other]).items():
-                operators = sorted({one.operator for one in timeline.alive(timeline.peak) if one.nbytes == nbytes})
+                operators = sorted({one.operator for one in alive[name] if one.nbytes == nbytes})
                 found.append((count * nbytes, f"{name} only: {count} x {nbytes:,} bytes of {', '.join(operators)}"))
         return [text for _, text in sorted(found, reverse=True)]
 

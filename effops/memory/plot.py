@@ -32,7 +32,7 @@ def plot_anatomy(anatomy: Anatomy, path: str | Path) -> None:
     ticks = range(timeline.start, timeline.end + 1)
     curves = {category: [nbytes / MIB for nbytes in curve] for category, curve in timeline.curves.items() if any(curve)}
     axes.stackplot(ticks, curves.values(), labels=curves, step="post")
-    axes.plot(timeline.peak, timeline.peak_bytes / MIB, "kv", label="peak")
+    axes.plot(timeline.peak_tick, timeline.peak_bytes / MIB, "kv", label="peak")
     top = axes.get_xaxis_transform()
     for phase, begin, end in _phases(timeline):
         axes.axvline(begin, color="black", linewidth=0.5, alpha=0.5)

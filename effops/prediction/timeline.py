@@ -36,8 +36,8 @@ PHASES = (
 class Allocation:
     """A storage, which is there from the tick `born` up to the tick `died`, or to the end if that is None.
 
-    A tick is an allocation or a release. `category` is the one that the storage was marked with. If it is None, the
-    category follows from when the storage was there.
+    A tick is an allocation or a release. `category` is what the program that ran marked the storage as, such as
+    weights. If it is None, the category follows from when the storage was there.
     """
 
     nbytes: int
@@ -51,7 +51,7 @@ class Allocation:
 
 
 def highest(allocations: Iterable[Allocation]) -> tuple[int, int]:
-    """The highest sum of bytes of some allocations, and the first tick at which it is there; 0 and 0 of none."""
+    """The highest sum of bytes of some allocations, and the first tick at which it is there; (0, 0) without any."""
     changes: Counter[int] = Counter()
     for one in allocations:
         changes[one.born] += one.nbytes
@@ -67,9 +67,13 @@ def highest(allocations: Iterable[Allocation]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Allocations in the order of their births, and phases, of `PHASES`, each with its first tick.
+    """What was allocated during one step or several. Its sums are of the last step.
 
-    The last step begins after the tick `start`. What is there at that tick was there before the step.
+    Attributes:
+        allocations: in the order of their births
+        phases: in their order, each a name of `PHASES` with its first tick
+        start: the last tick before the last step; what is there then was there before the step
+        end: the last tick of the last step
     """
 
     allocations: Sequence[Allocation]
@@ -84,17 +88,18 @@ class Timeline:
 
     @functools.cached_property
     def curves(self) -> Mapping[str, Sequence[int]]:
-        """Bytes of each category at the same ticks."""
-        changes = {category: [0] * (self.end - self.start + 2) for category in CATEGORIES}
+        """Bytes of each category at the tick `start`, and at each tick of the last step."""
+        ticks = self.end - self.start + 1
+        changes = {category: [0] * (ticks + 1) for category in CATEGORIES}  # what is never released dies behind the end
         for allocation in self.allocations:
             for category, begin, end in self._categories(allocation):
                 if end > self.start:
                     changes[category][max(0, begin - self.start)] += allocation.nbytes
                     changes[category][end - self.start] -= allocation.nbytes
-        return {category: list(itertools.accumulate(change))[:-1] for category, change in changes.items()}
+        return {category: list(itertools.accumulate(change[:ticks])) for category, change in changes.items()}
 
     @property
-    def peak(self) -> int:
+    def peak_tick(self) -> int:
         """The first tick at which the most bytes are there."""
         return self.start + self.totals.index(self.peak_bytes)
 
@@ -120,32 +125,35 @@ class Timeline:
     def ends(self) -> Mapping[str, int]:
         """The last tick of each phase of the last step. Of a phase that occurs several times, the last one counts."""
         phases = enumerate(self.phases)
-        return {phase: self._begin(index + 1) - 1 for index, (phase, begin) in phases if begin > self.start}
+        return {phase: self._first_tick(index + 1) - 1 for index, (phase, first) in phases if first > self.start}
 
     def _categories(self, allocation: Allocation) -> Iterator[tuple[str, int, int]]:
         """The categories that an allocation has in turn, each with its first tick and the tick after its last one.
 
         What a forward pass leaves behind is a saved activation until the end of the backward pass. What is there even
-        then is kept by a module, and is of category other.
+        then is kept by a module, and is of category other. In inference, what outlives a call of the model is
+        generation state, such as a cache of keys and values.
         """
-        born, died = allocation.born, self.end + 1 if allocation.died is None else allocation.died
+        born = allocation.born
+        died = self.end + 1 if allocation.died is None else allocation.died
         index = bisect.bisect_right(self.phases, born, key=lambda phase: phase[1]) - 1
-        phase, end = self.phases[index][0], self._begin(index + 1)
+        phase, phase_end = self.phases[index][0], self._first_tick(index + 1)
         following = self.phases[index + 1][0] if index + 1 < len(self.phases) else ""
-        until = died
+        category_end = died
         if allocation.category is not None:
             category = allocation.category
         elif born <= self.start or phase in ("setup", "inputs", "release"):
-            category = "other"
-        elif phase == "forward" and died >= end and following == "backward":
-            category, until = "saved activations", min(died, self._begin(index + 2))
-        elif phase == "between" or (phase == "forward" and died >= end):
+            category = "other"  # weights, states of the optimizer and inputs are marked
+        elif phase == "forward" and died >= phase_end and following == "backward":
+            category, category_end = "saved activations", min(died, self._first_tick(index + 2))
+        elif phase == "between" or (phase == "forward" and died >= phase_end):
             category = "generation state"
         else:
-            category, until = f"{phase} temporaries", min(died, end)
-        yield category, born, until
-        if until < died:
-            yield "other", until, died
+            category, category_end = f"{phase} temporaries", min(died, phase_end)
+        yield category, born, category_end
+        if category_end < died:
+            yield "other", category_end, died
 
-    def _begin(self, index: int) -> int:
+    def _first_tick(self, index: int) -> int:
+        """The first tick of a phase, or the one after the last step if there are no more phases."""
         return self.phases[index][1] if index < len(self.phases) else self.end + 1

@@ -243,7 +243,7 @@ def test_cuda_keeps_booleans_of_dropout_also_where_it_computes_again():
     }
     assert saved["cpu"] - saved["cuda"] == 3 * elements
     again = anatomy(dataclasses.replace(workload, checkpoint=True), 1000, device="cuda")
-    kept = {one.nbytes for one in again.timeline.alive(again.timeline.peak)}
+    kept = {one.nbytes for one in again.timeline.alive(again.timeline.peak_tick)}
     assert elements in kept
 
 
