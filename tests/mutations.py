@@ -57,8 +57,8 @@ BY_HAND = [
     Mutation(
         "a mask in blocks",
         "effops/blocks/masked.py",
-        "terms.triu_(first - start)",
-        "terms.triu_(first - start + 1)",
+        "terms.triu_(first_stop - start)",
+        "terms.triu_(first_stop - start + 1)",
     ),
     Mutation(
         "the layout of a fake result",

@@ -75,7 +75,7 @@ class Rows:
             terms = self.buffer.room(sizes(block.pairs))
             highest = self.scores.maxima(block, terms)
             yield block, terms, absorb(terms, self.maximum, self.total, -1, highest)
-        if self.scores.has_exclusions:  # without a mask a sum is 0 where all scores overflow, and weights are to be NaN
+        if self.scores.may_exclude:  # without a mask a sum is 0 where all scores overflow, and weights are to be NaN
             self.total.masked_fill_(self.total == 0, 1)
         self.maximum = finite(self.maximum)
 
@@ -95,22 +95,22 @@ def _row_weights(scores: Masked, block: Block, scored: Tensor, out: Tensor | Non
 def _ordinary_row_weights(scores: Masked, block: Block, scored: Tensor, out: Tensor | None = None) -> Tensor:
     """The weights of whole rows. A row without keys, or with a score that is NaN or infinite, may be NaN throughout."""
     out = scored if out is None else out
-    if scores.has_exclusions:
+    if scores.may_exclude:
         scores.reserve(block)
-    scores.evaluate_ordinary(block, scored)
+    scores.evaluate_unmended(block, scored)
     return torch.softmax(scored, -1, out=out)
 
 
 def _may_have_nan_of_mask(scores: Masked, results: Tensor) -> bool:
     """Whether the ordinary weights, or sums that they weigh, have a NaN that may come of a mask."""
-    if not scores.has_exclusions:
+    if not scores.may_exclude:
         return False
     return results.device.type != "cpu" or bool(observed(results.sum().isnan(), ordinary=scores.first_query_lacks_keys))
 
 
 def _any_row_weights(scores: Masked, block: Block, scored: Tensor, out: Tensor) -> Tensor:
     """The weights of whole rows, whatever their scores are."""
-    no_key = scores.rows_without_keys(block, scored)
+    no_key = scores.evaluate_and_find_empty_rows(block, scored)
     torch.softmax(scored, -1, out=out)
     return out.masked_fill_(no_key, 0)
 
@@ -181,7 +181,7 @@ def forward_sums(scores: Masked, value: Tensor, dropout: Dropout | None, out: Te
         sums = sums_buffer.room(target.shape)
         if len(blocks) == 1:
             scored = buffer.room(sizes(blocks[0].pairs))
-            if scores.has_exclusions:  # the scores may be computed twice
+            if scores.may_exclude:  # the scores may be computed twice
                 values.reserve((*blocks[0].batch, *blocks[0].columns, slice(0, depth)))
             add(blocks[0], _ordinary_row_weights(scores, blocks[0], scored), sums, 0)
             if _may_have_nan_of_mask(scores, sums):
