@@ -16,9 +16,12 @@ from effops.prediction.cuda_forms import CONTEXT_BYTES
 from effops.prediction.inside import caution
 from effops.text import aligned, did_you_mean, format_bytes, format_distinct_bytes, parse_bytes, tells_wrong_arguments
 
-LINE_TRIALS = 12  # batch sizes that are read off a line through two peaks; the sizes tried after them halve a gap
+# While fewer sizes were tried, the smallest among them, the line through two peaks gives the next one. These are more
+# than a nearly affine peak needs. The sizes after them halve a gap.
+LINE_TRIALS = 12
 PROBED_STEPS = 3  # steps that run to find the peak of a batch size
-LARGEST_BATCH = 2**40
+LARGEST_BATCH = 2**40  # where a search ends: the peak does not grow with the batch
+FEW_BYTES = 1024  # a budget that is a smaller number probably lacks its unit
 MEANINGS = ("tensors", "device")
 MODES = ("predict", "probe")
 
@@ -34,7 +37,8 @@ class MaxBatch:
     Attributes:
         batch_size: of each forward pass
         predicted_peak_bytes: of a step with that batch, counted as `budget_means` says; None if it was found by running
-        next_peak_bytes: the same for the next larger batch that was allowed, which does not fit
+        next_peak_bytes: the peak of the next larger batch that was allowed, which does not fit, as predicted or
+            measured; None if memory ran out
         budget_bytes, budget_means: as given
         tried: what was predicted or measured of each batch size that was looked at; None where memory ran out
         unknown: operators that may allocate more inside than is predicted, so that the batch may be too large
@@ -64,7 +68,7 @@ class MaxBatch:
 
 
 def _distinct(peaks: Iterable[int | None], budget_bytes: int | None) -> list[str]:
-    """Texts of peaks that differ from each other and from the budget where the bytes do."""
+    """Texts of peaks, and then of the budget, that differ where the bytes do; None has no text."""
     counts = [nbytes for nbytes in (*peaks, budget_bytes) if nbytes is not None]
     return format_distinct_bytes(*counts)
 
@@ -87,14 +91,14 @@ def max_batch_size(
 
     Args:
         workload: what a step runs
-        budget: bytes, as a number such as 6e9, or as a text such as "6G" or "6 GiB"
+        budget: bytes, as a number such as 6e9, or as a text such as "6G" or "6 GiB". It may be None only where `mode`
+            is "probe" and the device is CUDA: the memory of the device is the limit then
         budget_means: "tensors", what tensors take; or "device", what a CUDA device holds, its overheads included
-        device: whose forms of operations are predicted, "cpu" or "cuda"; probing runs on PyTorch's default device
+        device: "cpu" or "cuda", the device to predict for; probing runs on PyTorch's default device
         mode: "predict" runs no step. The peak is nearly affine in the batch size, so that a few predictions lead to a
             size that fits beside a next one that does not. "probe" runs steps on PyTorch's default device. It doubles
-            the size until memory runs out, and then halves the gap. On CUDA without a budget the memory of the device
-            is the limit.
-        multiple_of: the batch size is a multiple of that
+            the size until memory runs out or the budget is exceeded, and then halves the gap
+        multiple_of: only multiples of it are tried
         power_of_two: the batch size is a power of two
         probe: as in `anatomy`, where `mode` is "predict"
         context_bytes: what a CUDA device holds before there are tensors, as a number or as a text such as "600 MiB"
@@ -118,13 +122,13 @@ def max_batch_size(
             f"{2 ** (multiple_of.bit_length() - 1)}, or leave one out"
         )
     budget_bytes = None if budget is None else parse_bytes(budget, "max_batch_size: `budget`")
-    held_bytes = parse_bytes(context_bytes, "max_batch_size: `context_bytes`")
-    anatomy_of = functools.partial(anatomy, workload, device=device, probe=probe, context_bytes=held_bytes)
+    cuda_context_bytes = parse_bytes(context_bytes, "max_batch_size: `context_bytes`")
+    anatomy_of = functools.partial(anatomy, workload, device=device, probe=probe, context_bytes=cuda_context_bytes)
     unknown: set[str] = set()
     if mode == "predict":
         peak_of = _predictor(anatomy_of, budget_bytes, budget_means, device, unknown)
     else:
-        peak_of = _prober(workload, budget_bytes, budget_means, held_bytes)
+        peak_of = _prober(workload, budget_bytes, budget_means, cuda_context_bytes)
     doing = "predicting" if mode == "predict" else "running"
 
     def told_peak_of(size: int) -> int | None:
@@ -132,11 +136,11 @@ def max_batch_size(
         return peak_of(size)
 
     search = _Search(told_peak_of, _Sizes(multiple_of, power_of_two), budget_bytes)
-    if not search.fits(0):
+    if not search.try_index(0):
         smallest = search.sizes.at(0)
         parts = anatomy_of(smallest).instants["peak"] if mode == "predict" else {}
-        lacks_unit = not isinstance(budget, str)
-        raise BudgetTooSmallError(_budget_too_small(smallest, search.tried[smallest], budget_bytes, parts, lacks_unit))
+        is_number = not isinstance(budget, str)
+        raise BudgetTooSmallError(_too_small_text(smallest, search.tried[smallest], budget_bytes, parts, is_number))
     largest, following = search.run(LINE_TRIALS if mode == "predict" else 0)
     return MaxBatch(
         largest,
@@ -160,7 +164,7 @@ def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The batch sizes that are allowed, by index: multiples of `unit`, or with `doubled` it times powers of two."""
+    """The batch sizes that are allowed, by index: the multiples of `unit`, or with `doubled` 1, 2, 4, .. times it."""
 
     unit: int
     doubled: bool
@@ -168,7 +172,7 @@ class _Sizes:
     def at(self, index: int) -> int:
         return int(self.unit * (2**index if self.doubled else index + 1))
 
-    def last(self, size: float) -> int:
+    def index_up_to(self, size: float) -> int:
         """The index of the largest batch size up to a given one."""
         units = int(size // self.unit)
         return (units.bit_length() if self.doubled else units) - 1
@@ -190,18 +194,20 @@ class _Search:
     budget_bytes: int | None
     tried: dict[int, int | None] = field(default_factory=dict)
 
-    def fits(self, index: int) -> bool:
+    def try_index(self, index: int) -> bool:
+        """Find the peak of a batch size, and tell whether it fits."""
         size = self.sizes.at(index)
-        nbytes = self.tried[size] = self.peak_of(size)
+        nbytes = self.peak_of(size)
+        self.tried[size] = nbytes
         return nbytes is not None and (self.budget_bytes is None or nbytes <= self.budget_bytes)
 
     def run(self, line_trials: int) -> tuple[int, int]:
         """The largest size that fits, and the next one, which does not; the smallest one was tried and fits.
 
-        The first `line_trials` sizes are where the line through the last two peaks reaches the budget. Then sizes are
-        doubled until one does not fit, and the gap is halved.
+        Up to `line_trials` sizes, the smallest one among them, are where the line through the last two peaks reaches
+        the budget. Then sizes are doubled until one does not fit, and the gap is halved.
         """
-        low, high = 0, None
+        low, high = 0, None  # indices of the largest size that fits, and of the smallest that does not
         while high is None or high - low > 1:
             size = self.sizes.at(low)
             if size >= LARGEST_BATCH:
@@ -213,11 +219,12 @@ class _Search:
             if len(self.tried) < line_trials:
                 assert self.budget_bytes is not None
                 crossing = _crossing(self.tried, self.budget_bytes)
-                index = max(low + 1, self.sizes.last(min(crossing, 2 * LARGEST_BATCH)))
+                # Twice the largest, so that the allowed size below reaches it: if that fits too, the search ends.
+                index = max(low + 1, self.sizes.index_up_to(min(crossing, 2 * LARGEST_BATCH)))
             else:
-                index = self.sizes.last(2 * size) if high is None else (low + high) // 2
+                index = self.sizes.index_up_to(2 * size) if high is None else (low + high) // 2
             index = index if high is None else min(index, high - 1)
-            if self.fits(index):
+            if self.try_index(index):
                 low = index
             else:
                 high = index
@@ -225,7 +232,7 @@ class _Search:
 
 
 def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
-    """Where the line through the last two peaks reaches the budget."""
+    """Where the line through the last two peaks reaches the budget; twice the largest size tried if it is level."""
     known = [(size, nbytes) for size, nbytes in tried.items() if nbytes is not None]
     size, nbytes = known[-1]
     other_size, other_bytes = known[-2] if len(known) > 1 else (size, nbytes)
@@ -234,15 +241,16 @@ def _crossing(tried: Mapping[int, int | None], budget_bytes: int) -> float:
     return size + (budget_bytes - nbytes) * (other_size - size) / (other_bytes - nbytes)
 
 
-def _budget_too_small(
-    size: int, nbytes: int | None, budget_bytes: int | None, parts: Mapping[str, int], lacks_unit: bool = False
+def _too_small_text(
+    size: int, nbytes: int | None, budget_bytes: int | None, parts: Mapping[str, int], is_number: bool
 ) -> str:
+    """What the error says of a budget that does not hold `nbytes`, the peak of the smallest batch."""
     shown = iter(_distinct([nbytes], budget_bytes))
     took = "more than the device has" if nbytes is None else next(shown)
     given = "none" if budget_bytes is None else next(shown)
     most = ", ".join(f"{name} {format_bytes(parts[name])}" for name in sorted(parts, key=lambda name: -parts[name])[:3])
     remedy = "raise it, or see what `advise` says of the workload"
-    if lacks_unit and budget_bytes is not None and budget_bytes < 1024:  # probably the unit is missing
+    if is_number and budget_bytes is not None and budget_bytes < FEW_BYTES:
         remedy = f'a number alone is bytes: give a unit too, as "{budget_bytes}G"'
     return (
         f"max_batch_size: `budget` must hold a step of batch size {size}, which takes {took}"
@@ -290,6 +298,7 @@ def _prober(
     if device.type == "cuda":
         return lambda size: _cuda_peak(workload, size, context_bytes if budget_means == "device" else None)
     available = available_bytes(device)
+    # A probe doubles the batch, so that it may run a step of about twice the budget. The rest is a margin.
     if budget_bytes is None or budget_means != "tensors" or budget_bytes > available // 3:
         given = "none" if budget_bytes is None else format_bytes(budget_bytes)
         raise ValueError(

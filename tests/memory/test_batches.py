@@ -165,7 +165,7 @@ def test_neighbours_look_different():
     assert full.endswith("110  out of memory")
     assert formats.format_distinct_bytes(gib, gib + 1, gib) == ["1.000000000 GiB", "1.000000001 GiB", "1.000000000 GiB"]
     assert formats.format_distinct_bytes(gib, 2**20) == ["1.0 GiB", "1.0 MiB"]
-    assert "which takes 1.01 GiB; got 1.00 GiB" in batches._budget_too_small(1, gib + 10**7, gib, {})
+    assert "which takes 1.01 GiB; got 1.00 GiB" in batches._too_small_text(1, gib + 10**7, gib, {}, is_number=False)
 
 
 @pytest.mark.parametrize(
