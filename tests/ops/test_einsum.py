@@ -337,7 +337,7 @@ def test_predictions_of_training_know_what_is_kept(generator):
     equation, *shapes = BILINEAR
     leaves = operands(shapes, generator)
     call = op.prepare(equation, *leaves)
-    one = call.described().backward((True,) * 3)
+    one = call.described().of_backward((True,) * 3)
     expected_bytes = replace(one, upstream=one.upstream.expanded).taken_bytes_of_graph(find(call.described(), 2**26))
     with effops.budget("64 MiB") as report:
         effops.einsum(equation, *leaves).sum().backward()

@@ -91,7 +91,7 @@ class EinsumCall(Call):
         if any(type(one) is not int for operand in self.operands for one in (*operand.shape, *operand.stride())):
             return False
         wanted = tuple(operand.requires_grad for operand in self.operands)
-        return keeps_intermediates(self.described().backward(wanted), self.budget)
+        return keeps_intermediates(self.described().of_backward(wanted), self.budget)
 
 
 def prepare(equation: Any, *operands: Any, budget: Any = BUDGET) -> EinsumCall:
@@ -230,7 +230,7 @@ custom = CustomOp(
 def _run(call: EinsumCall) -> Tensor:
     if requires_grad(call.tensors) and is_plain(call.tensors) and not call.keeps_intermediates:
         wanted = [one.requires_grad for one in call.tensors]
-        _check(call.budget, call.described(), call.described().backward(wanted))
+        _check(call.budget, call.described(), call.described().of_backward(wanted))
     return custom(call)
 
 
@@ -286,9 +286,9 @@ def _known(
         return None  # the long way tells why
     layout = PassLayout(found.equation, operands, found.dtype, threads)
     if any(wanted):
-        if keeps_intermediates(layout.backward(wanted), found.budget):
+        if keeps_intermediates(layout.of_backward(wanted), found.budget):
             return None
-        _check(found.budget, layout, layout.backward(wanted))
+        _check(found.budget, layout, layout.of_backward(wanted))
     return Known(_Planned(layout, found.budget), found.arguments[len(meta) :])
 
 
