@@ -602,9 +602,7 @@ def test_comparison(generator):
     assert "other" in str(found)
     wrong = effops.compare(log_sum, lambda x, y: log_sum(x, y) * 1.01, x, y)
     assert wrong.other.error > 100
-    with pytest.raises(
-        ValueError, match=r"^compare: `other` must give .* of the shapes that `fn` gives"
-    ):
+    with pytest.raises(ValueError, match=r"^compare: `other` must give .* of the shapes that `fn` gives"):
         effops.compare(log_sum, lambda x, y: log_sum(x, y)[None], x, y)
 
 
