@@ -45,6 +45,7 @@ def test_no_text_asks_for_effops_from_an_index():
     assert [file for file in files if re.search(r"pip install [^\n]*['\"]effops", file.read_text())] == []
 
 
+@pytest.mark.slow
 def test_without_triton():
     """PyTorch brings Triton where there is a GPU. Elsewhere nothing needs it."""
     code = """

@@ -66,6 +66,7 @@ def statuses(content: dict[str, Any], device: str = "cpu") -> dict[str, str]:
     return {name: row["status"] for name, row in rows(content, device).items()}
 
 
+@pytest.mark.slow
 def test_module_is_the_command(tmp_path: Path) -> None:
     """All ops in an environment like a user's, but without compiling each of them, which takes minutes."""
     path = tmp_path / "report.json"

@@ -78,7 +78,6 @@ def test_predicted_bytes(runs, record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_predicted_bytes_of_many_blocks(runs):
     for run in runs(RUNS_OF_LARGE, RUNS_OF_LARGE, 1):
         seed(run)(holding(hold_bytes, Tally(), large=True))()

@@ -48,7 +48,6 @@ def test_statistics_of_a_mixture_in_parts_are_a_workspace():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("interpreted")
 def test_calls_on_fake_tensors_need_no_interpreter():

@@ -145,7 +145,7 @@ def test_result_and_gradients(op, variant, case, dtype, device, generator):
 LAYOUTS = ("transposed", "sliced", "expanded")
 
 
-@pytest.mark.turns(12)
+@pytest.mark.turns(12, others=2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("how", LAYOUTS)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
@@ -162,6 +162,7 @@ def test_any_strides(op, variant, how, device, generator):
         assert gradient_error_ratio(op, args, dout, gradients) <= 1, case
 
 
+@pytest.mark.turns(1, interpreted=2, others=2)
 @pytest.mark.parametrize("how", ["contiguous", "transposed", "sliced", "expanded"])
 @pytest.mark.parametrize(("op", "variant"), [param for param in VARIANTS if param.values[1] in ("chunked", "triton")])
 def test_a_gradient_has_the_strides_of_its_operand(op, variant, how, device, generator):
@@ -298,7 +299,7 @@ def test_operands_changed_before_backward(op, variant, device, generator):
             assert all(torch.equal(one, right) for one, right in zip(found, expected)), (needs, changed)
 
 
-@pytest.mark.turns(1, interpreted=3)
+@pytest.mark.turns(1, interpreted=3, others=2)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_derivatives_against_finite_differences(op, variant, device, generator):
     if variant == "compile":
@@ -414,7 +415,7 @@ def explained(name, dtype, needs_grad, device):
     return effops.explain(op.function, *small_workload(op, dtype, needs_grad, device)).variants
 
 
-@pytest.mark.turns(7)
+@pytest.mark.turns(7, others=2)
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)

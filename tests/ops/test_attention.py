@@ -419,6 +419,7 @@ def test_predicted_memory_of_weights_of_rows_in_one_block_and_in_two():
     assert memory(work).temporary_bytes == cost.temporary_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_fused_kernels_under_masks_of_any_dtype_and_shape(dtype, device, generator):
     """PyTorch's kernels misread a mask of another dtype, and turn one that was expanded into numbers."""

@@ -57,6 +57,7 @@ def test_hard_inputs(op, variant, dimension, dtype, device, generator):
     check_hard_inputs(op, variant, dimension, dtype, device, generator)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     ("dimension", "dtype", "form"),

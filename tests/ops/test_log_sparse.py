@@ -80,6 +80,7 @@ def flex(*args, **options):
     return effops.log_sparse_attention(*args, **options, variant="flex")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("settings", [(1, None, None), (3, 140, -2.0)], ids=str)
 def test_flex(settings, device, generator):

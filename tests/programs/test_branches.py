@@ -150,6 +150,7 @@ def test_branch_that_was_run(program, more, code, other):
             same(fix, {name: known[name] for name in fix.names})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [many_or_few, assigned_before], ids=name_of)
 def test_branch_that_cannot_be_told(program):
     assert not is_named(fixes(program, *heads(), lower())[0][1])

@@ -304,7 +304,13 @@ CASES = [
 
 
 @pytest.mark.usefixtures("one_thread")  # blocks of several threads are most of a tensor of these sizes
-@pytest.mark.parametrize(("program", "arguments", "how", "code"), CASES, ids=[case[0].__name__ for case in CASES])
+@pytest.mark.parametrize(
+    ("program", "arguments", "how", "code"),
+    [
+        pytest.param(*case, id=case[0].__name__, marks=() if number % 4 == 0 else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_fix(program, arguments, how, code, monkeypatch):
     if how == LOOP:  # where the function cannot be put into tiles
         monkeypatch.setattr(proposals, "in_tiles", lambda found: None)

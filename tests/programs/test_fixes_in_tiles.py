@@ -105,6 +105,8 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.turns(1, others=2)
 @pytest.mark.parametrize(("program", "arguments", "header"), CASES, ids=[str(one[2]).split()[1] for one in CASES])
 def test_function_in_tiles(program, arguments, header):
     torch.manual_seed(0)
@@ -134,6 +136,7 @@ def test_function_in_tiles(program, arguments, header):
             torch.testing.assert_close(mended[name], value, rtol=1e-6, atol=1e-9, msg=name)
 
 
+@pytest.mark.slow
 def test_what_was_pasted_is_tiled():
     """The fix as it stands in the report, in the user's own file, keeps its budget."""
     given = of_pairs()
@@ -148,6 +151,7 @@ def test_what_was_pasted_is_tiled():
     assert made.largest_bytes <= made.budget + given[0].shape[0] * given[1].shape[0] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [drawing, printing])
 def test_what_is_not_certain(program):
     """Then the loop stays, or nothing."""
@@ -156,6 +160,7 @@ def test_what_is_not_certain(program):
     assert fix is None or fix.how == "loop"
 
 
+@pytest.mark.slow
 def test_call_of_a_script(tmp_path):
     """There is no `def` to put it above."""
     file = tmp_path / "script.py"
@@ -179,6 +184,7 @@ def test_call_of_a_script(tmp_path):
     torch.testing.assert_close(fix.function()(*given), fix.original()(*given))
 
 
+@pytest.mark.slow
 def test_the_faster_one_is_proposed(monkeypatch):
     """A loop stays where it takes less time."""
     found, fix, made = in_tiles_of(leaky, *of_pairs())

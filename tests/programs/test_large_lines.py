@@ -42,6 +42,7 @@ def told_bytes(finding: Finding, program: Any, expected: Any) -> int:
     return max(recall.bytes_of(finding, *recall.line_of(program, expected)), default=0)
 
 
+@pytest.mark.turns(1, others=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("program", NAMED)
 def test_corpus(program: Any) -> None:
@@ -214,6 +215,7 @@ def overlap_costs(boxes: Tensor, others: Tensor) -> Tensor:
     return inner.prod(-1) / outer.prod(-1)
 
 
+@pytest.mark.slow
 def test_what_is_held_for_a_result_of_all_pairs() -> None:
     boxes = torch.rand(4000, 4)
     (found,) = effops.lint(overlap_costs, boxes, boxes).findings

@@ -313,6 +313,7 @@ class ScaledMask(SelfAttention):
         return att @ v
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [FilledWithZero, OtherAxis, DroppedScores, ScaledMask])
 def test_what_is_almost_attention(layer):
     _, fix = found_in(layer(), hidden())
@@ -400,6 +401,7 @@ def test_additive_scores_by_layers(layer, code):
     torch.testing.assert_close(fix.function()(*given), fix.original()(*given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [Rectified(), Multiplied(), TwoScores(scores=2)])
 def test_what_is_almost_additive(layer):
     _, fix = found_in(layer, *of_pairs())
@@ -455,6 +457,7 @@ def test_contractions_of_three_operands(program, columns, code):
     torch.testing.assert_close(finding.fix.function()(a, b, weights), program(a, b, weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [largest_product, products_and_sum, two_operands])
 def test_what_is_almost_a_contraction(program):
     for finding in lint_of_contraction(program, 4):

@@ -193,7 +193,13 @@ def close(found, expected):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * max(1, size))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(function, id=function.__name__, marks=() if number % 4 == 0 else pytest.mark.slow)
+        for number, function in enumerate(FUNCTIONS)
+    ],
+)
 def test_results_and_gradients(function, generator):
     leaves = points(280, 210, 6, generator)
     tiled = effops.tiled(function, budget=BUDGET)

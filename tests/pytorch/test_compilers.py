@@ -16,7 +16,7 @@ from ..support.calls import BOUND, NUMBERS, OPS, Operators, arguments, interpret
 
 
 @pytest.mark.compiled
-@pytest.mark.turns(2, interpreted=3)
+@pytest.mark.turns(4, interpreted=3)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(("op", "variant"), BOUND)
@@ -59,6 +59,7 @@ def test_other_sizes_compile_nothing_new(op, device, generator):
     assert counter.frame_count == 1
 
 
+@pytest.mark.turns(2, others=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["naive", "einsum", "compile"])
 @pytest.mark.parametrize("op", OPS)
@@ -165,6 +166,7 @@ def test_as_many_distributions_as_a_mask_keeps(family, device, generator):
         torch.testing.assert_close(torch.compile(log_prob, backend="aot_eager", fullgraph=True)(mask), log_prob(mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["strict export", "export", "make_fx", "jit.trace", "the operator itself"])
 @pytest.mark.parametrize("op", OPS)
 def test_what_was_traced_can_be_trained(op, how, device, generator):

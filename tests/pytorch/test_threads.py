@@ -47,6 +47,7 @@ def upstream(out):
     return torch.linspace(-1, 1, out.numel()).view(out.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_any_number_of_threads(op, variant, threads):
     """Each number of threads gives its own bits, and the same ones again."""

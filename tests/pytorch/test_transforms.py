@@ -54,7 +54,7 @@ JACOBIANS = {"jacrev", "jacfwd"} | SECOND_JACOBIANS
 
 
 @pytest.mark.slow
-@pytest.mark.turns(1, interpreted=3)
+@pytest.mark.turns(1, interpreted=3, others=2)
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_transforms(op, variant, device, generator):
     """Every transform of `torch.func` gives what it gives of the naive form, in every case at smaller sizes."""
@@ -122,6 +122,7 @@ def test_derivatives_of_derivatives_after_their_transforms(op, variant, device, 
     same(third(variant), third("naive"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_transforms_keep_the_memory(op, device, generator):
     """What a batch shares is not copied for each example, nor are its gradients: vmap needs what broadcasting does."""
@@ -181,6 +182,7 @@ def test_batched_gradients(op, device, generator):
 COMPILED = ("grad", "vmap", "vmap of grad", "jvp", "jacrev")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     ("op", "name"),
