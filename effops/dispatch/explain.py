@@ -3,13 +3,14 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from effops.dispatch.choice import choose
 from effops.dispatch.devices import RUN_ON, never_run_on
 from effops.dispatch.op import find_op
 from effops.numerics.precision import without_autocast
-from effops.prediction.inside import caution
+from effops.prediction.inside import caution, told_temporary_bytes
 from effops.text import aligned, format_bytes, why_not_bound
 
 
@@ -18,7 +19,8 @@ class VariantReport:
     """What `explain` says of one variant.
 
     `reason` is empty if the variant is supported. Bytes and operations are None where nothing predicts them. `unknown`
-    names an operator that may allocate more inside than is predicted. It is empty if there is none.
+    names an operator that may allocate more inside than is predicted, or "TorchInductor", whose bytes are a guess. It
+    is empty if there is none.
     """
 
     supported: bool
@@ -51,7 +53,7 @@ class Explanation:
                 "chosen" if name == self.chosen else "",
                 _known(format_bytes, report.output_bytes),
                 _known(format_bytes, report.saved_bytes),
-                _known(format_bytes, report.temporary_bytes) + (" or more" if report.unknown else ""),
+                _known(partial(told_temporary_bytes, unknown=report.unknown), report.temporary_bytes),
                 _known("{:.3g}".format, report.flops),
                 report.reason,
             )

@@ -10,7 +10,7 @@ from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.jit import compile_by_signature, script
 from effops.dispatch.op import Cost, Op, Requirement, Variant
 from effops.dispatch.requirements import requires_inductor, requires_torchscript
-from effops.prediction.allocations import Bytes
+from effops.prediction.allocations import INDUCTOR, Bytes
 from effops.prediction.inductor import Program
 from effops.prediction.inside import predict_bytes
 
@@ -55,7 +55,7 @@ def add_forms(
     def compiled(call: Any) -> Bytes:
         program = Program(math.prod(call.shape), call.dtype, call.arithmetic, requires_grad(call.tensors))
         # Which operations it fuses depends on sizes and layouts. The formulas fit some, and come near the others.
-        return compiled_bytes(program, call)._replace(unknown="TorchInductor")
+        return compiled_bytes(program, call)._replace(unknown=INDUCTOR)
 
     for name, form in forms.items():
         add(name, composed(form))

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from effops.dispatch.op import Call, Cost, Op, Variant, find_op
 from effops.numerics.precision import without_autocast
 from effops.prediction.allocations import fake_mode
+from effops.prediction.inside import told_temporary_bytes
 from effops.text import EnteredWhenCalled, aligned, format_bytes
 
 
@@ -84,8 +85,8 @@ def _cells(call: RecordedCall) -> tuple[str, ...]:
     cost = call.cost
     known = ("-",) * 3
     if cost is not None:
-        output, saved, temporary = map(format_bytes, (cost.output_bytes, cost.saved_bytes, cost.temporary_bytes))
-        known = output, saved, temporary + (" or more" if cost.unknown else "")
+        temporary = told_temporary_bytes(cost.temporary_bytes, cost.unknown)
+        known = format_bytes(cost.output_bytes), format_bytes(cost.saved_bytes), temporary
     shapes = ", ".join(f"{name} {shape}" for name, shape in call.shapes.items())
     return call.op, call.variant, str(call.dtype).removeprefix("torch."), *known, shapes
 

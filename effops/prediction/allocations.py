@@ -8,6 +8,8 @@ from torch import Tensor
 
 from effops.pytorch import FakeTensorMode, TorchDispatchMode, tree_leaves
 
+INDUCTOR = "TorchInductor"  # takes the place of an unknown operator: the bytes of what it compiles are a guess
+
 
 class Bytes(NamedTuple):
     """The bytes that a call needs beyond its inputs: its output, what else it keeps for backward, and temporaries.

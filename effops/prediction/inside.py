@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.prediction.allocations import Allocations, Bytes, Workspace, fake_mode, round_up
+from effops.prediction.allocations import INDUCTOR, Allocations, Bytes, Workspace, fake_mode, round_up
 from effops.prediction.convolutions import convolution, convolution_backward, is_measured_cpu
 from effops.prediction.cpu_kernels import (
     CPU_RULES,
@@ -28,6 +28,7 @@ from effops.prediction.cpu_kernels import (
 from effops.prediction.outcomes import OperatorCall, Outcome
 from effops.prediction.probes import PROBED, UNKNOWN
 from effops.pytorch import FakeTensor, _get_float32_matmul_precision, tree_leaves
+from effops.text import format_bytes
 
 aten = torch.ops.aten
 
@@ -85,9 +86,15 @@ def workspace(func: Any, args: Sequence[Any], options: Mapping[str, Any], result
     )
 
 
+def told_temporary_bytes(nbytes: int, unknown: str) -> str:
+    """Predicted bytes, with what is not known of them."""
+    text = format_bytes(nbytes)
+    return f"about {text}" if unknown == INDUCTOR else f"{text} or more" if unknown else text
+
+
 def caution(unknown: Iterable[str]) -> str:
     """A line that names operators which may allocate more than is predicted; empty if there are none."""
-    names = list(unknown)
+    names = [name for name in unknown if name != INDUCTOR]
     allocate = "allocates" if len(names) == 1 else "allocate"
     return f"not known, and not counted: what {', '.join(names)} {allocate} inside" if names else ""
 
