@@ -63,8 +63,8 @@ BY_HAND = [
     Mutation(
         "the layout of a fake result",
         "effops/dispatch/custom_op.py",
-        "register_fake(lambda *arguments: empty(split(arguments[: self.taken])))",
-        "register_fake(lambda *arguments: empty(split(arguments[: self.taken])).contiguous())",
+        "register_fake(lambda *arguments: empty(split(self.flat(arguments[: self.taken]))))",
+        "register_fake(lambda *arguments: empty(split(self.flat(arguments[: self.taken]))).contiguous())",
     ),
     Mutation(
         "a statistic of a logsumexp",
