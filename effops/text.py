@@ -285,8 +285,6 @@ def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
     nbytes = _bytes_or_nan(amount)
     if nbytes < 0:
         raise ValueError(f"{name}: expected at least 0 bytes; got {amount!r}; write it without the sign")
-    if 0 < nbytes < 1:
-        raise ValueError(f'{name}: expected whole bytes; got {amount!r}; write "{nbytes:g} GiB" for as many GiB')
     if not nbytes < math.inf:
         raise ValueError(
             f"{name}: expected a number and B, KB, MB, GB or TB (powers of 1000), or K, M, G or T (binary, as KiB to "
@@ -299,6 +297,8 @@ def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
             f"{name}: expected a unit behind the number; got {amount!r}; write {larger}"
             f'"{number}B" for bytes (in Python also {number} as a number)'
         )
+    if 0 < nbytes < 1:
+        raise ValueError(f'{name}: expected whole bytes; got {amount!r}; write "{nbytes:g} GiB" for as many GiB')
     return int(nbytes)
 
 

@@ -18,11 +18,16 @@ def positive(text: str) -> int:
 
 
 def file_to_write(text: str) -> Path:
-    """A file that can be written. What forbids it is seen before the work and not after it."""
-    problem = why_not_written(text)
+    """A file, in a folder that is made if there is none. What forbids it is seen before the work and not after it."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        problem = why_not_written(text)
+    except OSError as error:
+        problem = f"the folder cannot be made: {error.strerror}"
     if problem:
         raise argparse.ArgumentTypeError(f"expected a file that can be written; got {text!r}: {problem}; name another")
-    return Path(text)
+    return path
 
 
 def comma_separated(text: str) -> list[str]:

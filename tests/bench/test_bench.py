@@ -385,7 +385,7 @@ def test_options_of_the_op_and_a_sweep(run: ModuleType, tmp_path: Path, capsys: 
     [
         (["--op", "attention_weight"], 'did you mean "attention_weights"?'),
         (["--variants", "chunkt"], 'did you mean "chunked"?'),
-        (["--json", "a_file/rows.json"], "there is no folder 'a_file'"),
+        (["--json", "a_file/rows.json"], "the folder cannot be made"),
         (["--json", "."], "it is a folder"),
         (["--json", ""], "got '': it has no name; name another"),
         (["--plot", "-"], "got '-': it names standard output, which the text takes; name another"),
@@ -435,7 +435,7 @@ def test_a_pipe_has_each_table_when_it_is_made(
     assert [text.count("Speed-up") for text in before] == [0, 1]
     told = capsys.readouterr().err.splitlines()
     step, *rows = told[2:]
-    assert told[:2] == ["measuring the bandwidth of a copy", "predicting memory and time"]
+    assert told[:2] == ["predicting memory and time", "measuring the bandwidth of a copy"]
     assert step.startswith("op 1 of 1, about ")
     assert rows == [
         f"{name}: {what}"

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 from effops.programs.capture.scopes import Described, Fields, Scope
@@ -180,18 +181,20 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
         after *= len(found.turns)  # all of which keep what is made
     if LESS * after > found.now_bytes:
         return None
-    code, lines = _changed(one.with_use(statements), one.statements, one.scope.place.file)
+    code, lines = _changed(one.with_use(statements), one.statements, one.scope.code)
     surroundings = dict(one.scope.surroundings)
     return Fix(rewrite.how, code, after, rewrite.why, one.free, lines, more, sources, surroundings)
 
 
-def _changed(statements: Sequence[ast.stmt], before: Sequence[ast.stmt], file: str) -> tuple[str, tuple[int, ...]]:
+def _changed(
+    statements: Sequence[ast.stmt], before: Sequence[ast.stmt], function: CodeType
+) -> tuple[str, tuple[int, ...]]:
     """The statements that are new, as code, and the numbers of the lines of those before that are gone."""
     new = [ast.unparse(ast.fix_missing_locations(one)) for one in statements]
     old = [ast.unparse(one) for one in before]
     gone = [one for one, source in zip(before, old) if source not in new and hasattr(one, "lineno")]
     lines = {line for one in gone for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
-    code = in_whole_lines([source for source in new if source not in old], gone, file)
+    code = in_whole_lines([source for source in new if source not in old], gone, function)
     return code, tuple(sorted(lines))
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import linecache
 from collections.abc import Sequence
+from types import CodeType
 
 BRANCH = "if 1:\n    pass\n"  # heads such as `else:` stand behind one
 
 
-def in_whole_lines(new: Sequence[str], gone: Sequence[ast.stmt], file: str) -> str:
-    """The sources of statements, such that they can take the place of all lines on which the others stand."""
-    code = "\n".join(new)
+def in_whole_lines(new: Sequence[str], gone: Sequence[ast.stmt], code: CodeType) -> str:
+    """The sources of statements of a function, such that they can take the place of all lines on which others stand."""
     if not gone or not new:
-        return code
+        return "\n".join(new)
     first, last = gone[0], gone[-1]
-    line = linecache.getline(file, first.lineno).encode()  # columns count bytes
-    before, own = line[: first.col_offset].decode(), line[first.col_offset :].decode()
-    last_line = linecache.getline(file, last.end_lineno or last.lineno).encode()
-    after = last_line[last.end_col_offset :].decode().strip()
-    if isinstance(last, ast.Return) and not own.startswith("return"):  # the body of a lambda
+    line = linecache.getline(code.co_filename, first.lineno).encode()  # columns count bytes
+    last_line = linecache.getline(code.co_filename, last.end_lineno or last.lineno).encode()
+    before, after = (one.decode().strip() for one in (line[: first.col_offset], last_line[last.end_col_offset :]))
+    if code.co_name == "<lambda>":
         *others, body = new
-        return "\n".join([*others, f"{before.strip()} {body.removeprefix('return ')}{after}"])
-    head, earlier = _head(before.strip())
-    rows = [*_rows(earlier), *code.splitlines(), *_rows(after)]
+        return "\n".join([*others, f"{before} {body.removeprefix('return ')}{after}".strip()])
+    head, earlier = _head(before)
+    rows = [*_rows(earlier), *itertools.chain.from_iterable(map(str.splitlines, new)), *_rows(after)]
     return "\n".join([head, *(f"    {row}" for row in rows)] if head else rows)
 
 
