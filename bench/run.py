@@ -245,7 +245,7 @@ def expect_known(parser: argparse.ArgumentParser, option: str, given: Sequence[s
     unknown = [name for name in given if name not in known]
     if unknown:
         nearest = did_you_mean(unknown[0], known)
-        parser.error(f"argument {option}: expected of {', '.join(sorted(known))}; got {', '.join(unknown)}{nearest}")
+        parser.error(f"argument {option}: expected some of {', '.join(sorted(known))}; got {', '.join(unknown)}{nearest}")
 
 
 if __name__ == "__main__":

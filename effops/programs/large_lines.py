@@ -104,7 +104,7 @@ def lint(
 
 @contextmanager
 def _block(least: float, times: float, fixes: bool) -> Iterator[LintReport]:
-    observed, report = Observed(), LintReport()
+    observed, report = Observed(), LintReport(has_ended=False)
     with faked("lint", observed, probe=False) as values:
         yield report
     report.take_over(report_of_block(observed, values, least, times, fixes=fixes))

@@ -190,7 +190,7 @@ def test_command(tmp_path: Path) -> None:
 def test_bad_options_are_told(run: ModuleType, toy: Op, capsys: pytest.CaptureFixture[str]) -> None:
     for options, complaint in {
         ("--op", "power_sphericl"): f"--op: expected one of {', '.join(tried_ops())}; got 'power_sphericl'",
-        ("--op", toy.name, "--size", "N=3,L=2"): "--size: expected of K, N; got L",
+        ("--op", toy.name, "--size", "N=3,L=2"): "--size: expected some of K, N; got L",
         ("--op", toy.name, "--size", "N=3,K"): "expected KEY=N,KEY=N with positive integers; got 'N=3,K'",
         ("--op", toy.name, "--size", "N=0"): "expected KEY=N,KEY=N with positive integers; got 'N=0'",
         (
@@ -198,7 +198,7 @@ def test_bad_options_are_told(run: ModuleType, toy: Op, capsys: pytest.CaptureFi
             toy.name,
             "--variants",
             "naive,tritn",
-        ): "--variants: expected of elsewhere, naive, nan, raising, wrong",
+        ): "--variants: expected some of elsewhere, naive, nan, raising, wrong",
         ("--repeats", "0"): "expected a positive integer; got '0'",
         ("--sort-by", "colour"): "invalid choice: 'colour'",
         ("--dtype", "int8"): "invalid choice: 'int8'",

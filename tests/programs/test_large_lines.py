@@ -89,6 +89,8 @@ def test_a_block() -> None:
         assert not report.findings
         loss = distances(a, b).min(-1).values.sum()
         loss.backward()
+        assert str(report) == "nothing is found before the block ends: print the report behind it"
+    assert "1 finding" in str(report)
     (found,) = report.findings
     assert found.place.source == "a[:, None] - b"
     assert found.kept_bytes == found.now_bytes == 4 * 2000 * 2000 * 64

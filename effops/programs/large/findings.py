@@ -99,6 +99,7 @@ class LintReport:
         with_fixes: whether fixes were looked for
         unseen: the places of comparisons with numbers that were read, as `loss.item() > 5`: one branch was followed,
             and what the other one takes is not known
+        has_ended: whether the block of `with effops.lint() as report:` has, before which nothing is found
     """
 
     findings: Sequence[Finding] = ()
@@ -107,8 +108,11 @@ class LintReport:
     unknown: Sequence[str] = ()
     with_fixes: bool = False
     unseen: Sequence[Place] = ()
+    has_ended: bool = True
 
     def __str__(self) -> str:
+        if not self.has_ended:
+            return "nothing is found before the block ends: print the report behind it"
         parts = [str(one) for one in self.findings]
         parts.append(
             f"{counted(len(self.findings), 'findings')}; "

@@ -50,7 +50,7 @@ class TilesReport:
         taken, budget = format_bytes(self.taken_bytes), format_bytes(self.budget_bytes)
         if not self.loops:
             return f"runs as it is: it takes {taken}, and the budget is {budget}"
-        header = "axis", "tile", "backward", "largest intermediate", "combined", "line"
+        header = "axis", "tile", "tile of backward", "largest intermediate", "combined", "line"
         rows = [
             (
                 f"{one.length:,}",
