@@ -244,8 +244,8 @@ def selected_ops(
 def expect_known(parser: argparse.ArgumentParser, option: str, given: Sequence[str], known: set[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
-        nearest = did_you_mean(unknown[0], known)
-        parser.error(f"argument {option}: expected some of {', '.join(sorted(known))}; got {', '.join(unknown)}{nearest}")
+        expected, got, nearest = ", ".join(sorted(known)), ", ".join(unknown), did_you_mean(unknown[0], known)
+        parser.error(f"argument {option}: expected some of {expected}; got {got}{nearest}")
 
 
 if __name__ == "__main__":
