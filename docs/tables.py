@@ -26,6 +26,7 @@ SHARDED = AMD / "sharded-2026-11-21.json"
 TRAINING = AMD / "memory-2026-11-22.json"
 LARGEST = AMD / "memory-largest-2026-11-22.json"
 LINTED = AMD.with_name("amd-epyc-1-thread") / "lint-of-models-2026-11-26.json"
+FRONT_DOOR = AMD / "front-door-2026-11-26.json"
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
 MEASURES = ("temporary memory", "time", "times faster than naive", "error / budget")
@@ -221,6 +222,20 @@ def lint_of_models() -> str:
     return f"{table(titles, lines)}\n\n{measured_on(LINTED)}"
 
 
+def front_door() -> str:
+    """A line for each of README's commands and each cache of wheels."""
+
+    def seconds(time: float | None) -> str:
+        return "" if time is None else f"{time:.0f} s"
+
+    lines = [
+        (f"`{row['command'].split()[-1]}`", row["wheels"], seconds(row["first_table_s"]), seconds(row["end_s"]))
+        for row in content(FRONT_DOOR)["rows"]
+    ]
+    titles = "the command that ends in", "wheels", "first table", "end"
+    return f"{table(titles, lines)}\n\n{measured_on(FRONT_DOOR)}"
+
+
 TEXTS: Mapping[str, Callable[[], str]] = {
     "founding": founding,
     "training": training,
@@ -242,4 +257,5 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "bert": partial(published, "bert"),
     "rough": partial(published, "rough"),
     "lint_of_models": lint_of_models,
+    "front_door": front_door,
 }

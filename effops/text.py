@@ -134,8 +134,8 @@ def missing_name(
 ) -> AttributeError | ImportError:
     """What the `__getattr__` of a module raises for a name that it lacks: the error tells the nearest known name.
 
-    Or it tells which of `public_modules`, in this one, has the name. It is an ImportError where `from module import
-    name` asks. That statement drops the text of an AttributeError.
+    Where one of its `public_modules` has the name, the error tells which. It is an ImportError where `from module
+    import name` asks. That statement drops the text of an AttributeError.
     """
     near = "" if name.startswith("_") else _owned_by(module, name, public_modules) or _nearest(name, tuple(known))
     if not near:
@@ -151,7 +151,7 @@ def missing_name(
 @functools.lru_cache(maxsize=1024)
 def _owned_by(package: str, name: str, modules: tuple[str, ...]) -> str:
     """Which module has a public name; empty if none has it, or if it is itself a module that is to be imported."""
-    if not modules or importlib.util.find_spec(f"{package}.{name}") is not None:
+    if not modules or not name.isidentifier() or importlib.util.find_spec(f"{package}.{name}") is not None:
         return ""
     owners = (one for one in modules if name in importlib.import_module(f"{package}.{one}").__all__)
     return "".join(f"; it is {package}.{one}.{name}" for one in itertools.islice(owners, 1))
@@ -276,7 +276,7 @@ def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
     function and the argument that was given.
 
     Raises:
-        ValueError: that is no amount of bytes: another text, one without a unit but "0", or below 0
+        ValueError: that is no amount of bytes: another text, one without a unit but "0", below 0, or between 0 and 1
 
     Example:
         >>> parse_bytes("1.5 GiB"), parse_bytes("6G"), parse_bytes(6e9)
@@ -298,7 +298,7 @@ def parse_bytes(amount: str | float, name: str = "parse_bytes") -> int:
             f'"{number}B" for bytes (in Python also {number} as a number)'
         )
     if 0 < nbytes < 1:
-        raise ValueError(f'{name}: expected whole bytes; got {amount!r}; write "{nbytes:g} GiB" for as many GiB')
+        raise ValueError(f'{name}: expected at least 1 byte; got {amount!r}; give a unit, as "0.5 GiB"')
     return int(nbytes)
 
 

@@ -7,5 +7,5 @@ from . import mutations
 
 @pytest.mark.parametrize("mutation", mutations.BY_HAND, ids=lambda mutation: mutation.what)
 def test_they_fit_the_code(mutation):
-    """One did not for weeks."""
+    """A mutation whose text the code no longer has tells nothing."""
     assert (mutations.ROOT / mutation.file).read_text().count(mutation.old) == 1

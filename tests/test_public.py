@@ -76,6 +76,16 @@ def test_a_misspelt_name_is_imported(module):
     assert str(caught.value) == f'cannot import name {given!r} from {module.__name__!r}; did you mean "{near}"?'
 
 
+def test_a_name_of_one_of_its_modules():
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'PowerSpherical'; it is effops.distributions.PowerSpherical$"
+    ):
+        effops.PowerSpherical  # noqa: B018
+    with pytest.raises(ImportError, match=r"'max_batch_size' from 'effops'; it is effops.memory.max_batch_size$"):
+        exec("from effops import max_batch_size", {})
+    assert not hasattr(effops, "nn.MultiheadAttention")
+
+
 @pytest.mark.parametrize("name", ["gitlab", "__wrapped__", "_nn"])
 def test_no_name_is_near(name):
     """What Python or a notebook asks of any object has two underscores, or one."""

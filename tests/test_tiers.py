@@ -117,18 +117,21 @@ def test_each_value_of_interpreted_cases() -> None:
 
 
 def test_each_value_leaves_out_no_quick_case() -> None:
-    """On a machine with a device no kernel is interpreted."""
-    items = [item("test_two", op, case, each_value=True) for op, case in itertools.product(OPS, CASES)]
-    assert len(names(items, ci=True)) == len(items)
+    """On a machine with a device no kernel is interpreted. `all=True` leaves out quick ones too."""
+    for marker, count in (
+        (pytest.mark.each_value.mark, len(OPS) * len(CASES)),
+        (pytest.mark.each_value(all=True).mark, max(len(OPS), len(CASES))),
+    ):
+        items = [item("test_two", op, case, each_value=marker) for op, case in itertools.product(OPS, CASES)]
+        assert len(names(items, ci=True)) == count
 
 
 def test_turns_of_compiled_and_of_interpreted_cases() -> None:
-    turns = pytest.mark.turns(12, interpreted=3, others=2).mark
+    turns = pytest.mark.turns(12, interpreted=3).mark
     for markers, count in (
         ({"compiled": True}, 12),
         ({"interpreted": True}, 3),
         ({"compiled": True, "interpreted": True}, 36),
-        ({"slow": True}, 2),
-        ({}, 2),
+        ({}, 1),
     ):
         assert tiers.count_of_turns(item("test_one", **markers), turns) == count  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(LINE.format(*TITLES), flush=True)
     rows: list[Row] = []
     for number, command in enumerate(commands(), 1):
-        for wheels in options.wheels or CACHES[: 3 - number]:
+        for wheels in options.wheels or (CACHES if number == 1 else CACHES[:1]):
             if options.command is None or number in options.command:
                 rows.append(timed(command, wheels))
                 row = rows[-1]

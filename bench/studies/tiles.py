@@ -156,6 +156,8 @@ def rows_of(half: str, program: Program, threads: int, budgets: Sequence[str]) -
         is_cut = isinstance(report, effops.CannotTile) or bool(report.loops)
         rows[budget] = replace(base, status="tiles" if is_cut else "as it is", taken_bytes=taken, first_s=first_s)
         forms[budget] = form
+    if len(forms) == 1:  # as it is alone, which may compute gradients that a forward pass has none of
+        return list(rows.values())
     ratios = {"forward": timed(forms, partial(forward_once, arguments=arguments))}
     if program.backward:
         ratios["both"] = timed(forms, partial(run_once, arguments=arguments))

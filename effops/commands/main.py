@@ -137,15 +137,23 @@ class Parser(argparse.ArgumentParser):
             is_apart = re.fullmatch(r"[\d.e]*\d", number) and re.fullmatch(r"([kmgt]i?)?b?", unit.lower()) and unit
             if is_apart and message.endswith(f"arguments: {unit}"):
                 return f'; write "{number}{unit}" as one word'
-        unknown = re.fullmatch(r"unrecognized arguments: --([\w-]+).*", message)
-        return self._nearest_flag(unknown[1]) if unknown else ""
+        unknown = [one for one in self.given if one.startswith("--") and not any(map(self._begins(one), self.flags()))]
+        if unknown and ("unrecognized" in message or "required" in message):
+            return self._nearest_flag(unknown[0])
+        return ""
 
-    def _nearest_flag(self, word: str) -> str:
+    @staticmethod
+    def _begins(given: str) -> Callable[[str], bool]:
+        """Whether an option may be meant by what is given, which argparse takes for it if no other one is."""
+        return lambda flag: flag.startswith(given.partition("=")[0])
+
+    def _nearest_flag(self, given: str) -> str:
         from effops.text import did_you_mean
 
-        known = {flag.strip("-").replace("-", "_"): flag for flag in self.flags()}
-        near = did_you_mean(word.replace("-", "_"), known)
-        return near.replace("_", "-").replace('"', '"--', 1)
+        word, *_ = given.removeprefix("--").replace("-", "_").partition("=")
+        near = did_you_mean(word, {flag.strip("-").replace("-", "_") for flag in self.flags()})
+        text = near.replace("_", "-").replace('"', '"--', 1)
+        return text if not text else f"; for --{word.replace('_', '-')}{text.removeprefix(';')}"
 
 
 def _tell_of_import() -> None:

@@ -99,7 +99,8 @@ def compare(fn: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Co
                 "first, and then their arguments"
             )
     wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
-    doubled = tree_map_only(Tensor, in_float64, args)
+    converted: dict[int, Tensor] = {}  # a tensor that is given twice stays one
+    doubled = tree_map_only(Tensor, lambda one: converted.setdefault(id(one), in_float64(one)), args)
     expected = _outcome(wide, doubled)
     first, second = _outcome(fn, args), _outcome(other, args)
     shapes, right = _shapes(second), _shapes(first)
@@ -107,6 +108,11 @@ def compare(fn: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Co
         raise ValueError(
             f"compare: `other` must give results and gradients of the shapes that `fn` gives: {right}; got {shapes}; "
             "give functions that are equal"
+        )
+    if _shapes(expected) != right:
+        raise ValueError(
+            f"compare: `fn` must give the same shapes in float64: {right}; got {_shapes(expected)}; give a function "
+            "whose shapes do not depend on values"
         )
     passes = {name: Pass(_with_backward(one, args), args) for name, one in (("function", fn), ("other", other))}
     timings = times(passes, repeats=REPEATS, budget_s=SECONDS)

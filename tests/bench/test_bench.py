@@ -200,6 +200,14 @@ def test_bad_options_are_told(run: ModuleType, toy: Op, capsys: pytest.CaptureFi
             "naive,tritn",
         ): "--variants: expected some of elsewhere, naive, nan, raising, wrong",
         ("--repeats", "0"): "expected a positive integer; got '0'",
+        (
+            "--op",
+            "attention",
+            "--size",
+            "L=64",
+            "--set",
+            "dropout_p=2",
+        ): "argument --set: attention: `dropout_p` must be",
         ("--sort-by", "colour"): "invalid choice: 'colour'",
         ("--dtype", "int8"): "invalid choice: 'int8'",
     }.items():

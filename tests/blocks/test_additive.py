@@ -89,7 +89,7 @@ def test_every_shape(shapes, dtype, generator):
     assert_right(tensors, upstream(tensors, generator))
 
 
-@pytest.mark.turns(1, others=2)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize("values", [1, 40, additive.EXACT_VALUES], ids=["single pairs", "pieces", "at once"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_oracle_is_the_plain_expression(dtype, values, generator, monkeypatch):

@@ -496,6 +496,7 @@ def test_a_workload_that_fails_is_told_in_one_line(memory, own, tmp_path, monkey
     [
         (["-1GiB"], "argument --budget: expected one argument, not below 0; got '-1GiB'; write it without the sign"),
         (["6", "GiB"], 'unrecognized arguments: GiB; write "6GiB" as one word'),
+        (["6GiB", "--modus", "predict"], 'unrecognized arguments: --modus predict; for --modus did you mean "--mode"?'),
     ],
 )
 def test_amounts_that_are_taken_apart(amount, message, capsys):
@@ -511,3 +512,20 @@ def test_wrong_arguments_exit_with_2(arguments, capsys):
         cli.main(["memory", *arguments])
     assert exit.value.code == 2
     assert "usage: effops memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["memory", "max-batch", "--bugdet", "6G"], 'are required: --budget; for --bugdet did you mean "--budget"?'),
+        (["lint", "--fail-ovr", "3G", "a.py"], 'arguments: --fail-ovr; for --fail-ovr did you mean "--fail-over"?'),
+        (["lint", "-m", "a"], "effops lint: error: unrecognized arguments: -m"),
+    ],
+)
+def test_mistyped_options_are_told_by_their_command(arguments, message, capsys):
+    """The usage was that of `effops`."""
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    told = capsys.readouterr().err
+    assert told.endswith(f"{message}\n")
+    assert f"usage: effops {arguments[0]}" in told

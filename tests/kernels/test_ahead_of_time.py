@@ -17,7 +17,6 @@ SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 PARTS = 16
 
 
-@pytest.mark.turns(1, others=2)
 @pytest.mark.parametrize("which", ["those that differ", pytest.param("all", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_shipped_kernels_compile_and_fit(part, which):

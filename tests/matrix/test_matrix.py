@@ -145,8 +145,8 @@ def test_result_and_gradients(op, variant, case, dtype, device, generator):
 LAYOUTS = ("transposed", "sliced", "expanded")
 
 
-@pytest.mark.turns(12, others=2)
-@pytest.mark.each_value
+@pytest.mark.turns(12)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize("how", LAYOUTS)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_any_strides(op, variant, how, device, generator):
@@ -162,7 +162,8 @@ def test_any_strides(op, variant, how, device, generator):
         assert gradient_error_ratio(op, args, dout, gradients) <= 1, case
 
 
-@pytest.mark.turns(1, interpreted=2, others=2)
+@pytest.mark.turns(1, interpreted=2)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize("how", ["contiguous", "transposed", "sliced", "expanded"])
 @pytest.mark.parametrize(("op", "variant"), [param for param in VARIANTS if param.values[1] in ("chunked", "triton")])
 def test_a_gradient_has_the_strides_of_its_operand(op, variant, how, device, generator):
@@ -217,7 +218,7 @@ def test_leaves_take_gradients_without_a_copy(name):
     assert all(one.cpu_memory_usage <= 0 for one in accumulations)
 
 
-@pytest.mark.turns(1, others=2)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_every_element_is_written_and_runs_repeat(op, variant, device, generator):
     # Deterministic mode fills fresh memory with NaN.
@@ -271,7 +272,8 @@ def test_a_result_requires_gradients_only_if_an_input_does(op, variant, device, 
                 assert out.requires_grad == any(needs), case
 
 
-@pytest.mark.turns(4, others=2)
+@pytest.mark.turns(4)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_operands_changed_before_backward(op, variant, device, generator):
     """PyTorch raises, or the change touches no gradient. Compiled forms saved views, whose changes it did not see.
@@ -299,7 +301,8 @@ def test_operands_changed_before_backward(op, variant, device, generator):
             assert all(torch.equal(one, right) for one, right in zip(found, expected)), (needs, changed)
 
 
-@pytest.mark.turns(1, interpreted=3, others=2)
+@pytest.mark.turns(1, interpreted=3)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_derivatives_against_finite_differences(op, variant, device, generator):
     if variant == "compile":
@@ -415,7 +418,8 @@ def explained(name, dtype, needs_grad, device):
     return effops.explain(op.function, *small_workload(op, dtype, needs_grad, device)).variants
 
 
-@pytest.mark.turns(7, others=2)
+@pytest.mark.turns(7)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
@@ -438,7 +442,6 @@ def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, d
     assert abs(report.saved_bytes - measured.saved_bytes) <= max(2**16, 0.1 * measured.saved_bytes)
 
 
-@pytest.mark.turns(1, others=2)
 @pytest.mark.parametrize("op", OPS)
 def test_rare_values_take_no_more_memory(op, monkeypatch):
     """Blocks that look at values take another way where they are rare, and predictions the ordinary one."""
@@ -454,7 +457,6 @@ def test_rare_values_take_no_more_memory(op, monkeypatch):
     assert op.variants["chunked"].cost(call).temporary_bytes <= most
 
 
-@pytest.mark.turns(1, others=2)
 @pytest.mark.parametrize("op", OPS)
 def test_chunked_stays_within_its_memory(op, device, generator):
     """At most 4 MiB of temporaries forward, no pairs saved; backward at most 40 MiB beyond what it returns."""

@@ -19,7 +19,7 @@ TRIALS = 6
 MASKED = [op for op in tried_ops().values() if "attn_mask" in inspect.signature(op.function).parameters]
 
 
-@pytest.mark.turns(1, others=3)
+@pytest.mark.each_value(all=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "case"), CASES)
 @small_blocks()

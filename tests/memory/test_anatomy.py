@@ -50,7 +50,7 @@ def training(model, *shape: int) -> Workload:
     return Workload(model, lambda size: torch.randn(size, *shape), lambda model, x: model(x).sum(), torch.optim.SGD)
 
 
-@pytest.mark.turns(1, others=2)
+@pytest.mark.each_value(all=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(

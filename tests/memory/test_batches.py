@@ -47,7 +47,6 @@ WORKLOADS = {
 }
 
 
-@pytest.mark.turns(1, others=2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -129,7 +129,7 @@ def check(function, variant, args, options, generator):
         assert bound.error_ratio(gradient) <= 1
 
 
-@pytest.mark.turns(1, others=2)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("function", "variant"), ALL)
 def test_masks(function, variant, dtype, device, generator):

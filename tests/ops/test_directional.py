@@ -47,7 +47,7 @@ def hard_pairs(dimension, generator, *, identical):
     return torch.stack([loc for loc, _ in rows]), torch.stack([x for _, x in rows])
 
 
-@pytest.mark.turns(1, others=3)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 @pytest.mark.parametrize("variant", VARIANTS)

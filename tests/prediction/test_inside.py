@@ -322,7 +322,7 @@ LAYOUT_LAYERS = {
 }
 
 
-@pytest.mark.turns(1, others=2)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize("kind", LAYOUT_LAYERS)
 def test_results_and_gradients_of_channels_last(kind):
     """Layers whose fake results or gradients have another layout than real ones, where two memory formats meet."""

@@ -1,5 +1,6 @@
 """The fix of a finding is code: it runs, its results and gradients are those of the user's own, and it makes less."""
 
+import ast
 import inspect
 import math
 import runpy
@@ -404,7 +405,14 @@ LINES = {
     "def squares(x, y):\n    n = len(x); d = DISTANCES; return d[:n]": "n = len(x)\nd = ",
     "def squares(x, y):\n    if x is y: d = x\n    else: d = DISTANCES  # of pairs\n    return d": "else:\n    d = ",
     "def squares(x, y):\n    for k in {0: 1}: d = DISTANCES; d = -d\n    return d": "for k in {0: 1}:\n    d = ",
+    "def squares(x, y):\n    if n := len(x): d = DISTANCES\n    return d + n": "if n := len(x):\n    d = ",
+    "def squares(x, y):\n    try: d = DISTANCES\n    finally: x = 0\n    return d": "try:\n    d = ",
+    "def squares(x, y):\n    z = x[:, None] - y; k = 2\n    return (z ** 2).sum(-1) * k": "k = 2\nreturn ",
 }
+NOT_IN_PLACE = (
+    "def squares(x,\n            y): return DISTANCES",
+    "squares = [\n    lambda x, y: torch.sigmoid(x[:, None] * y + x[:, None]).sum(-1).mean()][0]",
+)
 
 
 @pytest.mark.parametrize("source", LINES)
@@ -423,6 +431,29 @@ def test_what_stands_beside_a_statement_on_its_line_stays(source, tmp_path):
     mended: dict[str, Any] = {}
     exec("\n".join(rows), mended)
     assert torch.allclose(mended["squares"](*arguments), module["squares"](*arguments), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("source", NOT_IN_PLACE)
+def test_code_that_cannot_stand_in_place_of_lines(source, tmp_path):
+    """It was put into the middle of an expression."""
+    file = tmp_path / "squares.py"
+    file.write_text("import torch\n" + source.replace("DISTANCES", "((x[:, None] - y) ** 2).sum(-1)") + "\n")
+    squares = runpy.run_path(str(file))["squares"]
+    _, fix = fixes(squares, normal(64, 24, grad=False), normal(60, 24, grad=False))[0]
+    assert fix.lines == ()
+    ast.parse(f"def whole():\n{textwrap.indent(fix.code, '    ')}")
+
+
+def test_the_lines_of_what_prints(tmp_path):
+    """They were those of the first line of the file, which was cut at the columns of the statement."""
+    file = tmp_path / "printed.py"
+    file.write_text(
+        f"# {'é' * 150}\nimport torch\ndef squares(x, y):\n    print(((x[:, None] - y) ** 2).sum(-1).mean())\n"
+    )
+    squares = runpy.run_path(str(file))["squares"]
+    _, fix = fixes(squares, normal(64, 24, grad=False), normal(60, 24, grad=False))[0]
+    assert fix.lines == (4,)
+    assert "é" not in fix.code
 
 
 def test_turns_that_each_keep_what_a_fix_makes():

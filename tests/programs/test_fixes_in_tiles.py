@@ -106,7 +106,6 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.turns(1, others=2)
 @pytest.mark.parametrize(("program", "arguments", "header"), CASES, ids=[str(one[2]).split()[1] for one in CASES])
 def test_function_in_tiles(program, arguments, header):
     torch.manual_seed(0)

@@ -42,7 +42,6 @@ def told_bytes(finding: Finding, program: Any, expected: Any) -> int:
     return max(recall.bytes_of(finding, *recall.line_of(program, expected)), default=0)
 
 
-@pytest.mark.turns(1, others=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("program", NAMED)
 def test_corpus(program: Any) -> None:
@@ -257,6 +256,8 @@ def test_what_layers_keep_for_a_result_as_large_as_what_they_are_given() -> None
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="lint: `least`: expected a number"):
         effops.lint(distances, torch.ones(2, 2), torch.ones(2, 2), least="much")
+    with pytest.raises(TypeError, match="lint: `times` must be a number; got str '8'"):
+        effops.lint(torch.exp, torch.randn(3), times="8")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="lint: `times` must be above 1; got 1"):
         effops.lint(distances, torch.ones(2, 2), torch.ones(2, 2), times=1)
 

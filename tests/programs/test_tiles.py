@@ -439,7 +439,7 @@ def test_mistakes(generator):
         (lambda: effops.tiled(x), TypeError, "without calling it"),
         (lambda: effops.tiled(log_sum, "16 MiB"), TypeError, "give budget"),
         (lambda: effops.tiled(log_sum, x, y), TypeError, r"is called, as effops.tiled\(fn\)\(\*args\)"),
-        (lambda: effops.tiled(log_sum, budget=0.5), ValueError, "expected whole bytes; got 0.5"),
+        (lambda: effops.tiled(log_sum, budget=0.5), ValueError, "expected at least 1 byte; got 0.5"),
         (lambda: effops.tiled(lambda x: float(x.sum()), budget=99)(x), effops.CannotTile, "must not read a number"),
         (lambda: tiled(x.detach().numpy(), y), TypeError, "`x` must be a tensor or a number; got one of numpy"),
         (lambda: tiled(x, y[:, :2]), effops.CannotTile, r"captured.*in .*test_tiles.py:\d+; call it without tiled"),
@@ -619,6 +619,11 @@ def test_comparison_of_integers_and_of_complex_numbers(generator):
     found = effops.compare(nearest, lambda x, y: nearest(x, y) + 1, x, y)
     assert (found.function.differing, found.other.differing, found.other.error) == (0, 280, None)
     assert "280" in str(found)
+    twice = lambda x, y: (x[:, None] * y).sum(-1).exp()  # noqa: E731
+    wrong = effops.compare(twice, lambda x, y: twice(x, y) * 1.01, x, x).other
+    assert wrong.gradient_error > 100  # they were compared with those of one of the arguments
+    with pytest.raises(ValueError, match=r"^compare: `fn` must give the same shapes in float64"):
+        effops.compare(lambda x: x[: x.element_size()], lambda x: x[: x.element_size()], x)
     turned = lambda x: x * 1j  # noqa: E731
     assert effops.compare(lambda x: turned(x).exp(), lambda x: turned(x).exp() * 1.01, x.detach()).other.error > 100
 

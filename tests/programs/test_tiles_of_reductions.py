@@ -86,7 +86,7 @@ def hold(function, args, lengths=(1, 2)):
     return [axis for axis, _ in programs], blocked
 
 
-@pytest.mark.turns(1, others=2)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize("values", SOME_SLOW)
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction(name, values):

@@ -59,7 +59,8 @@ def test_other_sizes_compile_nothing_new(op, device, generator):
     assert counter.frame_count == 1
 
 
-@pytest.mark.turns(2, others=2)
+@pytest.mark.turns(2)
+@pytest.mark.each_value(all=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["naive", "einsum", "compile"])
 @pytest.mark.parametrize("op", OPS)

@@ -25,7 +25,8 @@ def check_operators(function, args, checks):
         torch.library.opcheck(operator, operands, test_utils=checks)
 
 
-@pytest.mark.turns(1, interpreted=3, others=2)
+@pytest.mark.turns(1, interpreted=3)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_operators_are_what_they_say(op, variant, device, generator):
     """Schema, and shape, dtype and strides of the fake results, in every case; the rest of opcheck in the first."""

@@ -54,7 +54,8 @@ JACOBIANS = {"jacrev", "jacfwd"} | SECOND_JACOBIANS
 
 
 @pytest.mark.slow
-@pytest.mark.turns(1, interpreted=3, others=2)
+@pytest.mark.turns(1, interpreted=3)
+@pytest.mark.each_value(all=True)
 @pytest.mark.parametrize(("op", "variant"), BOUND)
 def test_transforms(op, variant, device, generator):
     """Every transform of `torch.func` gives what it gives of the naive form, in every case at smaller sizes."""

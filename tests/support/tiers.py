@@ -3,9 +3,9 @@
 The default leaves out what repeats: it has one case of each kind, and few of the slow ones. Which these are follows
 from the names of a function's cases alone, so that a new test moves none of another function. A test that is given by
 its path or its id is in every tier. Of a test marked `turns(count)`, one in `count` of its compiled cases is in `--ci`,
-of one marked `turns(count, interpreted=many)` one in `many` of the interpreted ones, and with `others=` so many of the
-rest. Of a test marked `each_value`, `--ci` has so few of the compiled cases, and of the interpreted ones, that each
-value of each parameter still occurs.
+and of one marked `turns(count, interpreted=many)` one in `many` of the interpreted ones. Of a test marked `each_value`,
+`--ci` has so few of the compiled cases, and of the interpreted ones, that each value of each parameter still occurs.
+With `each_value(all=True)` it has so few of the others too.
 """
 
 import itertools
@@ -47,11 +47,8 @@ def mark(item: pytest.Item) -> None:
 
 def count_of_turns(item: pytest.Item, turns: pytest.Mark) -> int:
     """How many cases like this one take turns in `--ci`."""
-    is_compiled, is_interpreted = (item.get_closest_marker(one) for one in ("compiled", "interpreted"))
-    if not (is_compiled or is_interpreted):
-        return int(turns.kwargs.get("others", 1))
-    compiled = turns.args[0] if is_compiled else 1
-    return int(compiled * (turns.kwargs.get("interpreted", 1) if is_interpreted else 1))
+    compiled = turns.args[0] if item.get_closest_marker("compiled") else 1
+    return int(compiled * (turns.kwargs.get("interpreted", 1) if item.get_closest_marker("interpreted") else 1))
 
 
 def slowness(item: pytest.Item) -> int:
@@ -106,12 +103,13 @@ def covering(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
 
 def repeated(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """The compiled and the interpreted cases of functions marked `each_value` that `--ci` leaves out."""
-    groups: dict[tuple[str, bool], list[pytest.Item]] = {}
+    """The cases of functions marked `each_value` that `--ci` leaves out."""
+    groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        is_compiled = item.get_closest_marker("compiled") is not None
-        if item.get_closest_marker("each_value") and (is_compiled or item.get_closest_marker("interpreted")):
-            groups.setdefault((item.nodeid.partition("[")[0], is_compiled), []).append(item)
+        marker = item.get_closest_marker("each_value")
+        how = next((how for how in ("compiled", "interpreted") if item.get_closest_marker(how)), "")
+        if marker and (how or marker.kwargs.get("all")):
+            groups.setdefault((item.nodeid.partition("[")[0], how), []).append(item)
     return {item for group in groups.values() for item in set(group) - covering(group)}
 
 

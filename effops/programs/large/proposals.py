@@ -193,9 +193,14 @@ def _changed(
     new = [ast.unparse(ast.fix_missing_locations(one)) for one in statements]
     old = [ast.unparse(one) for one in before]
     gone = [one for one, source in zip(before, old) if source not in new and hasattr(one, "lineno")]
+    if not gone:
+        return "\n".join(source for source in new if source not in old), ()
     lines = {line for one in gone for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
-    code = in_whole_lines([source for source in new if source not in old], gone, function)
-    return code, tuple(sorted(lines))
+    between = before[before.index(gone[0]) : before.index(gone[-1])]
+    kept = {ast.unparse(one) for one in between if getattr(one, "lineno", 0) in lines}  # on lines that are replaced
+    changed = [source for source in new if source not in old or source in kept]
+    code = in_whole_lines(changed, gone, function) if changed else ""
+    return ("\n".join(changed), ()) if code is None else (code, tuple(sorted(lines)))
 
 
 def _patch_of_package(found: Found) -> Fix | None:

@@ -45,7 +45,7 @@ def check(loop: Loop, tensors: Sequence[Tensor]) -> None:
         for one, given in ((tiles, some), (whole, some), (whole, rounded), (exact, [in_float64(one) for one in some]))
     )
     if len({len(found), len(expected), *map(len, others)}) > 1:
-        _raise(loop, "gradients", f"{len(found)} results and gradients", f"{len(expected)}")
+        _raise(loop, "this loop", f"{len(found)} results and gradients", f"{len(expected)}")
     for number, (own, right, *one_piece) in enumerate(zip(found, expected, *others)):
         _compare(loop, number, own, one_piece, right)
 

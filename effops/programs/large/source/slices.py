@@ -226,7 +226,7 @@ def _before_use(found: Sequence[ast.stmt], scope: Scope, source: str, function: 
     name = "taken"
     while name in scope.names or name in scope.surroundings:
         name += "_"
-    made = ast.parse(f"{name} = {wanted}").body[0]
+    made = ast.copy_location(ast.parse(f"{name} = {wanted}").body[0], last)
     if not inside or not is_plain(made):
         return
     use = _Named(inside[0], name).visit(copied(last))
