@@ -73,7 +73,7 @@ def _show(report: LintReport, run: ScriptRun, options: argparse.Namespace) -> No
     if not run.steps:
         notes.append("the script ended without an optimizer step; one that trains may lack arguments, after its name")
     elif run.steps < options.steps:
-        notes.append(f"the script ended after {run.steps} of {options.steps} optimizer steps; give --steps {run.steps}")
+        notes.append(f"the script ended after {run.steps} of {options.steps} optimizer steps")
     content = {"report": report.to_json(), "notes": notes} if options.json else {}
     text = report.github() if options.format == "github" else "\n".join([str(report), *notes])
     shown_result(options.json, content, lambda console: console.print(text, soft_wrap=True))

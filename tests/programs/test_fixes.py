@@ -444,6 +444,47 @@ def test_code_that_cannot_stand_in_place_of_lines(source, tmp_path):
     ast.parse(f"def whole():\n{textwrap.indent(fix.code, '    ')}")
 
 
+def precision_and_recall(points, others, tau):
+    distances = torch.cdist(points, others, compute_mode="donot_use_mm_for_euclid_dist")
+    return (distances.amin(2) < tau).double().mean(1), (distances.amin(1) < tau).double().mean(1)
+
+
+def overlaps(boxes, others):
+    corner = torch.maximum(boxes[:, None, :2], others[None, :, :2])
+    sides = (torch.minimum(boxes[:, None, 2:], others[None, :, 2:]) - corner).clamp(min=0)
+    found = sides.prod(-1) > 0.5
+    return found.any(1).double().mean(), found.any(0).double().mean()
+
+
+@pytest.mark.parametrize("tau", [1e-3, 0.5, 1.5, 100.0])
+def test_thresholds_that_no_number_of_a_trial_crosses(tau):
+    """All of a trial's numbers were on one side, so that a sum or a maximum of means was taken for the mean."""
+    points, others = torch.randn(2, 96, 3, dtype=torch.float64), torch.randn(2, 100, 3, dtype=torch.float64)
+    boxes = torch.rand(90, 4, dtype=torch.float64) + torch.tensor([0, 0, 1, 1])
+    for program, arguments in (
+        (precision_and_recall, {"points": points, "others": others, "tau": tau}),
+        (overlaps, {"boxes": boxes, "others": boxes.flip(0) + 0.1}),
+    ):
+        proposed = [fix for _, fix in fixes(program, *arguments.values()) if fix is not None]
+        for fix in proposed:
+            known = {**arguments, "tau": 0.4, "distances": torch.cdist(points, others)}
+            given = [known[name] for name in fix.names]
+            torch.testing.assert_close(fix.function()(*given), fix.original()(*given), msg=fix.code)
+
+
+def test_distances_to_itself_are_not_negative():
+    """By rounding they were, and the root of one with an epsilon is NaN."""
+
+    def distances(points, eps):
+        return (((points[:, None] - points[None]) ** 2).sum(-1) + eps).sqrt()
+
+    _, fix = fixes(distances, normal(96, 64, grad=False), 1e-12)[0]
+    points = torch.randn(96, 64)
+    assert fix.how == "contraction"
+    given = {"points": points, "eps": 1e-12}
+    assert fix.function()(*(given[name] for name in fix.names)).isfinite().all()
+
+
 def test_the_lines_of_what_prints(tmp_path):
     """They were those of the first line of the file, which was cut at the columns of the statement."""
     file = tmp_path / "printed.py"

@@ -203,14 +203,15 @@ def _form(whole: Tensor, parts: Sequence[Tensor], lengths: Sequence[int]) -> str
             return "torch.cat(PARTS)" if axis == 0 else f"torch.cat(PARTS, {axis})"
     if len({one.shape for one in parts}) != 1:
         return None
-    if equal(sum(parts[1:], parts[0])):
+    reductions: tuple[str, ...] = ("any", "all") if whole.dtype is torch.bool else ()
+    if whole.dtype is not torch.bool and equal(sum(parts[1:], parts[0])):
         return "sum(PARTS)"
-    if not whole.dtype.is_floating_point:
-        return None
-    weighted = [one * length for one, length in zip(parts, lengths)]
-    if equal(sum(weighted[1:], weighted[0]) / sum(lengths)):
-        return "sum(WEIGHTED) / LENGTH"
-    for name in ("amax", "amin", "logsumexp"):
+    if whole.dtype.is_floating_point:
+        weighted = [one * length for one, length in zip(parts, lengths)]
+        if equal(sum(weighted[1:], weighted[0]) / sum(lengths)):
+            return "sum(WEIGHTED) / LENGTH"
+        reductions = "amax", "amin", "logsumexp"
+    for name in reductions:
         if equal(getattr(torch.stack(list(parts)), name)(0)):
             return f"torch.stack(PARTS).{name}(0)"
     return None

@@ -140,7 +140,11 @@ def _loops_over_parts(found: Found, one: Slice, trial: Trial) -> Iterator[Fix]:
     sources = [scope.place.source for call in reducers for scope in call.scopes if scope.code is one.scope.code]
     parts = [part for part in (one, taken_apart(one, sources)) if part is not None]
     tried = (rewrite for part in parts for rewrite in loops(part, trial, found.largest_bytes))
-    equal = (rewrite for rewrite in tried if trial.agrees(rewrite.statements))
+    equal = (
+        rewrite
+        for rewrite in tried
+        if trial.agrees(rewrite.statements) and trial.agrees_in_other_draws(rewrite.statements)
+    )
     for rewrite in itertools.islice(equal, MEASURED):
         fix = _measured(found, one, rewrite)
         if fix is not None:

@@ -47,7 +47,8 @@ def squared_distances(reader: Reader, node: ast.expr, trial: Trial) -> Proposals
     product += f"{ast.unparse(difference[1])})"
     squares = [f"{side}.square().sum({axis})" for side in (left, right)]
     why = "squares and a product take the place of the differences; small distances lose digits"
-    yield CONTRACTION, f"({squares[0]} + {squares[1]} - 2 * {product}){'.clamp(min=0)' + root if root else ''}", why
+    # By rounding a distance of 0 becomes a negative one, of which a root further on is NaN.
+    yield CONTRACTION, f"({squares[0]} + {squares[1]} - 2 * {product}).clamp(min=0){root}", why
     if cdist:
         yield LIBRARY, f"{cdist}{power}", "distances are made without differences"
 

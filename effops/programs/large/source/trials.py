@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import math
 import types
@@ -35,6 +36,7 @@ DROPOUTS = {nn.functional.dropout, torch.dropout}
 ROUNDING = 1e-13  # of float64, with room for sums
 BYTES_PER_SECOND, OPERATIONS_PER_SECOND = 1e10, 1e11  # of a core or two; only ratios matter
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # nothing is written yet
+OTHER_SEEDS = 1, 2, 3
 STAND_INS = 5, 6, 7, 9, 10, 11, 13, 14, 15
 # Modules that are called by themselves in a trial: they hold tensors and numbers alone.
 LAYERS = {
@@ -61,6 +63,7 @@ LAYERS = {
     nn.PairwiseDistance,
 }
 Function = Callable[..., Any]
+Redrawn = Callable[[int], Iterator[tuple["Made", "Outcome"]]]  # a run with numbers of another seed, if it takes them
 
 
 @dataclass
@@ -109,9 +112,9 @@ def shrunk(values: Mapping[str, Any], operand_bytes: int) -> Iterator[dict[int, 
         yield {}
 
 
-def real(found: Slice, sizes: Mapping[int, int], kind: str) -> Made:
+def real(found: Slice, sizes: Mapping[int, int], kind: str, seed: int = 0) -> Made:
     """Random arguments of a slice, of one of the `KINDS`, or `WITH_ZEROS`."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     made = Made({})
     masks = itertools.count()
 
@@ -310,8 +313,10 @@ def _bytes(call: Call) -> int:
 class Trial:
     """A slice that was run on small tensors. Other statements are compared with it."""
 
-    def __init__(self, found: Slice, runs: Sequence[tuple[Made, Outcome]], sizes: Mapping[int, int]) -> None:
-        self.found, self.runs = found, runs
+    def __init__(
+        self, found: Slice, runs: Sequence[tuple[Made, Outcome]], sizes: Mapping[int, int], redrawn: Redrawn
+    ) -> None:
+        self.found, self.runs, self.redrawn = found, runs, redrawn
         self.made, self.expected = runs[0]
         self._full = {small: size for size, small in sizes.items()}
 
@@ -327,9 +332,9 @@ class Trial:
         """
         function = compiled(found.definition(found.statements), found.scope.surroundings)
 
-        def run(sizes: Mapping[int, int], kind: str) -> Iterator[tuple[Made, Outcome]]:
+        def run(sizes: Mapping[int, int], kind: str, seed: int = 0) -> Iterator[tuple[Made, Outcome]]:
             try:
-                made = real(found, sizes, kind)
+                made = real(found, sizes, kind, seed)
                 expected = outcome(function, made)
             except FAILURES:  # whatever the user's code raises at other sizes
                 return
@@ -340,12 +345,25 @@ class Trial:
             for kind in KINDS:
                 runs = list(run(sizes, kind))
                 if runs:
-                    return cls(found, [*runs, *(run(sizes, WITH_ZEROS) if _chooses(found) else ())], sizes)
+                    more = run(sizes, WITH_ZEROS) if _chooses(found) else ()
+                    return cls(found, [*runs, *more], sizes, functools.partial(run, sizes, kind))
         return None
 
     def agrees(self, statements: Sequence[ast.stmt]) -> bool:
         """Whether statements give the same results and gradients."""
         return self._agree(statements, self.runs)
+
+    def agrees_in_other_draws(self, statements: Sequence[ast.stmt]) -> bool:
+        """Whether statements give the same for other numbers, and whether each result depends on the numbers.
+
+        A threshold may make a result the same for all numbers that are drawn: then a wrong computation may give it too.
+        """
+        runs = [run for seed in OTHER_SEEDS for run in self.redrawn(seed)]
+        of_runs = zip(*(found.results for _, found in runs))
+        depend = [
+            any(not _close(first, one) for one in others) for first, others in zip(self.expected.results, of_runs)
+        ]
+        return bool(runs) and all(depend) and self._agree(statements, runs)
 
     def agrees_without_dropout(self, statements: Sequence[ast.stmt]) -> bool:
         """Whether statements do where neither they nor the slice drop anything: other numbers are drawn for them."""
