@@ -14,7 +14,7 @@ from effops.kernels import launch
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 
 
-PARTS = 16
+PARTS = 8
 
 
 @pytest.mark.parametrize("which", ["those that differ", pytest.param("all", marks=pytest.mark.exhaustive)])
