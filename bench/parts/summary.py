@@ -26,15 +26,15 @@ def _lines(rows: Sequence[Row], groups: Sequence[Sequence[Row]]) -> Iterator[tup
     """The line of naive and that of the preferred variant. Rows are in order of preference."""
     naive = next((row for row in rows if row.variant == "naive"), None)
     preferred = next((row for row in rows if row.status == "ok" and not row.is_peer and row is not naive), None)
-    name, detail = rows[0].op, _detail(rows[0], groups)
+    first, second = rows[0].op, _detail(rows[0], groups)  # of the lines
     if naive is not None:
-        yield name, *_figures(naive), "", ""
-        name, detail = detail, ""
+        yield first, *_figures(naive), "", ""
+        first, second = second, ""
     if preferred is not None:
-        yield name, *_figures(preferred), format_ratio(_times_less(naive, preferred)), format_ratio(preferred.speedup)
-        name, detail = detail, ""
-    if detail:
-        yield detail, "", "", "", "", ""
+        yield first, *_figures(preferred), format_ratio(_times_less(naive, preferred)), format_ratio(preferred.speedup)
+        first = second
+    if first:
+        yield first, "", "", "", "", ""
 
 
 def _detail(row: Row, groups: Sequence[Sequence[Row]]) -> str:

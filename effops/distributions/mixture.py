@@ -20,7 +20,7 @@ from effops.text import tells_wrong_arguments
 
 
 class Mixture(TellingDistribution, MixtureSameFamily):
-    """A `torch.distributions.MixtureSameFamily` that never holds the log densities of the components.
+    """A `torch.distributions.MixtureSameFamily` that holds log densities of components in blocks alone.
 
         log p(x) = logsumexp_k(log weight_k + log p_k(x))
 

@@ -113,6 +113,11 @@ def parse(function: str, equation: Any, operands: Sequence[Any]) -> tuple[tuple[
         if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
             operands = operands[0]
         terms, output = _parsed(function, equation)
+        texts = [one for one in operands if isinstance(one, str)]
+        if texts:
+            raise TypeError(
+                f"{function}: operands must be tensors; got {texts[0]!r}; give `budget` by name, as budget=.."
+            )
         if len(terms) != len(operands):
             raise ValueError(
                 f"{function}: `equation` must have a term for each operand; got {equation!r}, with "

@@ -135,6 +135,15 @@ def test_tables_fit(width: int, bench: dict[str, ModuleType]) -> None:
     assert "von_mises_fisher_mixture_log_prob naive 8.0 GiB 8.12 s chunked 1023.0 MiB 99.9 ms 8.0x 104x" in summary
 
 
+def test_a_summary_tells_sizes_apart(bench: dict[str, ModuleType]) -> None:
+    """Where naive had not run, the sizes of a sweep were missing."""
+    _, full, *_ = rows_of(bench["comparison"])
+    groups = [[dataclasses.replace(full, size={"M": size})] for size in (64, 128)]
+    console = Console(file=io.StringIO(), width=120)
+    bench["summary"].print_summary(console, groups)
+    assert [size in console.file.getvalue() for size in ("M=64", "M=128")] == [True, True]
+
+
 def test_ratios(bench: dict[str, ModuleType]) -> None:
     format_ratio = bench["report"].format_ratio
     assert [format_ratio(ratio) for ratio in (None, 0.5, 2.25, 41.4, 12345.0)] == [

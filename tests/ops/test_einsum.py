@@ -107,6 +107,10 @@ def test_forms_of_call(generator):
 X = torch.ones(2, 3)
 MISTAKES = {
     "too few operands": (("ij,jk->ik", X), r"must have a term for each operand; got 'ij,jk->ik', with 2 terms, and 1"),
+    "a budget by position": (
+        ("ij,jk->ik", X, X, "1 MiB"),
+        "must be tensors; got .1 MiB.; give `budget` by name",
+    ),
     "a digit": (("i1->i", X), "must consist of letters, ellipses, commas and an arrow"),
     "a dot": (("i.j->i", X), "write an ellipsis as three dots"),
     "too few labels": (("i->i", X), "operand 0 must have an axis for each of its labels; got 2 axes and 1 label"),

@@ -113,7 +113,7 @@ def normal_mixture_log_prob(
     *,
     variant: str | None = None,
 ) -> Tensor:
-    """Log density of mixtures of normal distributions, without the densities of the components.
+    """Log density of mixtures of normal distributions, without the densities of all components at once.
 
         log p(x) = log sum_n exp(log_weights_n + log p(x | loc_n, s_n))
 

@@ -175,7 +175,7 @@ def power_spherical_mixture_log_prob(
     *,
     variant: str | None = None,
 ) -> Tensor:
-    """Log density of mixtures of PowerSpherical distributions, without the densities of the components.
+    """Log density of mixtures of PowerSpherical distributions, without the densities of all components at once.
 
         log p(x) = log sum_n exp(log_weights_n + log p(x | loc_n, s_n))
 

@@ -216,7 +216,7 @@ def von_mises_fisher_mixture_log_prob(
     *,
     variant: str | None = None,
 ) -> Tensor:
-    """Log density of mixtures of von Mises-Fisher distributions, without the densities of the components.
+    """Log density of mixtures of von Mises-Fisher distributions, without the densities of all components at once.
 
         log p(x) = log sum_n exp(log_weights_n + log p(x | loc_n, k_n))
 
