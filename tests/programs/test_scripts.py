@@ -426,6 +426,27 @@ def test_fewer_steps_than_asked_for(script, capsys):
     assert "ended after 1 of 3 optimizer steps\n" in capsys.readouterr().out
 
 
+LABELS = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+class Labels(Dataset):
+    labels = torch.arange(400).repeat_interleave(16)
+    def __len__(self):
+        return len(self.labels)
+    def __getitem__(self, number):
+        return int(self.labels[number])
+next(iter(DataLoader(Labels(), 4)))
+"""
+
+
+def test_a_number_of_a_tensor_in_a_dataset(script, capsys):
+    """The remedy was of shapes and branches."""
+    assert main(["lint", script(LABELS)]) == 2
+    told = capsys.readouterr().err
+    assert "a number of a tensor: keep the tensor, or have the numbers in NumPy or a list" in told
+    assert "int(self.labels[number])" in told
+
+
 def test_no_script(capsys):
     """ARGS were said to be required too."""
     with pytest.raises(SystemExit):

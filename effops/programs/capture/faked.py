@@ -49,6 +49,7 @@ REMEDIES = {
     aten.nonzero.default: "a boolean mask as an index, or nonzero: write torch.where, or multiply by the mask",
     aten.masked_select.default: "masked_select: write torch.where, or multiply by the mask",
     aten._unique2.default: "unique: take it of numbers that the program knows",
+    aten._local_scalar_dense.default: "a number of a tensor: keep the tensor, or have the numbers in NumPy or a list",
 }
 
 
