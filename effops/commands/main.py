@@ -137,23 +137,19 @@ class Parser(argparse.ArgumentParser):
             is_apart = re.fullmatch(r"[\d.e]*\d", number) and re.fullmatch(r"([kmgt]i?)?b?", unit.lower()) and unit
             if is_apart and message.endswith(f"arguments: {unit}"):
                 return f'; write "{number}{unit}" as one word'
-        unknown = [one for one in self.given if one.startswith("--") and not any(map(self._begins(one), self.flags()))]
+        options = [one.partition("=")[0] for one in self.given if one.startswith("--")]
+        # argparse takes what one option alone begins with for that option
+        unknown = [one for one in options if not any(flag.startswith(one) for flag in self.flags())]
         if unknown and ("unrecognized" in message or "required" in message):
             return self._nearest_flag(unknown[0])
         return ""
 
-    @staticmethod
-    def _begins(given: str) -> Callable[[str], bool]:
-        """Whether an option may be meant by what is given, which argparse takes for it if no other one is."""
-        return lambda flag: flag.startswith(given.partition("=")[0])
-
     def _nearest_flag(self, given: str) -> str:
         from effops.text import did_you_mean
 
-        word, *_ = given.removeprefix("--").replace("-", "_").partition("=")
-        near = did_you_mean(word, {flag.strip("-").replace("-", "_") for flag in self.flags()})
-        text = near.replace("_", "-").replace('"', '"--', 1)
-        return text if not text else f"; for --{word.replace('_', '-')}{text.removeprefix(';')}"
+        word, *known = (flag.strip("-").replace("-", "_") for flag in (given, *self.flags()))
+        near = did_you_mean(word, known).replace("_", "-").replace('"', '"--', 1)
+        return f"; for {given}{near.removeprefix(';')}" if near else ""
 
 
 def _tell_of_import() -> None:

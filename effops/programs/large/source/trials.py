@@ -358,12 +358,18 @@ class Trial:
 
         A threshold may make a result the same for all numbers that are drawn: then a wrong computation may give it too.
         """
-        runs = [run for seed in OTHER_SEEDS for run in self.redrawn(seed)]
-        of_runs = zip(*(found.results for _, found in runs))
-        depend = [
-            any(not _close(first, one) for one in others) for first, others in zip(self.expected.results, of_runs)
-        ]
-        return bool(runs) and all(depend) and self._agree(statements, runs)
+        return self._results_depend and self._agree(statements, self._other_runs)
+
+    @functools.cached_property
+    def _other_runs(self) -> Sequence[tuple[Made, Outcome]]:
+        return [run for seed in OTHER_SEEDS for run in self.redrawn(seed)]
+
+    @functools.cached_property
+    def _results_depend(self) -> bool:
+        """Whether each result is another one for other numbers."""
+        of_runs = zip(*(found.results for _, found in self._other_runs))
+        others = zip(self.expected.results, of_runs)
+        return bool(self._other_runs) and all(any(not _close(first, one) for one in more) for first, more in others)
 
     def agrees_without_dropout(self, statements: Sequence[ast.stmt]) -> bool:
         """Whether statements do where neither they nor the slice drop anything: other numbers are drawn for them."""
