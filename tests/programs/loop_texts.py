@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from effops.programs.tiles import combiners, loops, sums
+from effops.programs.tiles import combiners, gradients, loops
 
 aten = torch.ops.aten
 
@@ -69,13 +69,30 @@ TEXTS = [
         ("log of all",),
     ),
     Text(
-        "the weight of a tile in a logsumexp",
-        combiners.LogSumExp,
-        "pulled_back",
-        "upstream * weight",
-        "upstream + 0 * weight",
-        ("log of all",),
+        "the known logsumexp of other rows",
+        loops.Loop,
+        "_known_parts",
+        "placed.get(node), start,",
+        "placed.get(node), 0,",
+        ("logs",),
     ),
+    Text(
+        "the gradient of a known logsumexp",
+        gradients._LogSum,
+        "backward",
+        ".mul_(gradient)",
+        "",
+        ("logs", "log of all"),
+    ),
+    Text(
+        "what a gradient reads is not computed",
+        loops,
+        "unread",
+        "needed.update(operands_of(node))",
+        "pass",
+        ("weight",),
+    ),
+    Text("the shape of a sum that is not read", gradients, "_axes", "axis % rank", "0", ("rows",)),
     Text(
         "the last of the extrema",
         combiners.Extremum,
@@ -119,7 +136,7 @@ TEXTS = [
     Text(
         "the first of several extrema",
         combiners.FirstExtremum,
-        "placed",
+        "numbered",
         "parts[number] + first",
         "parts[number]",
         ("first",),
@@ -150,7 +167,7 @@ TEXTS = [
     ),
     Text(
         "gradients of a whole operand",
-        sums.GradientSum,
+        gradients.GradientSum,
         "add_product",
         "total.addmm_",
         "torch.zeros_like(total).addmm_",
@@ -186,6 +203,8 @@ OF_LOOPS = {  # programs of which the loops are broken
     "weight": lambda x, matrix: (x.flatten(0, 1) @ matrix[:36]).sin(),
     "half": lambda x, y: ((x - y).half().cos() + 1).sum((0, 1, 2)),
     "log of all": lambda x, y: torch.logsumexp(x - y, (0, 1, 2)),
+    "logs": lambda x, y: torch.logsumexp(x - y, 2),
+    "rows": lambda x, y: (x - y).sin().sum((1, 2)),
     "log of -inf": lambda x, y: torch.logsumexp(_half_infinite(x, y), (0, 1, 2)),
     "largest": lambda x, y: torch.amax(x - y, (0, 1, 2)),
     "least": lambda x, y: torch.amin(x - y, (0, 1, 2)),

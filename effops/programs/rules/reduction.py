@@ -63,6 +63,7 @@ def log_sum_exp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 log_sum_exp._schema = aten.logsumexp.default._schema  # type: ignore[attr-defined]
+LOG_SUMS = {aten.logsumexp.default, log_sum_exp}
 
 
 def norm(node: Node) -> Iterator[Binding]:

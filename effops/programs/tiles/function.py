@@ -261,6 +261,9 @@ def tiled(
     """
     if randomness not in RANDOMNESS:
         raise ValueError(f"tiled: `randomness`: expected one of {', '.join(RANDOMNESS)}; got {randomness!r}")
+    for name, value in (("compile", compile), ("verify", verify)):
+        if not isinstance(value, bool):
+            raise TypeError(f"tiled: `{name}` must be True or False; got {value!r}")
     if fn is not None and not callable(fn):
         size = fn if isinstance(fn, (str, int, float)) else BUDGET
         raise TypeError(

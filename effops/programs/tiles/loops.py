@@ -17,11 +17,20 @@ from effops.numerics.precision import CPU, arithmetic_dtype, without_autocast
 from effops.prediction.allocations import fake_mode
 from effops.programs.rules.binding import argument, is_item, is_without_gradients, nbytes_of, operands_of
 from effops.programs.rules.draws import new_seed, seed_of, seeded
+from effops.programs.rules.reduction import LOG_SUMS, log_sum_exp
 from effops.programs.rules.scan import first_carried, in_a_tile
 from effops.programs.rules.view import SIZES
 from effops.programs.tiles.combiners import COMBINERS, Combiner
 from effops.programs.tiles.cuts import Along, Stage
-from effops.programs.tiles.sums import GradientSum, factors_of, is_plain_product, summing
+from effops.programs.tiles.gradients import (
+    UNREAD,
+    GradientSum,
+    factors_of,
+    is_plain_product,
+    known_log_sum,
+    product,
+    unread,
+)
 from effops.pytorch import FakeTensor, _disable_current_modes
 
 aten = torch.ops.aten
@@ -67,9 +76,32 @@ class Loop:
         return [one for node in self.carrying for one in first_carried(node, device)]
 
     @property
+    def is_lean(self) -> bool:
+        """Whether backward runs a graph of its own, without what gradients do not read."""
+        return self.nested is None and not self.compiles
+
+    @property
     def summed(self) -> list[int]:
         """The inputs that all tiles read whole, to whose gradient products add theirs where it is summed up."""
-        return [] if self.nested is not None or self.compiles else self._whole_factors
+        return self._whole_factors if self.is_lean else []
+
+    @property
+    def known(self) -> dict[Node, int]:
+        """The results that backward is given, and their places: the derivatives of their operators read them."""
+        return self._log_sums if self.is_lean else {}
+
+    @functools.cached_property
+    def _log_sums(self) -> dict[Node, int]:
+        dtypes = torch.float32, torch.float64
+        found = {node: place for place, node in enumerate(self.stage.outputs) if node.target in LOG_SUMS}
+        return {node: place for node, place in found.items() if node.meta["val"].dtype in dtypes}
+
+    @functools.cached_property
+    def _unread(self) -> set[Node]:
+        """The nodes whose values backward does not need."""
+        outputs = zip(self.stage.outputs, self.combiners)
+        read = {node for node, combiner in outputs if combiner is not None and type(combiner) is not Combiner}
+        return unread(self.stage.nodes, read - self._log_sums.keys())
 
     @functools.cached_property
     def _whole_factors(self) -> list[int]:
@@ -202,7 +234,8 @@ class Loop:
             ]
             parts += [one.detach().requires_grad_(one.is_floating_point()) for one in carried]
             with torch.enable_grad():
-                found = list(self.body(length, parts, sums=bool(summed))(*parts, *summed))
+                known = self._known_parts(kept, start, length)
+                found = list(self.body(length, parts, backward=self.is_lean)(*parts, *summed, *known))
             outputs, gradients = self._upstream_of_tile(found, kept, upstream, start, length)
             for own, pulled_back in zip(found[len(found) - len(first) :], of_carried):
                 if pulled_back is not None and own.requires_grad:
@@ -220,6 +253,11 @@ class Loop:
                 del pulled, gradient
             del parts, found, outputs, gradients
         return [one.result() for one in sums]
+
+    def _known_parts(self, kept: Sequence[Sequence[Tensor]], start: int, length: int) -> list[Tensor]:
+        """The values of `known` for a tile, or those of all tiles where they are combined."""
+        placed = self.stage.cut.placed
+        return [part(kept[place][0], placed.get(node), start, length) for node, place in self.known.items()]
 
     def _upstream_of_tile(
         self,
@@ -240,28 +278,31 @@ class Loop:
                 continue
             if combiner is None:
                 gradient = part(gradient, self.stage.cut.placed[node], start, length)
-            else:
+            elif node not in self.known:
                 own = combiner.numbered(own, start * stretch)
                 gradient = combiner.pulled_back(gradient, own, kept[place])
             outputs.append(own[0])
             gradients.append(gradient)
         return outputs, gradients
 
-    def body(self, length: int, parts: Sequence[Tensor], *, sums: bool = False) -> Body:
-        """What a tile of this length runs. With `sums` it takes those of `summed` too."""
+    def body(self, length: int, parts: Sequence[Tensor], *, backward: bool = False) -> Body:
+        """What a tile of this length runs."""
         is_fake = any(isinstance(one, FakeTensor) for one in parts)
         compiles = self.compiles and self.nested is None and not self.drawing and not is_fake
-        key = length, any(one.requires_grad for one in parts), compiles, sums
+        key = length, any(one.requires_grad for one in parts), compiles, backward
         if key not in self.bodies:
-            graph = self.body_of(self.graph(length, sums=sums))
+            graph = self.body_of(self.graph(length, backward=backward))
             if self.nested is not None:
                 self.bodies[key] = self.nested(graph, parts)
             else:
                 self.bodies[key] = lookup_backend("inductor")(graph, list(parts)) if compiles else graph
         return self.bodies[key]
 
-    def graph(self, length: int, *, sums: bool = False) -> GraphModule:
-        """The nodes of the stage for a tile. Sizes among arguments become those of the tile."""
+    def graph(self, length: int, *, backward: bool = False) -> GraphModule:
+        """The nodes of the stage for a tile. Sizes among arguments become those of the tile.
+
+        With `backward` it computes what gradients need, and takes the sums of `summed` and the values of `known` too.
+        """
         stage, graph = self.stage, Graph()
         slots = {one: graph.placeholder(f"input_{number}") for number, one in enumerate(stage.inputs)}
         given = {
@@ -270,7 +311,11 @@ class Loop:
             ]
             for number, node in enumerate(self.carrying)
         }
-        summed = {slots[self.stage.inputs[place]]: graph.placeholder(f"sum_{place}") for place in self.summed if sums}
+        summed, known, ignored = dict[Node, Node](), dict[Node, Node](), set[Node]()
+        if backward:
+            summed = {slots[stage.inputs[place]]: graph.placeholder(f"sum_{place}") for place in self.summed}
+            known = {node: graph.placeholder(f"known_{place}") for node, place in self.known.items()}
+            ignored = self._unread
         left: list[Node] = []  # to the next tile
         copied: dict[Node, Node] = {}
         for node in stage.nodes:
@@ -285,8 +330,13 @@ class Loop:
                 operands: Any = args
                 made, *more = in_a_tile(graph, node, operands[0], given[node])
                 left += [_detached(graph, node, one) for one in more]
-            elif is_plain_product(node) and any(one in summed for one in args):
-                made = summing(graph, args, summed)
+            elif node in known:
+                is_part = node.target is log_sum_exp
+                made = graph.call_function(known_log_sum, (args[0], known[node], *args[1:]), {"is_part": is_part})
+            elif backward and is_plain_product(node) and node.meta["val"].is_floating_point():
+                made = product(graph, args, summed, is_read=node not in ignored)
+            elif node in ignored and node.target in UNREAD:
+                made = graph.call_function(UNREAD[node.target], args, kwargs)
             else:
                 made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             made.meta["custom"] = node.meta.get("custom", {})
@@ -298,7 +348,7 @@ class Loop:
             copied[node] = made if node in stage.cut.combined else _detached(graph, node, made)
         outputs = []
         for node, combiner in zip(stage.outputs, self.combiners):
-            if combiner is None:
+            if combiner is None or node in known:
                 outputs.append(copied[node])
             else:
                 first, *others = combiner.parts(graph, copied[node])
@@ -313,7 +363,12 @@ class Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loop: Loop, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, totals, left = loop.forward(tensors)
-        kept = [() if combiner is None else combiner.kept(own) for own, combiner in zip(totals, loop.combiners)]
+        kept: list[Sequence[Tensor]] = [
+            () if combiner is None else combiner.kept(own) for own, combiner in zip(totals, loop.combiners)
+        ]
+        for place in loop.known.values():
+            if loop.combiners[place] is None:
+                kept[place] = [results[place]]
         ctx.loop, ctx.counts = loop, [len(one) for one in kept]
         differentiable = loop.differentiable(ctx.needs_input_grad[1:])
         ctx.mark_non_differentiable(*(one for one, is_one in zip(results, differentiable) if not is_one))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from effops.text import format_bytes
 TILE_BYTES = 2**22  # of a tile at most, since smaller ones stay in the cache
 LEAST_TILE_BYTES = 2**14
 DEEPEST = 3  # cuts within tiles
+LEAST_RUN = 16  # elements of a tile that lie side by side, below which operators are slow
 SEEDS = 4  # the largest nodes of a region whose axes are tried
 
 
@@ -75,7 +77,7 @@ class Program:
         for number, step in enumerate(self.steps):
             if isinstance(step, Loop):
                 tensors = [values[node] for node, _ in step.stage.inputs]
-                if step.pattern in self.unchecked and not any(isinstance(one, FakeTensor) for one in tensors):
+                if step.pattern in self.unchecked and not any(map(_has_no_values, tensors)):
                     with without_hooks():  # which would see them once, and not when a checkpoint runs again
                         check(step, tensors)
                     self.unchecked.discard(step.pattern)
@@ -98,14 +100,21 @@ class Program:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def _has_no_values(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
 def _read_by(step: Node | Loop) -> list[Node]:
     if isinstance(step, Loop):
         return list(dict.fromkeys(node for node, _ in step.stage.inputs))
     return list(dict.fromkeys(operands_of(step)))
 
 
-def taken_bytes(function: Any, args: Sequence[Any], *, backward: bool) -> int:
-    """The highest sum, at any moment, of what a call and its backward pass allocate on fake memory, and keep inside."""
+def taken_bytes(function: Any, args: Sequence[Any], *, backward: bool, with_results: bool = False) -> int:
+    """The highest sum, at any moment, of what a call and its backward pass allocate on fake memory, and keep inside.
+
+    Results count `with_results`: those of a tile are copied to where they belong.
+    """
     with _disable_current_modes(), torch.inference_mode(False), fake_mode(allow_non_fake_inputs=True):
         fakes = [_fake(one, backward) for one in args]
         tensors = [one for one in fakes if isinstance(one, Tensor)]
@@ -123,7 +132,7 @@ def taken_bytes(function: Any, args: Sequence[Any], *, backward: bool) -> int:
                 for one in upstream:
                     allocations.count(one, nbytes=0)
                 gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-        return int(allocations.most_bytes_without([*results, *gradients]))
+        return int(allocations.most_bytes_without([*([] if with_results else results), *gradients]))
 
 
 def _flat(value: Any) -> list[Any]:
@@ -217,7 +226,7 @@ def _draw_alike(loops: Sequence[Loop]) -> None:
 
 
 def _best(region: Region, target: int) -> Cut:
-    """The cut that leaves the least whole, combines nothing if it can, and has the longest axis."""
+    """The cut that leaves the least whole, combines nothing if it can, and whose tiles read the least whole."""
     largest = sorted(region.large, key=nbytes_of, reverse=True)
     count = min(SEEDS, [*map(nbytes_of, largest)].count(nbytes_of(largest[0])))
     found: list[Cut] = []
@@ -228,8 +237,10 @@ def _best(region: Region, target: int) -> Cut:
         return (
             _whole_bytes(cut) > target,
             smallest > target,
+            _run(cut, target) < LEAST_RUN,
             bool(cut.combined or cut.carried),
             _whole_bytes(cut),
+            _read_whole_bytes(cut),
             -cut.length,
         )
 
@@ -260,6 +271,27 @@ def _whole_bytes(cut: Cut) -> int:
     return max((nbytes_of(node) for node in cut.region if node not in cut.placed), default=0)
 
 
+def _read_whole_bytes(cut: Cut) -> int:
+    """The bytes from outside of the region that each tile reads all of."""
+    inside = set(cut.region)
+    read = {
+        operand
+        for node in cut.nodes
+        for number, operand in enumerate(operands_of(node))
+        if operand not in inside and (node, number) not in cut.sliced
+    }
+    return sum(map(nbytes_of, read))
+
+
+def _run(cut: Cut, target: int) -> int:
+    """About how many elements of a tile of the largest node lie side by side."""
+    largest = max(cut.placed, key=nbytes_of)
+    axis, stretch = cut.placed[largest]
+    shape = shape_of(largest)
+    length = max(1, cut.length * target // max(target, sum(map(nbytes_of, cut.placed))))
+    return length * stretch * math.prod(shape[axis + 1 :])
+
+
 def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
     """The longest tiles, forward and backward, that take at most `target` bytes."""
 
@@ -285,13 +317,17 @@ def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
 
 def _tile_bytes(loop: Loop, length: int, backward: bool) -> int:
     """What a tile allocates at most."""
-    graph = loop.graph(length)
-    args = [
+    is_lean = backward and loop.is_lean
+    graph = loop.graph(length, backward=is_lean)
+    args: list[Any] = [
         _tile_of(node.meta["val"], along, length, backward and place not in loop.summed)
         for place, (node, along) in enumerate(loop.stage.inputs)
     ]
     args += [_tile_of(one, None, length, backward) for one in loop.first_carried("meta")]
-    return taken_bytes(graph, args, backward=backward)
+    if is_lean:
+        args += [None for _ in loop.summed]
+        args += [_tile_of(node.meta["val"], loop.stage.cut.placed.get(node), length, False) for node in loop.known]
+    return taken_bytes(graph, args, backward=backward, with_results=True)
 
 
 def _tile_of(value: Tensor, along: Any, length: int, backward: bool) -> Tensor:

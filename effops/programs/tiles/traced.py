@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._higher_order_ops.wrap import TagActivationCheckpoint, tag_activation_checkpoint
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
@@ -19,7 +19,7 @@ from effops.dispatch.native import without_hooks
 from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import fake_mode
 from effops.programs.capture.places import kind_of
-from effops.programs.rules.binding import WITHOUT_GRADIENTS
+from effops.programs.rules.binding import WITHOUT_GRADIENTS, value_of
 from effops.programs.tiles.apart import taken_apart
 from effops.programs.tiles.products import with_products
 from effops.programs.tiles.refusals import CannotTile
@@ -63,6 +63,7 @@ def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: b
             if others:
                 run = Interpreter(graph).run
                 graph = make_fx(run, others | decompositions, _allow_non_fake_inputs=True)(*fakes)
+        _cast_bools_at_once(graph.graph)
         graph.graph.eliminate_dead_code()
         with_products(graph)
     return graph
@@ -115,6 +116,15 @@ def _is_input(node: Node) -> bool:
 
 def _is_mutable(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _cast_bools_at_once(graph: Graph) -> None:
+    """Leave out the dtype between, where 0 and 1 are cast twice: `one_hot(..).to(..)` makes int64 first."""
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        (between,) = node.args
+        is_cast = between.target is aten._to_copy.default and not between.kwargs.keys() - {"dtype"}
+        if is_cast and value_of(between.args[0]).dtype == torch.bool:
+            node.args = between.args
 
 
 class _Marking(Interpreter):
