@@ -74,6 +74,8 @@ def _show(report: LintReport, run: ScriptRun, options: argparse.Namespace) -> No
         notes.append("the script ended without an optimizer step; one that trains may lack arguments, after its name")
     elif run.steps < options.steps:
         notes.append(f"the script ended after {run.steps} of {options.steps} optimizer steps")
+    elif run.stopped is not None and (told := run.stopped.told(run.steps)):
+        notes.append(told)
     content = {"report": report.to_json(), "notes": notes} if options.json else {}
     text = report.github() if options.format == "github" else "\n".join([str(report), *notes])
     shown_result(options.json, content, lambda console: console.print(text, soft_wrap=True))

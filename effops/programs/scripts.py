@@ -31,6 +31,7 @@ from effops.programs.capture.assumed_values import AssumedValues, CannotFollow
 from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import EFFOPS, Place, raised_at
+from effops.programs.unreached import Stopped, stopped_at
 from effops.programs.writes import watched
 from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_dispatch_mode_stack
 from effops.text import told_syntax_error
@@ -58,6 +59,7 @@ class ScriptRun:
         steps: the optimizer steps that it made; fewer than were asked for if it ended before
         skipped: checkpoints that were not written, with their places
         written: files that it wrote, or programs that it started, with their places
+        stopped: where it was stopped; None if it ended by itself
     """
 
     observed: Observed
@@ -65,6 +67,7 @@ class ScriptRun:
     steps: int
     skipped: Sequence[tuple[str, Place | None]]
     written: Sequence[tuple[str, Place | None]]
+    stopped: Stopped | None
 
     @property
     def assumed(self) -> Mapping[tuple[str, Place | None], int]:
@@ -142,8 +145,8 @@ def run_script(
         FINITE_NUMBERS,
         counter.counting(),
     ):
-        _run(path, arguments, name, values)
-    return ScriptRun(observed, values, counter.count, writes.skipped, writes.written)
+        stopped = _run(path, arguments, name, values, steps)
+    return ScriptRun(observed, values, counter.count, writes.skipped, writes.written, stopped)
 
 
 def _check_python(path: str, name: str) -> None:
@@ -163,12 +166,13 @@ def _check_python(path: str, name: str) -> None:
         raise ValueError(f"{name}: a script must be Python; got {path!r}, which is JSON; name the .py file")
 
 
-def _run(path: str, arguments: Sequence[str], name: str, values: AssumedValues) -> None:
+def _run(path: str, arguments: Sequence[str], name: str, values: AssumedValues, steps: int) -> Stopped | None:
+    """Run a script; returns where it was stopped after so many steps, or None if it ended before."""
     try:
         with _as_main(path, arguments):
             runpy.run_path(path, run_name="__main__")
-    except _EnoughSteps:
-        pass
+    except _EnoughSteps as error:
+        return stopped_at(error, steps)
     except SystemExit as error:
         if error.code not in (None, 0):
             read = "; it has read numbers, which are taken to be NaN" if values.assumed else ""
@@ -196,6 +200,7 @@ def _run(path: str, arguments: Sequence[str], name: str, values: AssumedValues) 
             f"an integer that is read from a tensor cannot be followed without values{_at(place)}: "
             f"{'' if place is None else place.source}; take it from shapes, or leave it out here"
         ) from error
+    return None
 
 
 @contextmanager

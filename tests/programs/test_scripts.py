@@ -146,6 +146,65 @@ def test_steps(script, capsys):
         run_script(path, name="lint", steps=0)
 
 
+IN_LOOP = """
+for turn in range(5):
+    optimizer.step()
+    # what comes next
+    print("in the loop")
+
+    if turn:
+        print("more in it")
+    count = turn
+"""
+EVALUATION = """
+def evaluate(x):
+    return (x * torch.randn(4096, 64)).sum(-1)
+
+print(evaluate(torch.randn(64, 1, 64)))
+"""
+
+
+def test_what_stands_behind_the_last_step_is_told(script, capsys):
+    """The report said nothing of an evaluation behind the loop, which was not followed."""
+
+    def note(text, *options):
+        path = script(STEP + text, f"script{len(text)}.py")
+        assert main(["lint", "--times", "2", *options, path]) == 0
+        return path, capsys.readouterr().out
+
+    path, told = note(IN_LOOP)
+    step, last = line_of(path, "optimizer.step()"), int(line_of(path, "more in it").rpartition(":")[2])
+    name = os.path.basename(path)
+    run = f"lines {last - 3} of {name}, {last - 1} to {last} of {name}"
+    not_run = f"what stands behind it did not run ({run}); `--steps 2` follows it\n"
+    assert told.endswith(f"stopped after optimizer step 1, at {step}: {not_run}")
+    assert "stopped" not in note(IN_LOOP, "--steps", "2")[1]
+    path, told = note(IN_LOOP + EVALUATION, "--steps", "2")
+    last = line_of(path, "print(evaluate").rpartition(":")[2]
+    not_run = f"did not run (line {last} of {os.path.basename(path)}); to follow it, give `--steps` more steps than"
+    assert not_run in told
+    assert "0 findings" in told
+    path, told = note(IN_LOOP + EVALUATION, "--steps", "6")
+    assert "1 finding" in told
+    assert "the script ended after 5 of 6 optimizer steps" in told
+    assert "did not run" not in told
+
+
+def test_what_stands_behind_a_step_in_functions(script, tmp_path):
+    """The rest of each function that has led to the step counts, and no branch that was not taken."""
+    (tmp_path / "loops.py").write_text(
+        "class Loop:\n    def fit(self, optimizer):\n        if optimizer:\n            optimizer.step()\n"
+        "        else:\n            print('other')\n        done = 1\n        print(done)\n\nprint('module')\n"
+    )
+    path = script(STEP + "import loops\nfor epoch in range(2):\n    loops.Loop().fit(optimizer)\n    print(epoch)\n")
+    stopped = run_script(path).stopped
+    assert str(stopped.place) == f"{tmp_path / 'loops.py'}:4"
+    assert stopped.lines == ["8 of loops.py", f"{line_of(path, 'print(epoch)').rpartition(':')[2]} of script.py"]
+    assert not stopped.in_loop
+    assert run_script(path, steps=2).stopped.lines == stopped.lines
+    assert run_script(script("torch.ones(3).sum()\n")).stopped is None
+
+
 def test_a_script_that_catches_everything_and_one_without_steps(script):
     assert (
         run_script(script(STEP + "try:\n    optimizer.step()\nexcept Exception:\n    raise SystemExit(3)\n")).steps == 1

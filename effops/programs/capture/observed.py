@@ -23,6 +23,7 @@ from effops.programs.capture.places import CallSite, CallSites
 from effops.programs.capture.scopes import Scope, outermost, scopes
 from effops.pytorch import FakeTensor, tree_leaves
 
+TURNS = 4  # of a loop, at least, as tensors that one expression makes
 # They take dtype and device from what they are given, and perhaps its shape. They read no element of it.
 UNREAD = {"new_zeros", "new_ones", "new_empty", "new_empty_strided", "new_full"}
 UNREAD |= {"zeros_like", "ones_like", "empty_like", "full_like"}

@@ -31,6 +31,7 @@ LIBRARIES = tuple(
         os.path.dirname(os.path.dirname(torch.__file__)),
     }
 )
+CODE_OF_FIX = "<fix>"  # of code that is tried
 ENGINE_CODE = _engine_run_backward.__code__
 
 
@@ -107,8 +108,13 @@ def innermost(frame: FrameType | None) -> CallSite:
 
 def raised_at(error: BaseException) -> Place | None:
     """The innermost place of a user's code that an error has come through."""
-    found = [one for one in _instructions_of(error.__traceback__) if kind_of(one.code.co_filename) == "user"]
+    found = user_instructions(error)
     return place_of(found[-1]) if found else None
+
+
+def user_instructions(error: BaseException) -> list[Instruction]:
+    """Those of a user's code that an error has come through, from the outermost inwards."""
+    return [one for one in _instructions_of(error.__traceback__) if kind_of(one.code.co_filename) == "user"]
 
 
 def _instructions_of(traceback: TracebackType | None) -> Iterator[Instruction]:
@@ -123,7 +129,8 @@ def kind_of(file: str) -> str:
     """Whose a file is: "user" or "library"; "" for torch, effops and Python itself, which are passed over."""
     if file.startswith(DISTRIBUTIONS):
         return "library"
-    if file.startswith((TORCH, EFFOPS)) or (file.startswith("<") and not file.startswith(("<stdin>", "<ipython"))):
+    is_made = file.startswith("<") and not file.startswith(("<stdin>", "<ipython", CODE_OF_FIX))
+    if is_made or file.startswith((TORCH, EFFOPS)):
         return ""
     if file.startswith(LIBRARIES):
         return "library" if "site-packages" in file or "dist-packages" in file else ""

@@ -33,7 +33,8 @@ class Finding:
         expression: the operation that makes the largest, in shapes
         reducer: the operation that reads it and makes something small
         now_bytes: the largest tensor; where at least four turns of a loop, or layers, each keep one, all of these
-        after_bytes: the largest tensor that the fix makes, its result included; without a fix, the result that is left
+        after_bytes: the largest tensor that the fix makes, its result included; where a loop keeps some in each turn,
+            all of these, the results that are held at once included; without a fix, the result that is left
         kept_bytes: what of it is kept for backward
         turns: how many are kept, one in each turn of a loop or in each layer
         peak_share: the part of the program's peak that is made here and alive then, from 0 to 1
@@ -224,7 +225,7 @@ def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None) -> Findi
         expression=_in_shapes(maker),
         reducer=f"{top.reducer.name} -> {_shapes(top.reducer)}",
         now_bytes=found.now_bytes,
-        after_bytes=top.result_bytes if fix is None else fix.after_bytes,
+        after_bytes=found.result_bytes if fix is None else fix.after_bytes,
         kept_bytes=found.kept_bytes,
         turns=len(found.turns),
         peak_share=sum(one.nbytes for one in members if one.allocation.is_there(tick)) / max(peak, 1),

@@ -8,17 +8,17 @@ of all pairs itself, as a matrix of costs. Then no member is much larger, and ma
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from effops.programs.capture.observed import UNREAD, Call, Observed, Read, Storage
+from effops.prediction.timeline import highest
+from effops.programs.capture.observed import TURNS, UNREAD, Call, Observed, Read, Storage
 from effops.programs.capture.places import CallSite, Place, place_of
 
 LEAST_BYTES = 2**24
 LEAST_TIMES = 8.0
 HEAD_TIMES = 4.0  # the weight of a language model's head is large itself
 SEED_SHARE = 256  # what is kept of a loop over chunks is large in sum alone
-TURNS = 4  # of a loop, at least
 REDUCED_TIMES = 4  # a reducer's results are so many times smaller than what it reads, at least
 NEAR_TIMES = 4  # members lie within so many times of each other
 READ_SHARE = 4  # a reducer reads at least one in so many bytes of a tensor, or few of it are ever read
@@ -102,6 +102,7 @@ class Found:
 
     humps: list[Hump] = field(default_factory=list)
     kept: list[Storage] = field(default_factory=list)  # members that are kept for backward
+    outlives: Callable[[Storage], bool] = bool  # whether a storage is there when the program has ended
 
     @property
     def top(self) -> Hump:
@@ -142,6 +143,15 @@ class Found:
         return sum(one.nbytes for one in self.turns) if self.is_loop else self.largest_bytes
 
     @property
+    def result_bytes(self) -> int:
+        """Those of the results that are left: of the largest hump, or of all turns of a loop that are there at once."""
+        if not self.is_loop:
+            return self.top.result_bytes
+        made = [storage for hump in self.humps for storage in (*hump.reducer.makes, *hump.reducer.writes)]
+        at_once, _ = highest({id(one): one.allocation for one in made}.values())
+        return max(self.top.result_bytes, at_once)
+
+    @property
     def members(self) -> list[Storage]:
         return list({id(one): one for hump in self.humps for one in hump.members}.values())
 
@@ -166,7 +176,20 @@ def find(
     of_results = [Found([hump]) for hump in _humps_of_results(results, times)]
     others = [group for group in of_results if named.isdisjoint(map(id, group.members))]
     found += _those_that_matter(program, others, end, least_bytes, times)
-    return sorted(_merged(found), key=lambda one: -max(one.largest_bytes, one.kept_bytes))
+    merged = _merged(found)
+    for group in merged:
+        group.outlives = lambda storage: _outlives(storage, program, results.keys())
+    return sorted(merged, key=lambda one: -max(one.largest_bytes, one.kept_bytes))
+
+
+def _outlives(storage: Storage, program: Observed, returned: Container[int]) -> bool:
+    """Whether a program returns a storage, or holds it when it has ended.
+
+    What the last operator has read, or what backward has where it comes last, may be released just after it.
+    """
+    last, died = program.calls[-1], storage.allocation.died
+    is_read_last = last.in_backward or last in storage.readers
+    return id(storage) in returned or died is None or (not is_read_last and died > last.tick)
 
 
 def _those_that_matter(

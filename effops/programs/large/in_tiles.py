@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from effops.prediction.allocations import fake_mode
 from effops.programs.capture.captured import Captured
 from effops.programs.capture.scopes import Described, Fields, Scope
+from effops.programs.large.held import bytes_after
 from effops.programs.large.humps import CONSTANTS, Found
 from effops.programs.large.source.slices import Slice, function_of, is_plain, is_top_level
 from effops.programs.large.source.trials import (
@@ -114,7 +115,7 @@ class InTiles(NamedTuple):
 
     whole: Whole
     budget: int
-    largest_bytes: int
+    bytes_after: int
     seconds: float
     more_seconds: float
 
@@ -259,9 +260,10 @@ def _planned(found: Found, whole: Whole) -> InTiles | None:
                 tiled.programs.clear()
                 continue
             taken = _taken(planned)
-            if taken is None or 2 * taken.largest_bytes > found.now_bytes:
+            after = 0 if taken is None else bytes_after(found, whole.body, taken)
+            if taken is None or 2 * after > found.now_bytes:
                 return None
-            return InTiles(whole, tiled.budget, taken.largest_bytes, as_it_is.seconds, taken.seconds - as_it_is.seconds)
+            return InTiles(whole, tiled.budget, after, as_it_is.seconds, taken.seconds - as_it_is.seconds)
     except FAILURES:  # code that does not run on fake tensors is not proposed
         return None
     return None
@@ -276,7 +278,7 @@ def _taken(planned: Planned) -> FullSize | None:
     seconds = observed_on_fakes(
         lambda: _graph_inputs(planned.args), lambda made: _as_one_tile(program)(*made.arguments["args"])
     )
-    return FullSize(largest.largest_bytes, seconds.seconds)
+    return largest._replace(seconds=seconds.seconds)
 
 
 def _as_one_tile(program: Program) -> Program:

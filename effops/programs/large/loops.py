@@ -53,7 +53,7 @@ def loops(found: Slice, trial: Trial, largest_bytes: int) -> Iterator[Rewrite]:
         why = f"a part of {axis} is made at a time{_note_on_backward(found)}"
         if any("WEIGHTED" in one for one in forms) and LOSSES & _called(found):
             why += "; right only where no target is ignored, since parts then weigh alike"
-        yield Rewrite("loop", [*statements, *found.rest], why, keeps_operands_alone=_is_differentiable(found))
+        yield Rewrite("loop", [*statements, *found.rest], why)
 
 
 def _part_length(size: int, largest_bytes: int) -> int:
@@ -78,7 +78,7 @@ def checkpointed(found: Slice) -> Rewrite | None:
     call = f"checkpoint({function}, {free}, use_reentrant=False)"
     source = f"{_imports(found)}\n{definition}\n{', '.join(found.results)} = {call}"
     why = "backward computes each turn again; what a turn makes is not kept"
-    return Rewrite("loop", ast.parse(source).body, why, keeps_operands_alone=True)
+    return Rewrite("loop", ast.parse(source).body, why)
 
 
 def _described(found: Slice, name: str) -> Described:

@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any
 
 from effops.programs.capture.scopes import Described, Fields, Scope
+from effops.programs.large.held import bytes_after, results_held
 from effops.programs.large.humps import TURNS, Found
 from effops.programs.large.in_tiles import InTiles, in_tiles
 from effops.programs.large.loops import checkpointed, loops
@@ -24,6 +25,7 @@ from effops.programs.large.source.patterns import NAMED
 from effops.programs.large.source.slices import Slice, slices, taken_apart
 from effops.programs.large.source.trials import FAILURES, Trial, at_full_size, compiled
 from effops.programs.large.source.whole_lines import in_whole_lines
+from effops.text import format_bytes
 
 MEASURED = 2  # loops at most, of which the best is taken
 ENOUGH = 8  # times less than now: no other loop is measured then
@@ -38,7 +40,7 @@ class Fix:
     Attributes:
         how: "named op", "contraction", "library function", "tiles" or "loop"
         code: the statements that change, as they can be pasted
-        after_bytes: the largest tensor that the code makes, its result included
+        after_bytes: the largest tensor that the code makes, its result included, or what the turns of a loop leave
         why: why it takes less, and what it costs
         names: those that the code reads and the user's function has made
         lines: the numbers of the lines that the code replaces; none if it replaces no line
@@ -97,7 +99,7 @@ def _fix_in_tiles(found: InTiles) -> Fix:
     sources = found.whole.tiled_source(found.budget), found.whole.source
     why = "its operators run on parts of an axis, and are computed again in backward"
     surroundings = dict(body.scope.surroundings)
-    return Fix("tiles", code, found.largest_bytes, why, body.free, lines, found.more_seconds, sources, surroundings)
+    return Fix("tiles", code, found.bytes_after, why, body.free, lines, found.more_seconds, sources, surroundings)
 
 
 def _agrees(found: Slice, trial: Trial, rewrite: Rewrite) -> bool:
@@ -180,14 +182,19 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
             more = taken.seconds - at_full_size(compiled(sources[1], one.scope.surroundings), one).seconds
     except FAILURES:  # code that does not run on fake tensors is not proposed
         return None
-    after = taken.largest_bytes
-    if found.is_loop and not rewrite.keeps_operands_alone:
-        after *= len(found.turns)  # all of which keep what is made
+    after = bytes_after(found, one, taken)
     if LESS * after > found.now_bytes:
         return None
     code, lines = _changed(one.with_use(statements), one.statements, one.scope.code)
     surroundings = dict(one.scope.surroundings)
-    return Fix(rewrite.how, code, after, rewrite.why, one.free, lines, more, sources, surroundings)
+    why = rewrite.why + _told_of_results(found, one, after)
+    return Fix(rewrite.how, code, after, why, one.free, lines, more, sources, surroundings)
+
+
+def _told_of_results(found: Found, one: Slice, after: int) -> str:
+    """That what turns of a loop give stays, where a finding counts one tensor alone."""
+    held = 0 if found.is_loop else results_held(found, one)
+    return f"; the results of all turns, {format_bytes(held)}, stay" if held > after else ""
 
 
 def _changed(
@@ -215,7 +222,9 @@ def _patch_of_package(found: Found) -> Fix | None:
         return None
     op = ast.parse("return effops.power_spherical_log_prob(self.loc, self.scale, value)").body
     packages = ast.parse("return self.log_normalizer() + self.scale * torch.log1p((self.loc * value).sum(-1))").body
-    rewrite = Rewrite(NAMED, op, "the op takes the place of the package's `log_prob`, with the same results", True)
+    first, *_, last = sorted(line for *_, line in scope.code.co_lines() if line)
+    op[0].lineno, op[0].end_lineno = first, last
+    rewrite = Rewrite(NAMED, op, "the op takes the place of the package's `log_prob`, with the same results")
     fix = _measured(found, Slice(op, scope, ()), rewrite)
     if fix is None:
         return None

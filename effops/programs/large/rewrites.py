@@ -41,7 +41,6 @@ RULES = (
     one_hot,
     expanded_products,
 )
-RESULTS_KEPT = attention_weights, additive_scores  # by the product or softmax that reads them
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +50,11 @@ class Rewrite:
     Attributes:
         how: "named op", "contraction", "library function" or "loop"
         why: why they take less, and what they cost
-        keeps_operands_alone: whether backward finds what it needs in the operands, and what is made is not kept
     """
 
     how: str
     statements: list[ast.stmt]
     why: str
-    keeps_operands_alone: bool = False
 
     @property
     def drops(self) -> bool:
@@ -70,16 +67,16 @@ def rewrites(found: Slice, trial: Trial) -> Iterator[Rewrite]:
     """Named ops first, then contractions and functions of libraries; in the order of the rules."""
     straight = straightened(found, trial)
     reader = Reader(straight.found)
-    proposals: list[tuple[str, ast.expr, str, str, bool]] = []
+    proposals: list[tuple[str, ast.expr, str, str]] = []
     for rule in RULES:
         for node in reader.nodes():
             try:
                 made = list(rule(reader, node, trial))
             except (AttributeError, IndexError, KeyError):
                 continue
-            proposals += [(how, node, source, why, rule not in RESULTS_KEPT) for how, source, why in made]
+            proposals += [(how, node, source, why) for how, source, why in made]
     for wanted in (NAMED, CONTRACTION, LIBRARY):
-        for how, node, source, why, is_not_kept in proposals:
+        for how, node, source, why in proposals:
             if how == wanted:
                 for statements in straight.for_all_calls(with_replaced(straight.found, node, source)):
-                    yield Rewrite(how, statements, why, how == NAMED and is_not_kept)
+                    yield Rewrite(how, statements, why)

@@ -6,6 +6,7 @@ import ast
 import functools
 import itertools
 import math
+import sys
 import types
 import weakref
 from collections import defaultdict
@@ -19,8 +20,10 @@ from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from effops.measure import tensors_of
+from effops.prediction.timeline import Allocation, highest
 from effops.programs.capture.faked import faked
-from effops.programs.capture.observed import Call, Observed
+from effops.programs.capture.observed import TURNS, Call, Observed
+from effops.programs.capture.places import CODE_OF_FIX, innermost
 from effops.programs.capture.scopes import Described, Fields
 from effops.programs.large.source.slices import Slice, copied
 from effops.pytorch import FakeTensor, tree_leaves, tree_map_only
@@ -81,7 +84,7 @@ class Made:
 def compiled(source: str, surroundings: Mapping[str, Any], name: str = "part_of") -> Function:
     """The function that a source defines. It sees the names of a module."""
     namespace = dict(surroundings)
-    exec(compile(source, "<fix>", "exec"), namespace)
+    exec(compile(source, CODE_OF_FIX, "exec"), namespace)
     return namespace[name]  # type: ignore[no-any-return]
 
 
@@ -262,10 +265,16 @@ def is_finite(one: Outcome) -> bool:
 
 
 class FullSize(NamedTuple):
-    """What code takes at the program's own sizes, with backward: the largest tensor that it makes, and a rough time."""
+    """What code takes at the program's own sizes, with backward, and a rough time.
+
+    `largest_bytes` are those of the largest tensor that it makes, or of as many as an expression in a loop holds at
+    once. It saves `saved_bytes` of what it makes for backward; `left_bytes` are those and the ones of its results.
+    """
 
     largest_bytes: int
     seconds: float
+    saved_bytes: int
+    left_bytes: int
 
 
 def at_full_size(function: Function, found: Slice) -> FullSize:
@@ -280,16 +289,40 @@ def observed_on_fakes(make: Callable[[], Made], call: Callable[[Made], Any]) -> 
         made = make()
         begin = len(observed.calls)
         results = tensors_of(call(made))
+        end, left = len(observed.calls), _bytes_made_before(observed, begin)
         differentiable = [one for one in results if one.requires_grad and isinstance(one, FakeTensor)]
-        end = len(observed.calls)
+        sums = [one.sum() if not one.is_complex() else one.abs().sum() for one in differentiable]
+        del results, differentiable  # so that only what backward needs is there
+        saved = _bytes_made_before(observed, begin, end)
         wanted = [one for one in made.tensors if one.requires_grad]
-        if differentiable and wanted:
-            sums = [one.sum() if not one.is_complex() else one.abs().sum() for one in differentiable]
+        if sums and wanted:
             torch.autograd.grad(sums, wanted, allow_unused=True)
     inputs = max((one.untyped_storage().nbytes() for one in made.tensors), default=0)
     forward = max((_bytes(call) for call in observed.calls[begin:end]), default=0)
     backward = max((_bytes(call) for call in observed.calls[end:]), default=0)
-    return FullSize(max(forward, backward if backward > inputs else 0), seconds_of(observed.calls[begin:]))
+    largest = max(forward, backward if backward > inputs else 0, _bytes_of_turns(observed.calls[begin:]))
+    return FullSize(largest, seconds_of(observed.calls[begin:]), saved, left)
+
+
+def _bytes_made_before(observed: Observed, begin: int, end: int | None = None) -> int:
+    """The bytes that some operators have made, and that are there now."""
+    made = {id(one): one for call in observed.calls[begin:end] for one in call.makes}
+    return sum(one.nbytes for one in made.values() if one.allocation.died is None)
+
+
+def _bytes_of_turns(calls: Iterable[Call]) -> int:
+    """The most bytes of tensors that one expression makes and that are there at once, as in the turns of a loop."""
+    outside = innermost(sys._getframe(1))  # whoever asked: its line is no loop
+    made: dict[Any, list[Allocation]] = defaultdict(list)
+    for call in calls:
+        if call.site != outside:
+            made[(call.site, call.name, *call.shapes)] += [one.allocation for one in call.makes]
+    most = 0
+    for turns in made.values():
+        nbytes, tick = highest(turns)
+        if sum(one.is_there(tick) for one in turns) >= TURNS:
+            most = max(most, nbytes)
+    return most
 
 
 def seconds_of(calls: Iterable[Call]) -> float:
