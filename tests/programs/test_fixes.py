@@ -12,6 +12,7 @@ import torch
 from torch import distributions, nn
 from torch.nn import functional
 
+import effops
 from effops.measure import tensors_of
 from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Observed
@@ -300,7 +301,7 @@ CASES = [
     (triplets, lambda: (normal(40, 40), 0.5), LOOP, "part_1 / part_2"),
     (pairs_of_one, lambda: (normal(160, 3),), LOOP, "points_part"),
     (templates, lambda: (normal(6000, grad=False), normal(9)), LOOP, ""),
-    (in_chunks, lambda: (normal(128, 4), normal(128, 4)), LOOP, "loss = checkpoint(part_of, "),
+    (in_chunks, lambda: (normal(128, 4), normal(1024, 4)), LOOP, "loss = checkpoint(part_of, "),
 ]
 
 
@@ -511,3 +512,30 @@ def test_turns_that_each_keep_what_a_fix_makes():
     found, fix = fixes(layers, normal(8, 64, 8), torch.ones(64, 64, dtype=torch.bool).tril())[0]
     assert found.is_loop
     assert fix is None or "checkpoint" in fix.code or "effops" in fix.code
+
+
+NEEDS_IMPORTS = {
+    "import effops": "return (x[:, None] * y).sum(-1)",
+    "from torch.utils.checkpoint import checkpoint": "return (x[:, None] * y).sin().amax(-1).amax(1)",
+}
+
+
+@pytest.mark.parametrize("imports", NEEDS_IMPORTS)
+def test_imports_stand_apart(imports, tmp_path, monkeypatch):
+    """They stood inside of the function, at the indentation of the code."""
+    monkeypatch.setattr(proposals, "in_tiles", lambda found: None)
+    file = tmp_path / "pairs.py"
+    file.write_text(f"import torch\n\ndef pairs(x, y):\n    {NEEDS_IMPORTS[imports]}\n")
+    pairs = runpy.run_path(str(file))["pairs"]
+    given = normal(64, 24), normal(60, 24)
+    finding = effops.lint(pairs, *given, least=0, times=2).findings[0]
+    assert finding.fix is not None
+    assert finding.fix.imports == (imports,)
+    assert "import" not in finding.fix.code
+    assert f"\n  at the top of the file: {'; '.join(finding.fix.imports)}\n    " in str(finding)
+    assert finding.to_json()["fix"]["imports"] == finding.fix.imports
+    rows = file.read_text().splitlines()
+    rows[3:4] = textwrap.indent(finding.fix.code, "    ").splitlines()
+    mended: dict[str, Any] = {}
+    exec("\n".join([*finding.fix.imports, *rows]), mended)
+    torch.testing.assert_close(mended["pairs"](*given), pairs(*given))

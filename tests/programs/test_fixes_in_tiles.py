@@ -175,7 +175,7 @@ def test_call_of_a_script(tmp_path):
 
     _, fix, made = in_tiles_of(script)
     assert made is not None
-    first, second = made.whole.code(made.budget).splitlines()[1:]
+    first, second = made.whole.code(made.budget).splitlines()
     assert first.startswith("score_in_tiles = effops.tiled(score, budget=")
     assert second.startswith("score_in_tiles(left, right, weight)  # in place of score(left, right, weight)")
     assert fix.how == "tiles"

@@ -19,6 +19,7 @@ from effops.programs.large.source.trials import seconds_of
 from effops.text import counted, format_bytes
 
 UNSEEN_BRANCH = "only one branch was followed: numbers that are read are NaN here, and comparisons with them are false"
+FIELDS_OF_FIX = "how", "code", "imports", "lines", "after_bytes", "why"
 SIGNS = {"mul": "*", "add": "+", "sub": "-", "div": "/"}
 
 
@@ -71,12 +72,14 @@ class Finding:
         parts.append(f"  {self.expression}, which {self.reducer} reads")
         if self.fix is not None:
             parts.append(f"  {self.fix.how}{_in_place_of(self.fix.lines)}: {self.fix.why}")
+            if self.fix.imports:
+                parts.append(f"  at the top of the file: {'; '.join(self.fix.imports)}")
             parts += [f"    {line}" for line in self.fix.code.splitlines()]
         return "\n".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold of it."""
-        fix = self.fix and {name: getattr(self.fix, name) for name in ("how", "code", "lines", "after_bytes", "why")}
+        fix = self.fix and {name: getattr(self.fix, name) for name in FIELDS_OF_FIX}
         lines = [{**_placed(place), "bytes": nbytes} for place, nbytes in self.lines.items()]
         names = ("expression", "reducer", "now_bytes", "after_bytes", "kept_bytes", "turns", "peak_share", "seconds")
         return {

@@ -64,6 +64,11 @@ class Whole:
     run: Callable[[int], str]
 
     @property
+    def imports(self) -> tuple[str, ...]:
+        """Those that the file lacks."""
+        return () if "effops" in self.body.scope.surroundings else ("import effops",)
+
+    @property
     def source(self) -> str:
         """The statements as a function of the names that they read."""
         return self.body.definition(self.body.statements, free=self.body.free)
@@ -82,7 +87,7 @@ def of_function(definition: ast.FunctionDef, scope: Scope) -> Whole:
     header = "".join(linecache.getline(scope.code.co_filename, number) for number in range(first, last + 1))
 
     def code(budget: int) -> str:
-        return f"{_import_in(scope)}@effops.tiled({_told(budget)})\n{textwrap.dedent(header).rstrip()}"
+        return f"@effops.tiled({_told(budget)})\n{textwrap.dedent(header).rstrip()}"
 
     def run(budget: int) -> str:
         inner = body.definition(statements, definition.name, body.free)  # it may call itself
@@ -100,7 +105,7 @@ def of_call(call: ast.Call, scope: Scope) -> Whole:
         return f"{name} = effops.tiled({function}, {_told(budget)})  # once, above all loops"
 
     def code(budget: int) -> str:
-        return f"{_import_in(scope)}{made(budget)}\n{name}({arguments})  # in place of {function}({arguments})"
+        return f"{made(budget)}\n{name}({arguments})  # in place of {function}({arguments})"
 
     return Whole(
         Slice([ast.Return(call)], scope, ()),
@@ -118,10 +123,6 @@ class InTiles(NamedTuple):
     bytes_after: int
     seconds: float
     more_seconds: float
-
-
-def _import_in(scope: Scope) -> str:
-    return "" if "effops" in scope.surroundings else "import effops\n"
 
 
 def _told(budget: int) -> str:

@@ -22,7 +22,7 @@ from effops.programs.large.in_tiles import InTiles, in_tiles
 from effops.programs.large.loops import checkpointed, loops
 from effops.programs.large.rewrites import Rewrite, rewrites
 from effops.programs.large.source.patterns import NAMED
-from effops.programs.large.source.slices import Slice, slices, taken_apart
+from effops.programs.large.source.slices import Slice, slices, taken_apart, without_imports
 from effops.programs.large.source.trials import FAILURES, Trial, at_full_size, compiled
 from effops.programs.large.source.whole_lines import in_whole_lines
 from effops.text import format_bytes
@@ -39,12 +39,13 @@ class Fix:
 
     Attributes:
         how: "named op", "contraction", "library function", "tiles" or "loop"
-        code: the statements that change, as they can be pasted
+        code: the statements that change, as they can be pasted in place of the lines
         after_bytes: the largest tensor that the code makes, its result included, or what the turns of a loop leave
         why: why it takes less, and what it costs
         names: those that the code reads and the user's function has made
         lines: the numbers of the lines that the code replaces; none if it replaces no line
         more_seconds: of a loop or tiles, a rough time that they take beyond that of the code as it is
+        imports: those that the code needs and the file lacks, for its top
     """
 
     how: str
@@ -54,6 +55,7 @@ class Fix:
     names: tuple[str, ...] = ()
     lines: tuple[int, ...] = ()
     more_seconds: float = 0.0
+    imports: tuple[str, ...] = ()
     _sources: tuple[str, str] = field(default=("", ""), repr=False)
     _surroundings: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -95,11 +97,12 @@ def propose(found: Found) -> Fix | None:
 
 def _fix_in_tiles(found: InTiles) -> Fix:
     body = found.whole.body
-    code, lines = found.whole.code(found.budget), found.whole.lines
+    code, lines, imports = found.whole.code(found.budget), found.whole.lines, found.whole.imports
     sources = found.whole.tiled_source(found.budget), found.whole.source
     why = "its operators run on parts of an axis, and are computed again in backward"
     surroundings = dict(body.scope.surroundings)
-    return Fix("tiles", code, found.bytes_after, why, body.free, lines, found.more_seconds, sources, surroundings)
+    more = found.more_seconds
+    return Fix("tiles", code, found.bytes_after, why, body.free, lines, more, imports, sources, surroundings)
 
 
 def _agrees(found: Slice, trial: Trial, rewrite: Rewrite) -> bool:
@@ -185,10 +188,11 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
     after = bytes_after(found, one, taken)
     if LESS * after > found.now_bytes:
         return None
-    code, lines = _changed(one.with_use(statements), one.statements, one.scope.code)
+    in_place, imports = without_imports(statements)
+    code, lines = _changed(one.with_use(in_place), one.statements, one.scope.code)
     surroundings = dict(one.scope.surroundings)
     why = rewrite.why + _told_of_results(found, one, after)
-    return Fix(rewrite.how, code, after, why, one.free, lines, more, sources, surroundings)
+    return Fix(rewrite.how, code, after, why, one.free, lines, more, imports, sources, surroundings)
 
 
 def _told_of_results(found: Found, one: Slice, after: int) -> str:
@@ -228,9 +232,20 @@ def _patch_of_package(found: Found) -> Fix | None:
     fix = _measured(found, Slice(op, scope, ()), rewrite)
     if fix is None:
         return None
-    code = "import effops\neffops.patch_power_spherical()  # once, before the first call"
+    code = "effops.patch_power_spherical()  # once, before the first call"
     sources = fix._sources[0], Slice(packages, scope, ()).definition(packages)
-    return Fix(NAMED, code, fix.after_bytes, rewrite.why, ("self", "value"), (), 0.0, sources, fix._surroundings)
+    return Fix(
+        NAMED,
+        code,
+        fix.after_bytes,
+        rewrite.why,
+        ("self", "value"),
+        (),
+        0.0,
+        ("import effops",),
+        sources,
+        fix._surroundings,
+    )
 
 
 def _is_power_spherical(scope: Scope) -> bool:

@@ -444,6 +444,24 @@ def read_first(statements: Sequence[ast.stmt]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def without_imports(statements: Sequence[ast.stmt]) -> tuple[list[ast.stmt], tuple[str, ...]]:
+    """Statements without the imports in them, and the sources of these. Users write theirs at the top of a file."""
+    apart = _WithoutImports()
+    kept = [apart.visit(copied(one)) for one in statements]
+    return [one for one in kept if one is not None], tuple(dict.fromkeys(apart.imports))
+
+
+class _WithoutImports(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self.imports: list[str] = []
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.imports.append(ast.unparse(node))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        self.imports.append(ast.unparse(node))
+
+
 def copied(node: Any) -> Any:
     """A copy of the tree whose expressions know the node that they are copies of."""
     if isinstance(node, ast.AST):
