@@ -301,7 +301,7 @@ CASES = [
     (triplets, lambda: (normal(40, 40), 0.5), LOOP, "part_1 / part_2"),
     (pairs_of_one, lambda: (normal(160, 3),), LOOP, "points_part"),
     (templates, lambda: (normal(6000, grad=False), normal(9)), LOOP, ""),
-    (in_chunks, lambda: (normal(128, 4), normal(1024, 4)), LOOP, "loss = checkpoint(part_of, "),
+    (in_chunks, lambda: (normal(512, 4), normal(512, 4)), LOOP, "loss = checkpoint(part_of, "),
 ]
 
 

@@ -14,7 +14,7 @@ from effops.programs.capture.observed import Call, Observed, Storage
 from effops.programs.capture.places import Place, place_of, source_line
 from effops.programs.capture.unknown_numbers import UNSEEN
 from effops.programs.large import humps
-from effops.programs.large.proposals import Fix, propose
+from effops.programs.large.proposals import Fix, fix_or_hint
 from effops.programs.large.source.trials import seconds_of
 from effops.text import counted, format_bytes
 
@@ -41,6 +41,7 @@ class Finding:
         peak_share: the part of the program's peak that is made here and alive then, from 0 to 1
         seconds: a rough time for what makes and reads the large tensors, by their bytes and operations
         fix: what to write instead, as code that was run; None if nothing was found that is equal and takes half
+        hint: where fixes were looked for and there is none, why, and what takes less in this program
     """
 
     place: Place | None
@@ -55,6 +56,7 @@ class Finding:
     peak_share: float
     seconds: float
     fix: Fix | None
+    hint: str = ""
 
     def __str__(self) -> str:
         place = self.place or self.library
@@ -75,6 +77,8 @@ class Finding:
             if self.fix.imports:
                 parts.append(f"  at the top of the file: {'; '.join(self.fix.imports)}")
             parts += [f"    {line}" for line in self.fix.code.splitlines()]
+        elif self.hint:
+            parts.append(f"  {self.hint}")
         return "\n".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -88,6 +92,7 @@ class Finding:
             "lines": lines,
             **{name: getattr(self, name) for name in names},
             "fix": fix,
+            "hint": self.hint,
         }
 
 
@@ -198,7 +203,7 @@ def report_of(
     """The report of what was found in a program."""
     assert observed.recorder is not None
     peak, tick = highest(observed.recorder.records)
-    findings = [_finding(one, tick, peak, propose(one) if with_fixes else None) for one in found]
+    findings = [_finding(one, tick, peak, *(fix_or_hint(one) if with_fixes else (None, ""))) for one in found]
     branches = [place for what, place in assumed if what in UNSEEN and place is not None]
     unseen = list({(one.file, one.line): one for one in branches}.values())
     rest = {key: count for key, count in assumed.items() if key[0] not in UNSEEN or key[1] is None}
@@ -216,7 +221,7 @@ def _by_lines(assumed: Mapping[tuple[str, Place | None], int]) -> dict[str, int]
     return {f"{what} at {', '.join(places[what])}" if places[what] else what: counts[what] for what in counts}
 
 
-def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None) -> Finding:
+def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None, hint: str) -> Finding:
     top = found.top
     maker = found.main
     user, library = (one and place_of(one) for one in maker.site)
@@ -234,6 +239,7 @@ def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None) -> Findi
         peak_share=sum(one.nbytes for one in members if one.allocation.is_there(tick)) / max(peak, 1),
         seconds=seconds_of({id(call): call for one in members for call in _calls_of(one)}.values()),
         fix=fix,
+        hint=hint,
     )
 
 

@@ -34,6 +34,7 @@ from effops.programs.large.source.trials import (
     compiled,
     fake,
     observed_on_fakes,
+    operand_bytes,
 )
 from effops.programs.rules.binding import nbytes_of
 from effops.programs.tiles.function import Planned, Tiled
@@ -56,12 +57,14 @@ class Whole:
         code: the lines to write, for a budget
         lines: the numbers of those that they replace
         run: the statements in tiles, for a budget
+        name: of the function
     """
 
     body: Slice
     code: Callable[[int], str]
     lines: tuple[int, ...]
     run: Callable[[int], str]
+    name: str
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -93,7 +96,7 @@ def of_function(definition: ast.FunctionDef, scope: Scope) -> Whole:
         inner = body.definition(statements, definition.name, body.free)  # it may call itself
         return f"@effops.tiled({_told(budget)})\n{inner}\nreturn {definition.name}({', '.join(body.free)})"
 
-    return Whole(body, code, tuple(range(first, last + 1)), run)
+    return Whole(body, code, tuple(range(first, last + 1)), run, definition.name)
 
 
 def of_call(call: ast.Call, scope: Scope) -> Whole:
@@ -112,6 +115,7 @@ def of_call(call: ast.Call, scope: Scope) -> Whole:
         code,
         (),
         lambda budget: f"{made(budget)}\nreturn {name}({arguments})",
+        function,
     )
 
 
@@ -132,11 +136,27 @@ def _told(budget: int) -> str:
 def in_tiles(found: Found) -> InTiles | None:
     """The function of a finding in tiles that take half the bytes at most; None where that is not certain."""
     for whole in itertools.islice(_wholes(found), TRIED):
-        if _agrees(whole):
+        if _agrees(found, whole):
             made = _planned(found, whole)
             if made is not None:
                 return made
     return None
+
+
+def accepted_by_tiled(found: Found) -> str | None:
+    """The name of a function that `tiled` accepts at the program's own sizes, where no trial could be run of it."""
+    for whole in itertools.islice(_wholes(found), TRIED):
+        if _trial(found, whole) is None and _planned(found, whole) is not None:
+            return whole.name
+    return None
+
+
+def _trial(found: Found, whole: Whole) -> Trial | None:
+    """A run of a function on small tensors; at its own sizes only where all that it makes is small."""
+    try:
+        return Trial.of(whole.body, operand_bytes(whole.body) + found.largest_bytes)
+    except FAILURES:  # whatever stands in the function
+        return None
 
 
 def _wholes(found: Found) -> Iterator[Whole]:
@@ -210,10 +230,10 @@ def _draws(found: Found, scope: Scope) -> bool:
     return False
 
 
-def _agrees(whole: Whole) -> bool:
+def _agrees(found: Found, whole: Whole) -> bool:
     """Whether a function that is forced into tiles gives its results and gradients on small tensors."""
     try:
-        trial = Trial.of(whole.body, LEAST_BUDGET)
+        trial = _trial(found, whole)
         tiles = forced(compiled(whole.source, whole.body.scope.surroundings))
         return trial is not None and trial.agrees_in(lambda **given: tiles(*(given[name] for name in whole.body.free)))
     except FAILURES:  # whatever stands in the function

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import ast
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from effops.programs.capture.scopes import Described, Fields, Scope
+from effops.programs.capture.scopes import Scope
 from effops.programs.large.held import bytes_after, results_held
+from effops.programs.large.hints import hint
 from effops.programs.large.humps import TURNS, Found
 from effops.programs.large.in_tiles import InTiles, in_tiles
 from effops.programs.large.loops import checkpointed, loops
 from effops.programs.large.rewrites import Rewrite, rewrites
 from effops.programs.large.source.patterns import NAMED
 from effops.programs.large.source.slices import Slice, slices, taken_apart, without_imports
-from effops.programs.large.source.trials import FAILURES, Trial, at_full_size, compiled
+from effops.programs.large.source.trials import FAILURES, Trial, at_full_size, compiled, operand_bytes
 from effops.programs.large.source.whole_lines import in_whole_lines
 from effops.text import format_bytes
 
@@ -70,14 +70,26 @@ class Fix:
 
 def propose(found: Found) -> Fix | None:
     """The fix of a finding; None if no code was found that is equal and takes half the bytes."""
+    return fix_or_hint(found, hints=False)[0]
+
+
+def fix_or_hint(found: Found, *, hints: bool = True) -> tuple[Fix | None, str]:
+    """The fix of a finding, or why there is none and what takes less."""
     fix = _patch_of_package(found)
     if fix is not None:
-        return fix
+        return fix, ""
+    candidates = list(_candidates(found))
     tried: list[tuple[Slice, Trial]] = []
-    for one in _candidates(found):
-        trial = Trial.of(one, _operand_bytes(one) + found.largest_bytes)
+    for one in candidates:
+        trial = Trial.of(one, operand_bytes(one) + found.largest_bytes)
         if trial is not None:
             tried.append((one, trial))
+    fix = _best(found, tried)
+    return fix, hint(found, len(candidates), len(tried)) if fix is None and hints else ""
+
+
+def _best(found: Found, tried: Sequence[tuple[Slice, Trial]]) -> Fix | None:
+    """The first rewrite that takes half the bytes; else a loop or tiles, whichever takes less time."""
     for how in (True, False):  # named ops of all slices first
         for one, trial in tried:
             for rewrite in rewrites(one, trial):
@@ -156,16 +168,6 @@ def _loops_over_parts(found: Found, one: Slice, trial: Trial) -> Iterator[Fix]:
             yield fix
             if ENOUGH * fix.after_bytes <= found.now_bytes:
                 return
-
-
-def _operand_bytes(found: Slice) -> int:
-    return 8 * sum(_elements(found.value(name)) for name in found.free)
-
-
-def _elements(value: Any) -> int:
-    if isinstance(value, Described):
-        return math.prod(size for size, stride in zip(value.shape, value.stride) if stride)
-    return sum(map(_elements, value.values.values())) if isinstance(value, Fields) else 0
 
 
 def _with_imports(found: Slice, rewrite: Rewrite) -> list[ast.stmt]:

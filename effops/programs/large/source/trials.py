@@ -115,6 +115,17 @@ def shrunk(values: Mapping[str, Any], operand_bytes: int) -> Iterator[dict[int, 
         yield {}
 
 
+def operand_bytes(found: Slice) -> int:
+    """What the tensors of a slice take as they are, in float64."""
+    return 8 * sum(_elements(found.value(name)) for name in found.free)
+
+
+def _elements(value: Any) -> int:
+    if isinstance(value, Described):
+        return math.prod(size for size, stride in zip(value.shape, value.stride) if stride)
+    return sum(map(_elements, value.values.values())) if isinstance(value, Fields) else 0
+
+
 def real(found: Slice, sizes: Mapping[int, int], kind: str, seed: int = 0) -> Made:
     """Random arguments of a slice, of one of the `KINDS`, or `WITH_ZEROS`."""
     generator = torch.Generator().manual_seed(seed)
