@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
-from effops.programs.capture.assumed_values import AssumedValues, CannotFollow
+from effops.programs.capture.assumed_values import OF_INTEGER, AssumedValues, CannotFollow
 from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import EFFOPS, Place, raised_at
@@ -198,7 +198,7 @@ def _run(path: str, arguments: Sequence[str], name: str, values: AssumedValues, 
         place = raised_at(error)
         raise CannotFollow(
             f"an integer that is read from a tensor cannot be followed without values{_at(place)}: "
-            f"{'' if place is None else place.source}; take it from shapes, or leave it out here"
+            f"{'' if place is None else place.source}; {OF_INTEGER}"
         ) from error
     return None
 

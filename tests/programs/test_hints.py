@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import effops
+from effops.programs.capture.assumed_values import CannotFollow
 from effops.programs.large import hints
 from effops.programs.large.source import trials
 
@@ -91,3 +92,25 @@ def test_no_trial_runs_at_the_sizes_of_the_program(monkeypatch):
     effops.lint(of_one_size, x, y)
     assert made
     assert all(made)
+
+
+big = torch.randn(5000, 3)  # of which no value is known
+REMEDIES = {  # what cannot be followed, what its error says, and what it says to write
+    "big.sum(-1).tolist()": ("[one.item() for one in x.flatten()]", "[one.item() for one in big.sum(-1).flatten()]"),
+    "big.sum(-1).numpy()": ("[one.item() for one in x.flatten()]", "[one.item() for one in big.sum(-1).flatten()]"),
+    "1 if big.sum() > 0 else 2": ("compare `x.item()`", "1 if big.sum().item() > 0 else 2"),
+    "big.repeat_interleave(1 + (big[:, 0] > 0), 0)": (
+        "output_size=",
+        "big.repeat_interleave(1 + (big[:, 0] > 0), 0, output_size=20_000)",
+    ),
+}
+
+
+@pytest.mark.parametrize("source", REMEDIES)
+def test_a_remedy_helps(source):
+    """That of `.tolist()` was to use tensors, which does not help a program that needs numbers."""
+    remedy, written = REMEDIES[source]
+    with pytest.raises(CannotFollow) as raised:
+        effops.lint(lambda: eval(source))
+    assert remedy in str(raised.value)
+    effops.lint(lambda: eval(written))

@@ -25,6 +25,18 @@ FAILS = {aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.defaul
 NOT_FINITE = {aten.isnan.default, aten.isinf.default}
 PERMUTATIONS = {aten.randperm.default, aten.randperm.generator}
 BRANCHES = "if ", "elif ", "while "
+OF_ARRAY = (
+    "to print or log numbers write `[one.item() for one in x.flatten()]`, which are NaN here; for sizes and indices "
+    "keep the list or array that the tensor was made of"
+)
+OF_INTEGER = (
+    "take it from shapes, or from the list or array that the tensor was made of; to print or log it write `x.item()`, "
+    "which is NaN here"
+)
+OF_BRANCH = (
+    "write torch.where where it chooses between tensors, decide it by shapes, or compare `x.item()`, which is NaN "
+    "here: then one branch is followed and the report says so"
+)
 FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -78,7 +90,7 @@ class AssumedValues(KnownValues):
             self.assume("tensors that are compared are taken to be equal")
             return True
         if args[0].dtype is torch.bool:
-            raise self.cannot("a branch on a value", "decide it by shapes, or leave it out here")
+            raise self.cannot("a branch on a value", OF_BRANCH)
         # NaN is no size and no index, so that an integer that matters is not taken for another one.
         self.assume("numbers that are read are taken to be NaN")
         place = self._place()
@@ -105,8 +117,7 @@ class AssumedValues(KnownValues):
             value = self._value(tensor)
             if value is not None:
                 return convert(value, *args, **options)
-        remedy = "compute it with tensors, or leave it out here; .item() is read as NaN"
-        raise self.cannot(f".{convert.__name__}() of a tensor", remedy)
+        raise self.cannot(f".{convert.__name__}() of a tensor", OF_ARRAY)
 
     def _take_to_be(self, fake: Tensor, make: Callable[[Tensor], Tensor]) -> None:
         with _disable_current_modes():

@@ -23,7 +23,15 @@ from effops.prediction.named_devices import (
 from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES, SKIPPED_INITIALISATION
 from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError, without_logged_failures
-from effops.programs.capture.assumed_values import READ_IN_PYTHON, AssumedValues, CannotFollow, ValuesInPython, at
+from effops.programs.capture.assumed_values import (
+    OF_ARRAY,
+    OF_INTEGER,
+    READ_IN_PYTHON,
+    AssumedValues,
+    CannotFollow,
+    ValuesInPython,
+    at,
+)
 from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import raised_at
 from effops.programs.capture.untouched import ZEROED, EndingMode, VersionedRecorder, untouched
@@ -38,17 +46,18 @@ aten = torch.ops.aten
 
 DEPENDS_ON_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 # PyTorch says so of fake tensors; those errors have no class of their own.
-READS_VALUES = (
-    "its data is not allocated yet",
-    ".numpy() is not supported",
-    "cannot be converted to type int64_t without overflow",  # NaN, where an integer was read
-    "Expected scalar.isIntegral",
-)
+READS_VALUES = {
+    "its data is not allocated yet": "",
+    ".numpy() is not supported": f"an array of a tensor: {OF_ARRAY}",
+    "cannot be converted to type int64_t without overflow": f"an integer: {OF_INTEGER}",  # which is NaN
+    "Expected scalar.isIntegral": f"an integer: {OF_INTEGER}",
+}
 # What such operators are in a program, and what to write there.
 REMEDIES = {
     aten.nonzero.default: "a boolean mask as an index, or nonzero: write torch.where, or multiply by the mask",
     aten.masked_select.default: "masked_select: write torch.where, or multiply by the mask",
     aten._unique2.default: "unique: take it of numbers that the program knows",
+    aten.repeat_interleave.Tensor: "repeat_interleave: give output_size=, if the program knows the sum",
     aten._local_scalar_dense.default: "a number of a tensor: keep the tensor, or have the numbers in NumPy or a list",
 }
 
@@ -129,7 +138,9 @@ def faked(
             if not isinstance(error, DEPENDS_ON_VALUES) and not any(text in str(error) for text in READS_VALUES):
                 raise
             operator = getattr(error, "func", "an operator that reads values")
-            what = f" ({REMEDIES[operator]})" if operator in REMEDIES else ""
+            of_text = next((remedy for text, remedy in READS_VALUES.items() if text in str(error)), "")
+            remedy = REMEDIES.get(operator, of_text)
+            what = f" ({remedy})" if remedy else ""
             raise CannotFollow(
                 f"{name}: {operator}{what} depends on values, which a run on fake tensors does not have"
                 f"{at(raised_at(error))}; make shapes and branches there independent of them, or leave the line out"
