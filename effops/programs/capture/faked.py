@@ -137,7 +137,7 @@ def faked(
                 raise type(error)(f"{name}: {error}") from error.__cause__
             if not isinstance(error, DEPENDS_ON_VALUES) and not any(text in str(error) for text in READS_VALUES):
                 raise
-            operator = getattr(error, "func", "an operator that reads values")
+            operator: Any = getattr(error, "func", "an operator that reads values")
             of_text = next((remedy for text, remedy in READS_VALUES.items() if text in str(error)), "")
             remedy = REMEDIES.get(operator, of_text)
             what = f" ({remedy})" if remedy else ""

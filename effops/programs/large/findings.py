@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from effops.prediction.timeline import highest
-from effops.programs.capture.observed import Call, Observed, Storage
+from effops.programs.capture.observed import TURNS, Call, Observed, Storage
 from effops.programs.capture.places import Place, place_of, source_line
 from effops.programs.capture.unknown_numbers import UNSEEN
 from effops.programs.large import humps
@@ -63,7 +63,7 @@ class Finding:
         shares = [f"{self.peak_share:.0%} of the peak"] if self.peak_share >= 0.005 else []
         if self.kept_bytes:
             shares.append(f"these lines keep {format_bytes(self.kept_bytes)} for backward")
-        turns = f" in {self.turns} turns" if self.turns >= humps.TURNS else ""
+        turns = f" in {self.turns} turns" if self.turns >= TURNS else ""
         parts = [
             f"{place}: {format_bytes(self.now_bytes)} now{turns}, {format_bytes(self.after_bytes)} after"
             + (f" ({'; '.join(shares)})" if shares else ""),

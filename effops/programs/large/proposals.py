@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+from effops.programs.capture.observed import TURNS
 from effops.programs.capture.scopes import Scope
 from effops.programs.large.held import bytes_after, results_held
 from effops.programs.large.hints import hint
-from effops.programs.large.humps import TURNS, Found
+from effops.programs.large.humps import Found
 from effops.programs.large.in_tiles import InTiles, in_tiles
 from effops.programs.large.loops import checkpointed, loops
 from effops.programs.large.rewrites import Rewrite, rewrites

@@ -327,7 +327,7 @@ def _bytes_of_turns(calls: Iterable[Call]) -> int:
     made: dict[Any, list[Allocation]] = defaultdict(list)
     for call in calls:
         if call.site != outside:
-            made[(call.site, call.name, *call.shapes)] += [one.allocation for one in call.makes]
+            made[call.site, call.name, tuple(call.shapes)] += [one.allocation for one in call.makes]
     most = 0
     for turns in made.values():
         nbytes, tick = highest(turns)
