@@ -135,7 +135,7 @@ PROGRAMS = {
     "all.default": lambda mostly, bits: aten.all(mostly | bits),
     "logsumexp.default": lambda x, y: aten.logsumexp((x - y).sin(), [1]),
     "linalg_vector_norm.default": lambda x, y: aten.linalg_vector_norm((x - y).sin(), 2, [1]),
-    "prod.dim_int": lambda x, y: aten.prod((x - y).exp(), 1),
+    "prod.dim_int": lambda x, y: aten.prod((0.02 * (x - y)).exp(), 1),
     "argmin.default": lambda x, y: aten.argmin((x - y).sin(), 1),
     "argmax.default": lambda x, y: aten.argmax((x - y).sin(), 1),
     "max.dim": lambda x, y: aten.max((x - y).sin(), 1),

@@ -444,6 +444,12 @@ def test_mistakes(generator):
         (lambda: tiled(x.detach().numpy(), y), TypeError, "`x` must be a tensor or a number; got one of numpy"),
         (lambda: tiled(x, y[:, :2]), effops.CannotTile, r"captured.*in .*test_tiles.py:\d+; call it without tiled"),
         (lambda: effops.tiled(lambda x: x[x > 0].sum(), budget=99)(x), effops.CannotTile, "test_tiles.*torch.where"),
+        (
+            lambda: effops.tiled(lambda x, y: x.sin().index_fill(0, torch.tensor([1, 2]), y[0, 0]))(x, y),
+            effops.CannotTile,
+            r"in a gradient, that of aten._unique.* does; .*torch.no_grad\(\)",
+        ),
+        (lambda: effops.tiled(log_sum, compile="yes"), TypeError, "`compile` must be True or False; got 'yes'"),
         (lambda: effops.tiled(log_sum, budget=99)(x, y), effops.CannotTile, "got 99 B; give at least .* KiB"),
         (
             lambda: effops.tiled(lambda x, y: (x[:, None] * y).as_strided((9,), (1,)), budget=99)(x, y),

@@ -24,7 +24,7 @@ from effops.programs.tiles.loops import Body, Loop, Tiles, shape_for
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.regions import Region, regions
 from effops.programs.tiles.traced import refused_at
-from effops.pytorch import FakeTensor, _disable_current_modes
+from effops.pytorch import DynamicOutputShapeException, FakeTensor, _disable_current_modes
 from effops.text import format_bytes
 
 TILE_BYTES = 2**22  # of a tile at most, since smaller ones stay in the cache
@@ -131,7 +131,13 @@ def taken_bytes(function: Any, args: Sequence[Any], *, backward: bool, with_resu
             with without_hooks(), allocations:
                 for one in upstream:
                     allocations.count(one, nbytes=0)
-                gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+                try:
+                    gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+                except DynamicOutputShapeException as error:
+                    raise CannotTile(
+                        f"a shape must not depend on values: in a gradient, that of {error.func} does",
+                        remedy="call the function without tiled, or under torch.no_grad()",
+                    ) from None
         return int(allocations.most_bytes_without([*([] if with_results else results), *gradients]))
 
 
