@@ -136,10 +136,11 @@ def _with_roundings(tensor: Tensor) -> Tensor:
 
 def _without_chance(graph: GraphModule) -> GraphModule:
     """The graph with a constant for all random numbers, which a tile draws otherwise than the whole."""
-    for node in graph.graph.nodes:
-        if node.target is drawn:
-            node.target = constant
-    graph.recompile()
+    draws = [node for node in graph.graph.nodes if node.target is drawn]
+    for node in draws:
+        node.target = constant
+    if draws:  # writing its code takes a third of what a check does
+        graph.recompile()
     return graph
 
 
@@ -151,9 +152,14 @@ def _graph_in_float64(graph: GraphModule) -> GraphModule:
             return argument
         return torch.float64 if argument.is_floating_point else torch.complex128 if argument.is_complex else argument
 
-    for node in graph.graph.nodes:
-        if node.op == "call_function":
-            node.args = tuple(map(widened, node.args))
-            node.kwargs = {name: widened(one) for name, one in node.kwargs.items()}
-    graph.recompile()
+    with_dtypes = [node for node in graph.graph.nodes if any(map(_is_dtype, (*node.args, *node.kwargs.values())))]
+    for node in with_dtypes:
+        node.args = tuple(map(widened, node.args))
+        node.kwargs = {name: widened(one) for name, one in node.kwargs.items()}
+    if with_dtypes:
+        graph.recompile()
     return graph
+
+
+def _is_dtype(argument: object) -> bool:
+    return isinstance(argument, torch.dtype)
