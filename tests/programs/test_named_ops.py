@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import effops
+from effops.programs.large import proposals
 from effops.programs.large.source.definitions import Definitions
 from effops.programs.large.source.trials import with_products
 
@@ -313,7 +314,14 @@ class ScaledMask(SelfAttention):
         return att @ v
 
 
+@pytest.fixture
+def no_tiles(monkeypatch):
+    """Tiles are what is proposed last, and take seconds to try."""
+    monkeypatch.setattr(proposals, "in_tiles", lambda found: None)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_tiles")
 @pytest.mark.parametrize("layer", [FilledWithZero, OtherAxis, DroppedScores, ScaledMask])
 def test_what_is_almost_attention(layer):
     _, fix = found_in(layer(), hidden())
@@ -402,6 +410,7 @@ def test_additive_scores_by_layers(layer, code):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_tiles")
 @pytest.mark.parametrize("layer", [Rectified(), Multiplied(), TwoScores(scores=2)])
 def test_what_is_almost_additive(layer):
     _, fix = found_in(layer, *of_pairs())
@@ -458,6 +467,7 @@ def test_contractions_of_three_operands(program, columns, code):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_tiles")
 @pytest.mark.parametrize("program", [largest_product, products_and_sum, two_operands])
 def test_what_is_almost_a_contraction(program):
     for finding in lint_of_contraction(program, 4):
