@@ -181,7 +181,8 @@ def test_saved_tensors_are_saved_once_and_held_by_nobody_else(call):
     del own
     end = torch.autograd.graph.get_gradient_edge(out)
     del out
-    gc.collect()
+    if any(one() is not None for one in (result, *storages)):
+        gc.collect()  # what cycles hold; it takes a second where many modules are
     assert result() is None
     assert all(storage() is None for storage in storages), "what was packed is held beside the hooks"
     assert_same(torch.autograd.grad(end, edges, start), expected)
