@@ -49,7 +49,7 @@ def transforms(op, args):
     }
 
 
-SECOND_JACOBIANS = {"jacrev of jacrev", "hessian"}
+SECOND_JACOBIANS = {"jacrev of jacrev", "hessian"}  # of axes of two, since they have a number for each three numbers
 JACOBIANS = {"jacrev", "jacfwd"} | SECOND_JACOBIANS
 
 
@@ -62,9 +62,16 @@ def test_transforms(op, variant, device, generator):
     slow = interpreted(variant, device)
     cases = reference_of(op).cases
     for number, case in enumerate((next(iter(cases)), smallest(op)) if slow else cases):
-        smaller = [tuple(size if size < 2 else 2 + size % 2 for size in shape) for shape in cases[case]]
-        args = reference_of(op).sample(*smaller, dtype=torch.float64, device=device, generator=generator)
-        for name, (transform, inputs) in transforms(op, args).items():
+        smaller, smallest_axes = (
+            [tuple(size if size < 2 else size_of(size) for size in shape) for shape in cases[case]]
+            for size_of in (lambda size: 2 + size % 2, lambda _: 2)
+        )
+        args, few = (
+            reference_of(op).sample(*shapes, dtype=torch.float64, device=device, generator=generator)
+            for shapes in (smaller, smallest_axes)
+        )
+        of_second = {name: one for name, one in transforms(op, few).items() if name in SECOND_JACOBIANS}
+        for name, (transform, inputs) in (transforms(op, args) | of_second).items():
             if slow and name in JACOBIANS and case != smallest(op):
                 continue  # kernels are launched for every element of a result
             if not slow and name in SECOND_JACOBIANS and (NUMBERS[op.name] + number) % 3:
