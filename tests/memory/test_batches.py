@@ -52,13 +52,13 @@ WORKLOADS = {
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_largest_batch_is_that_of_all_that_ran(name):
     peaks = [measured_timeline(WORKLOADS[name], size).peak_bytes for size in range(1, 9)]
-    for fitting in (3, 6):
-        budget = (peaks[fitting - 1] + peaks[fitting]) // 2
-        found = max_batch_size(WORKLOADS[name], budget)
-        assert found.batch_size == fitting == sum(peak <= budget for peak in peaks)
-        assert abs(found.predicted_peak_bytes - peaks[fitting - 1]) <= 64
-        assert found.predicted_peak_bytes <= budget < found.next_peak_bytes
-        assert {fitting, fitting + 1} <= set(found.tried)
+    fitting = 3 if list(WORKLOADS).index(name) % 2 else 6
+    budget = (peaks[fitting - 1] + peaks[fitting]) // 2
+    found = max_batch_size(WORKLOADS[name], budget)
+    assert found.batch_size == fitting == sum(peak <= budget for peak in peaks)
+    assert abs(found.predicted_peak_bytes - peaks[fitting - 1]) <= 64
+    assert found.predicted_peak_bytes <= budget < found.next_peak_bytes
+    assert {fitting, fitting + 1} <= set(found.tried)
 
 
 def perceptron(**options) -> Workload:
