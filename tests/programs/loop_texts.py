@@ -64,8 +64,8 @@ TEXTS = [
         "logsumexp by the largest alone",
         combiners.LogSumExp,
         "add",
-        "torch.logaddexp(",
-        "torch.maximum(",
+        ".add_(torch.exp(part - unit))",
+        "",
         ("log of all",),
     ),
     Text(

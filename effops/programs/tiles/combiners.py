@@ -68,22 +68,49 @@ class Combiner:
 
 
 class LogSumExp(Combiner):
+    """The logarithm of a sum of exponentials.
+
+    Its totals are the largest part, and the sum of exponentials by that of the largest: a logarithm of many tiles would
+    be rounded by each.
+    """
+
     def parts(self, graph: Graph, made: Node) -> list[Node]:
         if self.node.meta["val"].dtype == operands_of(self.node)[0].meta["val"].dtype:
             made.target = log_sum_exp
         return [made]
 
+    def start(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        (largest,) = super().start(parts)
+        return [largest, torch.exp(largest - _finite(largest))]
+
     def add(self, totals: list[Tensor], parts: Sequence[Tensor]) -> None:
-        torch.logaddexp(totals[0], parts[0].to(totals[0].dtype), out=totals[0])
+        (largest, total), part = totals, parts[0].to(totals[0].dtype)
+        new = torch.maximum(largest, part)
+        unit = _finite(new)
+        total.mul_(largest.sub_(unit).exp_()).add_(torch.exp(part - unit))
+        largest.copy_(new)
+
+    def result(self, totals: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return _log_of(totals).to(dtype)
 
     def kept(self, totals: Sequence[Tensor]) -> Sequence[Tensor]:
-        return totals
+        return [_log_of(totals)]
 
     def pulled_back(self, upstream: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
         # The weight of a tile among all. In a row of -inf alone it is NaN, as PyTorch's gradient is.
         weight = torch.exp(parts[0].detach().to(kept[0].dtype) - kept[0])
         weight.masked_fill_((parts[0] == torch.inf) & (kept[0] == torch.inf), 1)
         return (upstream * weight).to(parts[0].dtype)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """0 for what is infinite, by which nothing can be divided."""
+    return tensor.masked_fill(tensor.isinf(), 0)
+
+
+def _log_of(totals: Sequence[Tensor]) -> Tensor:
+    largest, total = totals
+    return total.log() + _finite(largest)
 
 
 class Norm(Combiner):
