@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from effops.dispatch.arguments import check_dense, check_mask, conversion, reshaped
+from effops.numerics.shapes import broadcast_shapes, do_broadcast
 from effops.ops.attention.additive import additive_attention
 from effops.ops.attention.dot_product import attention, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention
@@ -147,7 +148,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Returns the result, and the weights of all pairs if they are needed."""
         holds_weights = self.attention in ("fused", "naive")
         need_weights = holds_weights if need_weights is None else need_weights
-        self._check_dims(query, key, value, key_padding_mask, attn_mask)
+        for name, given in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if given is not None:
+                check_mask("MultiheadAttention", name, given, "for what is left out")
+        self._check_dims(query, key, value, key_padding_mask)
         batched = query.ndim == 3
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -186,9 +190,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return result.squeeze(0), None if weights is None else weights.squeeze(0)
         return result if self.batch_first else result.transpose(0, 1), weights
 
-    def _check_dims(
-        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Tensor | None
-    ) -> None:
+    def _check_dims(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
         """Raise unless all tensors are dense, and all have a batch axis, or none has."""
         for name, given in (("query", query), ("key", key), ("value", value)):
             if not isinstance(given, Tensor):
@@ -209,16 +211,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         for name, (tensor, ndim) in dims.items():
             if tensor is not None and tensor.ndim != ndim:
                 remedy = reshaped(name, tensor.shape, lambda shape: len(shape) == ndim)  # noqa: B023
+                if tensor is padding and ndim == 2:
+                    remedy = remedy or _mask_of_keys(tensor.shape, query.shape[0 if self.batch_first else 1])
                 raise ValueError(
                     f"MultiheadAttention: `{name}` must have {counted(ndim, 'dimensions')}, as `query` "
                     f"{tuple(query.shape)} has {query.ndim}; got {tuple(tensor.shape)}; "
                     + (remedy or "give all tensors a batch axis, or none")
                 )
-        if mask is not None and mask.ndim not in (2, 3):
-            raise ValueError(
-                "MultiheadAttention: `attn_mask` must have the shape (queries, keys) or (batch * heads, queries, "
-                f"keys); got {tuple(mask.shape)}; give a mask of keys by name, as key_padding_mask"
-            )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Tensor | None) -> None:
         """Raise unless tensors (batch, length, features) and masks have the shapes and dtypes that the layer takes."""
@@ -239,9 +238,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 f"(batch, length) {tuple(query.shape[:2])}, {tuple(key.shape[:2])} and {tuple(value.shape[:2])}; "
                 "expand what all share; batch_first tells which axis is the batch"
             )
-        for name, given in (("key_padding_mask", padding), ("attn_mask", mask)):
-            if given is not None:
-                check_mask(layer, name, given, "for what is left out")
         if padding is not None and padding.shape != (batch, keys):
             remedy = reshaped("key_padding_mask", padding.shape, lambda shape: shape == (batch, keys))
             if remedy and not self.batch_first:
@@ -254,11 +250,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         per_head = (batch * self.num_heads, *pairs)
         if mask is not None and mask.shape not in (pairs, per_head):
             remedy = reshaped("attn_mask", mask.shape, lambda shape: shape in (pairs, per_head))
-            repeated = f"attn_mask.repeat_interleave({self.num_heads}, 0)"
             raise ValueError(
                 f"{layer}: `attn_mask` must have the shape (queries, keys) = {pairs} or (batch * heads, queries, keys) "
                 f"= {per_head}; got {tuple(mask.shape)}; "
-                + (remedy or f"expand it to all pairs, and repeat one mask a batch entry by {repeated}")
+                + (remedy or _mask_of_pairs(tuple(mask.shape), (batch, self.num_heads, *pairs)))
             )
 
     def _check_dtypes(self, **tensors: Tensor) -> None:
@@ -326,6 +321,34 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             for one in masks
         ]
         return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+def _mask_of_keys(shape: tuple[int, ...], batch: int) -> str:
+    """What to write for a mask of keys with too many axes, or too few."""
+    if len(shape) < 2:
+        return f"give key_padding_mask.expand({batch}, -1)"
+    if all(size == 1 for size in shape[1:-1]):
+        return f"give key_padding_mask[:{', 0' * (len(shape) - 2)}]"
+    return "give a mask of pairs by name, as attn_mask"
+
+
+def _mask_of_pairs(shape: tuple[int, ...], wanted: tuple[int, int, int, int]) -> str:
+    """What to write for a mask of pairs that is none of each head; `wanted` is (batch, heads, queries, keys)."""
+    batch, heads, *pairs = wanted
+
+    def expands_to(*sizes: int) -> bool:
+        return do_broadcast(shape, sizes) and broadcast_shapes(shape, sizes) == sizes
+
+    if len(shape) == 4 and shape[1:3] == (1, 1) and shape[0] in (1, batch) and shape[3] == pairs[1]:
+        return f"give key_padding_mask=attn_mask[:, 0, 0]{'' if shape[0] == batch else f'.expand({batch}, -1)'}"
+    if expands_to(*pairs):
+        return f"give attn_mask.expand{tuple(pairs)}"
+    if len(shape) == 3 and expands_to(batch, *pairs):
+        expanded = "" if shape == (batch, *pairs) else f".expand{(batch, *pairs)}"
+        return f"for one mask a batch entry give attn_mask{expanded}.repeat_interleave({heads}, 0)"
+    if expands_to(*wanted):
+        return f"give attn_mask.expand{wanted}.flatten(0, 1)"
+    return "give a mask of keys by name, as key_padding_mask"
 
 
 def _check_sizes(**sizes: int) -> None:

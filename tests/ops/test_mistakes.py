@@ -1,6 +1,7 @@
 """What people get wrong in a call, and the answer that they get: which argument, what was expected, what to do."""
 
 import functools
+import re
 import traceback
 
 import pytest
@@ -596,3 +597,90 @@ def test_explain_takes_the_arguments_of_the_function():
     """By name too, though the densities of a family share the function that validates them."""
     named = effops.explain(effops.von_mises_fisher_log_prob, concentration=1.0, x=LOC, loc=LOC)
     assert named.chosen == effops.explain(effops.von_mises_fisher_log_prob, LOC, 1.0, LOC).chosen
+
+
+HEADS, SHARED, FOLDED, FLAT = (2, 4, 10, 16), (2, 2, 10, 16), (8, 10, 16), (2, 10, 16)
+MISFITS = {  # the axes of query, key and value, of a mask or a weight, what else is given, and what to write
+    "a mask of batch entries": ((HEADS,) * 3, (2, 10, 10), {}, "attn_mask[:, None]"),
+    "a mask of keys of batch entries": ((HEADS,) * 3, (2, 1, 10), {}, "attn_mask[:, None]"),
+    "a mask of batch times heads": ((HEADS,) * 3, (8, 10, 10), {}, "attn_mask.unflatten(0, (2, 4))"),
+    "a mask of heads first": ((HEADS,) * 3, (4, 2, 10, 10), {}, "attn_mask.transpose(0, 1)"),
+    "a mask with an axis too many": ((HEADS,) * 3, (2, 4, 1, 10, 10), {}, "attn_mask.squeeze(2)"),
+    "a mask of heads beside batch times heads": ((FOLDED,) * 3, (2, 4, 10, 10), {}, "attn_mask.flatten(0, 1)"),
+    "a mask of batch entries beside them": ((FOLDED,) * 3, (2, 10, 10), {}, "attn_mask.repeat_interleave(4, 0) if"),
+    "a mask beside shared heads": (
+        (HEADS, SHARED, SHARED),
+        (2, 10, 10),
+        {"enable_gqa": True},
+        "attn_mask[:, None]",
+    ),
+    "keys and values without heads": ((HEADS, FLAT, FLAT), None, {}, "key[:, None] and value[:, None]"),
+    "values without heads": ((HEADS, HEADS, FLAT), None, {}, "value[:, None]"),
+}
+
+
+@pytest.mark.parametrize(("shapes", "mask", "given", "remedy"), MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_an_attention_that_does_not_fit_is_told_what_fits(shapes, mask, given, remedy, dtype):
+    """Masks of batch entries were to be expanded, or transposed, or to share heads: none of it helped."""
+    arguments = dict(zip(("query", "key", "value"), map(torch.randn, shapes)))
+    if mask:
+        arguments["attn_mask"] = torch.ones(mask, dtype=dtype)
+    with pytest.raises(ValueError, match=rf"^attention: .*; give {re.escape(remedy)}"):
+        effops.attention(**arguments, **given)
+    for code in remedy.removesuffix(" if").split(" and "):
+        arguments[re.match(r"\w+", code)[0]] = eval(code, dict(arguments))
+    assert effops.attention(**arguments, **given).shape == shapes[0]
+
+
+def test_other_attentions_that_do_not_fit_are_told_what_fits():
+    query, flat, shared, vector = torch.randn(HEADS), torch.randn(FLAT), torch.randn(SHARED), torch.randn(16)
+    mask = torch.ones(2, 10, 10, dtype=torch.bool)
+    for call, remedy in (
+        (lambda: effops.attention_scores(query, query, mask), "give attn_mask[:, None]"),
+        (lambda: effops.attention_weights(query, flat), "give key[:, None]"),
+        (lambda: effops.attention_scores(query, shared), "repeat_interleave the heads of keys and values if"),
+        (lambda: effops.additive_attention(query, query, query, vector, mask), "give attn_mask[:, None]"),
+        (lambda: effops.additive_attention(query, query, query, torch.ones(2, 1, 1, 16)), "give weight[:, None]"),
+        (lambda: effops.log_sparse_attention(query, flat, flat), "give key[:, None] and value[:, None]"),
+        (
+            lambda: effops.attention(*[query.transpose(1, 2)] * 3, mask[0]),
+            "give tensor.transpose(-3, -2) of the others if their heads follow their positions",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(remedy)):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("shape", "remedy"),
+    [
+        ((2, 4, 10, 10), "attn_mask.expand(2, 4, 10, 10).flatten(0, 1)"),
+        ((1, 1, 10, 10), "attn_mask.expand(2, 4, 10, 10).flatten(0, 1)"),
+        ((4, 10, 10), "attn_mask.expand(2, 4, 10, 10).flatten(0, 1)"),
+        ((2, 10, 10), "attn_mask.repeat_interleave(4, 0)"),
+        ((2, 1, 10), "attn_mask.expand(2, 10, 10).repeat_interleave(4, 0)"),
+        ((10,), "attn_mask.expand(10, 10)"),
+        ((2, 1, 1, 10), "key_padding_mask=attn_mask[:, 0, 0]"),
+    ],
+)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_mask_that_a_layer_does_not_take_is_told_what_it_takes(shape, remedy, batch_first):
+    """Masks of four axes were to be masks of keys."""
+    layer, mask = effops.nn.MultiheadAttention(16, 4, batch_first=batch_first), torch.zeros(shape, dtype=torch.bool)
+    x = SEQUENCE if batch_first else SEQUENCE.transpose(0, 1)
+    with pytest.raises(ValueError, match=rf"`attn_mask` must have the shape .*give {re.escape(remedy)}$"):
+        layer(x, x, x, attn_mask=mask)
+    name, code = remedy.split("=") if "=" in remedy else ("attn_mask", remedy)
+    assert layer(x, x, x, **{name: eval(code, {"attn_mask": mask})})[0].shape == x.shape
+
+
+@pytest.mark.parametrize("index", ["[:, 0, 0]", "[:, 0]", ".expand(2, -1)"])
+def test_a_mask_of_keys_that_a_layer_does_not_take_is_told_what_it_takes(index):
+    shape = {"[:, 0, 0]": (2, 1, 1, 10), "[:, 0]": (2, 1, 10), ".expand(2, -1)": (10,)}[index]
+    layer, mask = effops.nn.MultiheadAttention(16, 4, batch_first=True), torch.zeros(shape, dtype=torch.bool)
+    with pytest.raises(ValueError, match=rf"; give key_padding_mask{re.escape(index)}$"):
+        layer(SEQUENCE, SEQUENCE, SEQUENCE, mask)
+    layer(SEQUENCE, SEQUENCE, SEQUENCE, eval(f"mask{index}", {"mask": mask}))
+    with pytest.raises(TypeError, match="`key_padding_mask` must be a tensor, boolean"):  # it was an AttributeError
+        layer(SEQUENCE, SEQUENCE, SEQUENCE, [True] * 10)

@@ -17,12 +17,13 @@ from torch.compiler import is_compiling
 
 from effops.blocks.log_sparse import Pattern
 from effops.blocks.plan import Plan, Shape, broadcast_plan
-from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias, masking_keys, reshaped
+from effops.dispatch.arguments import check_devices, check_mask, check_operand, is_causal_bias, reshaped
 from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, promote, wider
-from effops.numerics.shapes import broadcast_shapes
+from effops.numerics.shapes import broadcast_shapes, do_broadcast
 from effops.numerics.values import is_captured, observed
+from effops.ops.attention.misfits import check_batches, check_pairs, shapes_of, sharing_heads, widens
 from effops.pytorch import _are_functorch_transforms_active, _neg_view
 from effops.text import integer_remedy
 
@@ -34,6 +35,7 @@ SETTINGS = {
     "dtype": torch.dtype,
     "is_lower_right": bool,
 }
+PAIRED = "query", "key", "value", "attn_mask"  # these have two axes beside those of the batch
 T = TypeVar("T")
 
 
@@ -220,14 +222,14 @@ def prepare(
     """
     tensors = dict(scored) if value is None else {**scored, "value": value}
     for name, tensor in tensors.items():
-        check_operand(function, name, tensor, dims=2 if name in ("query", "key", "value") else 1)
+        check_operand(function, name, tensor, dims=2 if name in PAIRED else 1)
     query, key, *others = scored.values()
     pairs = query.shape[-2], key.shape[-2]
     is_lower_right = False
     if is_causal_bias(type(attn_mask)) and not is_causal:
         attn_mask, is_causal, is_lower_right = None, True, _is_lower_right(function, attn_mask, pairs)
     if attn_mask is not None:
-        _check_mask(function, attn_mask, is_causal, pairs, query.ndim)
+        _check_mask(function, attn_mask, is_causal, query, key)
     check_devices(function, **tensors, **({} if attn_mask is None else {"attn_mask": attn_mask}))
     if any(tensor.shape[-1] != query.shape[-1] for tensor in scored.values()):
         *first, last = (f"`{name}`" for name in scored)
@@ -235,13 +237,13 @@ def prepare(
         remedies = (reshaped(name, one.shape, lambda own: tuple(own[-1:]) == features) for name, one in scored.items())
         raise ValueError(
             f"{function}: last dimensions of {', '.join(first)} and {last} must be equal; got "
-            f"{_shapes(tensors)}; {next(filter(None, remedies), 'project them alike')}"
+            f"{shapes_of(tensors)}; {next(filter(None, remedies), 'project them alike')}"
         )
     if value is not None and value.shape[-2] != key.shape[-2]:
         remedy = reshaped("value", value.shape, lambda own: own[-2] == key.shape[-2]) or "cut or pad one"
-        raise ValueError(f"{function}: there must be one value for each key; got {_shapes(tensors)}; {remedy}")
+        raise ValueError(f"{function}: there must be one value for each key; got {shapes_of(tensors)}; {remedy}")
     for name, other in list(scored.items())[2:]:
-        if _widens(other.shape[:-1], pairs):
+        if widens(other.shape[:-1], pairs):
             raise ValueError(
                 f"{function}: `{name}` must broadcast to (queries, keys, D) = {(*pairs, query.shape[-1])}; got "
                 f"{tuple(other.shape)}; unsqueeze it: (*batch, 1, 1, D) is the same for all pairs"
@@ -253,12 +255,10 @@ def prepare(
     try:
         plan = plan_of(operands, value, attn_mask)
     except RuntimeError:
-        shapes = _shapes(tensors if attn_mask is None else {**tensors, "attn_mask": attn_mask})
-        raise ValueError(
-            f"{function}: batch axes, heads among them, must broadcast; got {shapes}; expand them, set "
-            "enable_gqa=True if several heads of queries share one of keys, or give tensor.transpose(-3, -2) if its "
-            "heads follow its positions"
-        ) from None
+        all_tensors = tensors if attn_mask is None else {**tensors, "attn_mask": attn_mask}
+        own_axes = {name: 2 if name in PAIRED else 3 for name in all_tensors}
+        check_batches(function, all_tensors, own_axes, sharing_heads(function))
+        raise
     _check_scale(function, scale)
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, Real) or not 0 <= dropout_p <= 1:
         raise ValueError(
@@ -325,22 +325,27 @@ def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
             f"`value`; got {heads}, {shared} and {value.shape[-3]}; repeat heads, or transpose"
         )
     group = heads // shared
+    tensors = {"query": query, "key": key, "value": value}
+    if mask is not None and not is_causal_bias(type(mask)):
+        _check_mask("attention", mask, False, query, key)
+        tensors["attn_mask"] = mask
+    batches = [tensor.shape[: max(0, tensor.ndim - 3)] for tensor in tensors.values()]
+    if not do_broadcast(*batches):
+        check_batches("attention", tensors, dict.fromkeys(tensors, 3), "expand them")
     if is_causal_bias(type(mask)):
         return query.unflatten(-3, (shared, group)), key.unsqueeze(-3), value.unsqueeze(-3), mask
-    if mask is not None:
-        _check_mask("attention", mask, False, (query.shape[-2], key.shape[-2]), query.ndim)
     if mask is not None and mask.ndim >= 3:
         if mask.shape[-3] not in (1, heads):
+            axis = mask.ndim - 3
+            remedy = "repeat those of a group"
+            if mask.ndim < query.ndim and mask.shape[axis] == query.shape[axis]:  # of batch entries, not of heads
+                remedy = f"give attn_mask[{':, ' * (axis + 1)}None]"
             raise ValueError(
                 f"attention: `attn_mask` must have 1 or {heads} heads, axis -3, as `query` has; got "
-                f"{tuple(mask.shape)}; repeat those of a group, or unsqueeze"
+                f"{tuple(mask.shape)}; {remedy}"
             )
         mask = mask.unflatten(-3, (shared, group)) if mask.shape[-3] == heads else mask.unsqueeze(-3)
     return query.unflatten(-3, (shared, group)), key.unsqueeze(-3), value.unsqueeze(-3), mask
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
 def _is_lower_right(function: str, bias: Any, pairs: tuple[int, int]) -> bool:
@@ -359,24 +364,14 @@ def _check_scale(function: str, scale: Any) -> None:
         raise TypeError(f"{function}: `scale` must be a number or None; got {type(scale).__name__}; {remedy}")
 
 
-def _check_mask(function: str, mask: Tensor, is_causal: bool, pairs: tuple[int, int], rank: int) -> None:
+def _check_mask(function: str, mask: Tensor, is_causal: bool, query: Tensor, key: Tensor) -> None:
     if is_causal:
         raise ValueError(
             f"{function}: `is_causal` and `attn_mask` exclude each other; got both; mask future keys in attn_mask: "
             "attn_mask & torch.ones(queries, keys, dtype=torch.bool).tril()"
         )
     check_mask(function, "attn_mask", mask, "for pairs that take part")
-    if _widens(mask.shape, pairs):
-        remedy = reshaped("attn_mask", mask.shape, lambda shape: not _widens(shape, pairs))
-        remedy = remedy or masking_keys("attn_mask", mask.shape, pairs[1], rank)
-        raise ValueError(
-            f"{function}: `attn_mask` must broadcast to (queries, keys) = {pairs}; got {tuple(mask.shape)}; {remedy}"
-        )
-
-
-def _widens(own: Sequence[int], pairs: tuple[int, int]) -> bool:
-    """Whether the last two axes of a shape would enlarge those of the pairs, not just broadcast to them."""
-    return any(size not in (1, wanted) for size, wanted in zip((1, 1, *own)[-2:], pairs))
+    check_pairs(function, mask, query, key)
 
 
 LOG_SPARSE = "log_sparse_attention"
@@ -469,13 +464,8 @@ def prepare_log_sparse(
                 f"{name} {tuple(tensors[name].shape)}; the pattern is that of self-attention: pad or cut the shorter "
                 "one"
             )
-    try:
-        broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors.values()))
-    except RuntimeError:
-        raise ValueError(
-            f"{LOG_SPARSE}: batch shapes must broadcast; got query {tuple(query.shape)}, key {tuple(key.shape)}, value "
-            f"{tuple(value.shape)}; unsqueeze the axes that should pair up, or repeat the heads that are shared"
-        ) from None
+    if not do_broadcast(*(tensor.shape[:-2] for tensor in tensors.values())):
+        check_batches(LOG_SPARSE, tensors, dict.fromkeys(tensors, 2), sharing_heads(LOG_SPARSE))
     _check_pattern(local, restart)
     _check_scale(LOG_SPARSE, scale)
     query, key, value = rounded_by_autocast(query, key, value)
