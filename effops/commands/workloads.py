@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,7 +38,8 @@ def workload_of(options: argparse.Namespace, values: Mapping[str, Any] | None = 
             raise ValueError(f"argument {option(next(iter(given)))}: expected an --architecture beside it; got none")
         workload = _imported(options.workload, values or {})
     else:
-        workload = _published(**{"architecture": options.architecture, **given, **(values or {})})
+        sizes = {"architecture": options.architecture, **given, **(values or {})}
+        workload = _published(sizes.pop("architecture"), sizes, values or {})
     changes = {
         "autocast": DTYPES.get(options.autocast),
         "checkpoint": options.checkpoint or None,
@@ -47,22 +48,23 @@ def workload_of(options: argparse.Namespace, values: Mapping[str, Any] | None = 
     return dataclasses.replace(workload, **{name: value for name, value in changes.items() if value is not None})
 
 
-def _published(architecture: str, **sizes: Any) -> Workload:
+def _published(architecture: str, sizes: Mapping[str, Any], swept: Collection[str]) -> Workload:
+    """The workload of an architecture; those of its sizes that are `swept` are values of axes."""
     if architecture != "bert-large":
-        return Workload(**workload_parts(architecture, _configuration(**sizes)))
-    if unknown := [option(name) for name in sizes if name not in BERT_OPTIONS]:
+        return Workload(**workload_parts(architecture, _configuration(sizes, swept)))
+    if unknown := [option(name, name in swept) for name in sizes if name not in BERT_OPTIONS]:
         raise ValueError(
             f"argument {', '.join(unknown)}: expected none of it for bert-large, whose sizes are published"
         )
     return Workload(**bert_large(**sizes))
 
 
-def _configuration(**sizes: Any) -> Configuration:
+def _configuration(sizes: Mapping[str, Any], swept: Collection[str]) -> Configuration:
     try:
         return Configuration(**sizes)
     except ValueError as error:
         told = str(error).removeprefix("Configuration: ")
-        named = [option(name) for name in sizes if re.search(rf"\b{name}\b", told.partition(";")[0])]
+        named = [option(name, name in swept) for name in sizes if re.search(rf"\b{name}\b", told.partition(";")[0])]
         raise ValueError(f"argument {', '.join(named)}: {told}") from None
 
 
@@ -153,5 +155,7 @@ def _workload_names(module: ModuleType) -> list[str]:
     ]
 
 
-def option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def option(name: str, is_axis: bool = False) -> str:
+    """How the value of that name is given."""
+    spelt = name.replace("_", "-")
+    return f"--axis {spelt}" if is_axis else f"--{spelt}"

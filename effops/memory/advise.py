@@ -6,6 +6,8 @@ Each method is predicted by the anatomy of the step with it.
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +15,11 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from effops.memory.anatomy import Anatomy, anatomy
 from effops.memory.building import StepRecorder, build_model
-from effops.memory.checked import check_count, check_device, check_flags
+from effops.memory.checked import check_count, check_device, check_flags, check_progress
 from effops.memory.optimizers import AdamW8bit
 from effops.memory.surroundings import isolated_from_caller
+from effops.memory.swapped import Swapped, is_swappable
 from effops.memory.workload import Workload, check_step
-from effops.nn import MultiheadAttention
 from effops.prediction.inside import caution
 from effops.prediction.known_values import KnownValues
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
@@ -36,6 +38,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 ADDS_STATES = "momentum", "amsgrad"  # options of optimizers with which they keep one more state
 STAGES = ("optimizer states", "gradients", "weights")
 COMMUNICATION = {1: "as much as", 2: "as much as", 3: "1.5 times as much as"}
+# Methods are applied in this order, whichever was chosen first: an alternative is another workload, which the others
+# then change, and half a batch is half of what accumulation leaves of it. So the same methods give the same step, which
+# is predicted once.
 FAMILIES = ("operation", "mixed precision", "gradient accumulation", "ZeRO", "checkpointing", "optimizer", "batch size")
 
 
@@ -136,8 +141,9 @@ def advise(
 
     Each method is predicted by `anatomy` of the step with it. ZeRO divides the curves of optimizer states, gradients
     and weights by the number of devices, instant by instant. It keeps the gradients and weights of one module whole,
-    the largest. Towards a budget the methods are put together one by one, first those that leave the training as it
-    is, with the fewest operations first; each stays if it lowers the peak, unless the others make do without it.
+    the largest. Towards a budget the methods are put together one by one: first those that leave the training as it
+    is, then those that round otherwise, then those that alter it. Among these the fewest operations come first. Each
+    stays if it lowers the peak, unless the others make do without it.
 
     Args:
         workload: what a step runs
@@ -150,6 +156,7 @@ def advise(
         progress: is told of each step before it is predicted
 
     Raises:
+        TypeError: as `anatomy`; or `alternatives` are no workloads by name
         ValueError: as `anatomy`; or `devices` is below 1
         NotImplementedError: as `anatomy`
 
@@ -170,6 +177,8 @@ def advise(
     check_device("advise", device)
     check_flags("advise", probe=probe)
     check_count("advise", "devices", devices, "leave it out for 1")
+    check_progress("advise", progress)
+    _check_alternatives(alternatives)
     budget_bytes = None if budget is None else parse_bytes(budget, "advise: `budget`")
     predict = _Predictor(devices, device, probe, progress)
     start = _Setting(workload, batch_size)
@@ -193,6 +202,20 @@ def advise(
         tuple(sorted({name for found in predict.known.values() for name in found.anatomy.unknown})),
         left_out,
     )
+
+
+def _check_alternatives(alternatives: Any) -> None:
+    """Raise unless these are workloads by name, or None."""
+    remedy = 'give a dict of names and workloads, as {"fused": Workload(...)}'
+    if alternatives is None:
+        return
+    if not isinstance(alternatives, Mapping):
+        got = type(alternatives).__name__
+        raise TypeError(f"advise: `alternatives` must be workloads by name; got {got}; {remedy}")
+    for name, other in alternatives.items():
+        if not isinstance(name, str):
+            raise TypeError(f"advise: names of `alternatives` must be texts; got {name!r}; {remedy}")
+        check_step(f"advise: `alternatives[{name!r}]`", other)
 
 
 @dataclass(frozen=True)
@@ -221,7 +244,7 @@ class _Predictor:
         self.known: dict[tuple[Workload, int], _Prediction] = {}
 
     def __call__(self, setting: _Setting, name: str) -> _Prediction:
-        key = setting.workload, setting.batch_size
+        key = setting.workload, setting.batch_size  # a stage of ZeRO runs the same step, and divides its curves
         if key not in self.known:
             self.progress(f"predicting {name}")
             self.known[key] = self._predicted(*key)
@@ -248,12 +271,19 @@ class _Predictor:
         return _Prediction(found, found.peak_bytes, contractions)
 
 
+class _Results(IntEnum):
+    """What a method does to the results of training, the least first."""
+
+    SAME = 0  # but for the order of sums
+    ROUNDED = 1  # the same computation in a dtype of fewer digits
+    OTHER = 2
+
+
 @dataclass(frozen=True)
 class _Option:
     """A method that may be applied, at most one of each family.
 
-    `change` applies it to a setting. It is None if the method cannot be applied, and `note` tells why. `alters` tells
-    that the training becomes another one, with other results.
+    `change` applies it to a setting. It is None if the method cannot be applied, and `note` tells why.
     """
 
     family: str
@@ -261,7 +291,7 @@ class _Option:
     helps: str
     change: Callable[[_Setting], _Setting] | None
     note: str = ""
-    alters: bool = False
+    results: _Results = _Results.SAME
 
     def predicted(self, start: _Setting, present: _Prediction, predict: _Predictor) -> Method:
         if self.change is None:
@@ -280,14 +310,15 @@ def _options(
     workload, batch_size = start.workload, start.batch_size
     for index, (name, other) in enumerate(alternatives.items()):
         change = functools.partial(replace, workload=other)
-        yield _Option("operation", name, "memory", change, "the alternative that was given", index > 0)
-    swappable = sum(_is_swappable(module) for module in model.modules())
+        results = _Results.OTHER if index else _Results.SAME
+        yield _Option("operation", name, "memory", change, "the alternative that was given", results)
+    swappable = sum(is_swappable(module) for module in model.modules())
     if swappable:
         yield _Option(
             "operation",
             "effops.nn.MultiheadAttention",
             "memory",
-            lambda setting: _changed(setting, model=_Swapped(setting.workload.model)),
+            lambda setting: _changed(setting, model=Swapped(setting.workload.model)),
             f"in place of {swappable} torch.nn.MultiheadAttention, whose state it loads",
         )
     yield (
@@ -297,6 +328,7 @@ def _options(
             "speed",
             functools.partial(_changed, autocast=torch.bfloat16),
             "autocast to bfloat16, weights and optimizer states stay as they are",
+            _Results.ROUNDED,
         )
         if workload.autocast is None
         else _Option("mixed precision", "mixed precision", "speed", None, f"is there: {workload.autocast}")
@@ -310,7 +342,7 @@ def _options(
             "both",
             lambda setting: replace(setting, batch_size=max(1, setting.batch_size // 2)),
             "fewer samples a step" + (", noisier gradients" if workload.trains else ""),
-            alters=True,
+            _Results.OTHER,
         )
     alive = present.timeline.alive(present.timeline.peak_tick)
     softmax_bytes = [one.nbytes for one in alive if one.operator in SOFTMAX]
@@ -332,6 +364,7 @@ def _training_options(workload: Workload, batch_size: int, model: nn.Module, dev
             "memory",
             functools.partial(_split, count),
             "smaller kernels" + (", batch normalisation of smaller batches" if normalises else ""),
+            _Results.OTHER if normalises else _Results.SAME,
         )
     if not parts:
         yield _Option("gradient accumulation", "gradient accumulation", "memory", None, "needs an even batch size")
@@ -348,7 +381,7 @@ def _training_options(workload: Workload, batch_size: int, model: nn.Module, dev
             continue
         note = "its states as bitsandbytes documents them" if optimizer is AdamW8bit else ""
         change = functools.partial(_changed, optimizer=optimizer)
-        yield _Option("optimizer", f"optimizer {name}", "both", change, note, alters=True)
+        yield _Option("optimizer", f"optimizer {name}", "both", change, note, _Results.OTHER)
 
 
 def _keeps_same_states(workload: Workload, other: Callable[..., Optimizer], model: nn.Module) -> bool:
@@ -381,42 +414,6 @@ def _split(count: int, setting: _Setting) -> _Setting:
     return replace(_changed(setting, accumulation_steps=steps), batch_size=setting.batch_size // count)
 
 
-@dataclass(frozen=True)
-class _Swapped:
-    """Builds a model whose layers of `torch.nn.MultiheadAttention` are effops'."""
-
-    model: Callable[[], nn.Module]
-
-    def __call__(self) -> nn.Module:
-        model = self.model()
-        if _is_swappable(model):
-            return _swapped(model)
-        for parent in list(model.modules()):
-            for name, child in parent.named_children():
-                if _is_swappable(child):
-                    setattr(parent, name, _swapped(child))
-        return model
-
-
-def _is_swappable(module: nn.Module) -> bool:
-    return type(module) is nn.MultiheadAttention and module.bias_k is None and not module.add_zero_attn
-
-
-def _swapped(layer: nn.Module) -> MultiheadAttention:
-    assert isinstance(layer, nn.MultiheadAttention)
-    return MultiheadAttention(
-        layer.embed_dim,
-        layer.num_heads,
-        layer.dropout,
-        layer.in_proj_bias is not None,
-        kdim=layer.kdim,
-        vdim=layer.vdim,
-        batch_first=layer.batch_first,
-        device=layer.out_proj.weight.device,
-        dtype=layer.out_proj.weight.dtype,
-    )
-
-
 def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_bytes: int, buffer_bytes: int) -> int:
     """The peak of one device of several under ZeRO.
 
@@ -429,7 +426,8 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
     """
 
     def divided(curve: Sequence[int], whole: int = 0, buffers: int = 0) -> list[int]:
-        return [min(nbytes, buffers - (buffers - nbytes) // devices + whole) for nbytes in curve]
+        parts = (buffers + -(-(nbytes - buffers) // devices) for nbytes in curve)  # rounded up
+        return [min(nbytes, part + whole) for nbytes, part in zip(curve, parts)]
 
     curves = dict(timeline.curves)
     for category in ("optimizer states", "optimizer temporaries"):
@@ -459,10 +457,11 @@ def _combination(
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Options that together fit the budget, each with the peak of it and all before; and why others are not among them.
 
-    They are tried in the order of what they cost. One that the others can do without is left out.
+    They are tried in the order of what they cost: in results, then in operations. Those that cost the same keep the
+    order of `tried`. One that the others can do without is left out.
     """
     usable = [(option, method) for option, method in tried if method.peak_bytes is not None]
-    usable.sort(key=lambda one: (one[0].alters, round(one[1].operations or 1.0, 2)))
+    usable.sort(key=lambda one: (one[0].results, round(one[1].operations or 1.0, 2)))
 
     def peak_of(options: Collection[_Option]) -> int:
         setting = start
@@ -486,10 +485,11 @@ def _combination(
             chosen, peak_bytes = candidate, found
         else:
             left_out[option.name] = "saves nothing beside the others"
+    limit = max(peak_bytes, budget_bytes)  # the budget, or the lowest peak found if none fits
     together = list(chosen.values())
     for option in reversed(together):
         others = [other for other in together if other is not option]
-        if peak_of(others) <= max(peak_bytes, budget_bytes):
+        if peak_of(others) <= limit:
             together = others
             left_out[option.name] = "not needed"
     combination = {option.name: peak_of(together[: index + 1]) for index, option in enumerate(together)}

@@ -9,7 +9,7 @@ import torch
 
 from effops.measure import available_bytes
 from effops.memory.anatomy import Anatomy, anatomy
-from effops.memory.checked import check_count, check_device, check_flags
+from effops.memory.checked import check_count, check_device, check_flags, check_progress
 from effops.memory.measured import measured_timeline
 from effops.memory.workload import Step, Workload, check_step
 from effops.prediction.cuda_forms import CONTEXT_BYTES
@@ -116,6 +116,7 @@ def max_batch_size(
     check_device("max_batch_size", device)
     check_flags("max_batch_size", power_of_two=power_of_two, probe=probe)
     check_count("max_batch_size", "multiple_of", multiple_of, "leave it out for any batch size")
+    check_progress("max_batch_size", progress)
     if power_of_two and multiple_of & (multiple_of - 1):
         raise ValueError(
             f"max_batch_size: `multiple_of` must be a power of two beside `power_of_two`; got {multiple_of}; give "

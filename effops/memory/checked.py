@@ -1,9 +1,13 @@
-"""Checks of the numbers and flags that the functions of this folder take."""
+"""Checks of the numbers, flags and functions that the functions of this folder take."""
 
 from numbers import Integral, Real
 from typing import Any
 
+import torch
+
 from effops.text import did_you_mean, integer_remedy
+
+AUTOCAST_DTYPES = torch.bfloat16, torch.float16  # with another one PyTorch warns, and switches autocast off
 
 
 def check_count(function: str, argument: str, count: Any, remedy: str = "give a larger one") -> None:
@@ -37,3 +41,10 @@ def check_device(function: str, device: Any) -> None:
     if device not in known:
         remedy = did_you_mean(device, known) or "; give one of these, since what other devices allocate is not known"
         raise ValueError(f'{function}: `device` must be "cpu" or "cuda"; got {device!r}{remedy}')
+
+
+def check_progress(function: str, progress: Any) -> None:
+    """Raise unless this can be told of what comes next."""
+    if not callable(progress):
+        got = type(progress).__name__
+        raise TypeError(f"{function}: `progress` must be a function of a text; got {got}; give one, as print")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from effops.memory.checked import check_count, check_flags
+from effops.memory.checked import AUTOCAST_DTYPES, check_count, check_flags
 from effops.text import aligned, did_you_mean, format_bytes, tells_wrong_arguments
 
 FORMULAS = ("rough", "detailed")
@@ -173,7 +173,7 @@ def estimate_transformer(
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"estimate_transformer: `dtype` must be a dtype; got {dtype!r}; give torch.float32")
     if not dtype.is_floating_point:
-        raise ValueError(f"estimate_transformer: `dtype` must be of floating point; got {dtype}")
+        raise ValueError(f"estimate_transformer: `dtype` must be of floating point; got {dtype}; give torch.float32")
     if formula not in FORMULAS:
         raise ValueError(
             f"estimate_transformer: `formula` must be one of {', '.join(FORMULAS)}; got {formula!r}"
@@ -206,9 +206,10 @@ def _rough(blocks: int, heads: int, head_dim: int, batch: int, seq_len: int, dty
 def _detailed(
     blocks: int, heads: int, width: int, batch: int, seq_len: int, dtype: torch.dtype, details: Details
 ) -> Estimate:
-    if details.mixed_precision and dtype.itemsize >= SINGLE_BYTES:
+    if details.mixed_precision and dtype not in AUTOCAST_DTYPES:
         raise ValueError(
-            f"estimate_transformer: `dtype` must be of 16 bits with mixed precision; got {dtype}; give torch.bfloat16"
+            f"estimate_transformer: `dtype` must be torch.bfloat16 or torch.float16 with mixed precision; got {dtype}; "
+            "give one, or Details(mixed_precision=False)"
         )
     hidden = 4 * width if details.d_ff is None else details.d_ff
     return Estimate(

@@ -1,6 +1,7 @@
 """Pictures of memory: over a step, and against the sizes of a model."""
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,16 @@ def plot_anatomy(anatomy: Anatomy, path: str | Path) -> None:
 
     Raises:
         ImportError: matplotlib is not installed
-        ValueError: it has no format for the ending of `path`
+        TypeError: `anatomy` is none, or `path` is no path
+        ValueError: there is no format for the ending of `path`
+        FileNotFoundError: there is no such folder
 
     Example:
         >>> effops.memory.plot_anatomy(effops.memory.anatomy(workload, 32), "step.png")
     """
+    if not isinstance(anatomy, Anatomy):
+        got = type(anatomy).__name__
+        raise TypeError(f"plot_anatomy: `anatomy` must be an Anatomy; got {got}; give what `anatomy(...)` returns")
     figure = _figure("plot_anatomy", (10, 5), path)
     axes = figure.add_subplot()
     timeline = anatomy.timeline
@@ -77,8 +83,11 @@ def check_picture(caller: str, path: str | Path) -> None:
 
     Raises:
         ImportError: matplotlib is not installed
-        ValueError: it has no format for the ending of `path`
+        TypeError: `path` is no path
+        ValueError: there is no format for the ending of `path`
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f'{caller}: `path` must be a path; got {type(path).__name__} {path!r}; give one, as "step.png"')
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -96,6 +105,11 @@ def check_picture(caller: str, path: str | Path) -> None:
 
 def _figure(caller: str, size: tuple[float, float], path: str | Path) -> Any:
     check_picture(caller, path)
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{caller}: `path` must be in a folder that exists; got {str(path)!r}; make {str(folder)!r} first"
+        )
     from matplotlib.figure import Figure
 
     return Figure(figsize=size, layout="constrained")

@@ -8,11 +8,18 @@ from typing import Any
 
 from effops.memory.anatomy import anatomy
 from effops.memory.batches import BudgetTooSmallError, max_batch_size
-from effops.memory.checked import check_count, check_device, check_flags
+from effops.memory.checked import check_count, check_device, check_flags, check_progress
 from effops.memory.plot import plot_sweep
 from effops.memory.workload import Workload
 from effops.prediction.inside import caution
-from effops.text import aligned, did_you_mean, format_bytes, parse_bytes, tells_wrong_arguments
+from effops.text import (
+    aligned,
+    did_you_mean,
+    format_bytes,
+    parse_bytes,
+    tells_wrong_arguments,
+    why_not_bound,
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ def sweep(
         progress: is told of each value, and with a budget of each batch size, before it is tried
 
     Raises:
+        TypeError: an argument is of another type; `workload_of` takes other names, or returns no workload
         ValueError: not exactly one of `budget` and `batch_size` is given, an axis has no values, or `base` has a name
             that is no axis
 
@@ -96,19 +104,25 @@ def sweep(
         >>> effops.memory.sweep(workload_of, {"width": [64, 256]}, "1 MiB").axes
         {'width': {64: 671, 256: 127}}
     """
-    _check_arguments(workload_of, axes, budget, batch_size)
+    _check_arguments(workload_of, axes, budget, batch_size, base)
     check_device("sweep", device)
     check_flags("sweep", power_of_two=power_of_two, probe=probe)
+    check_progress("sweep", progress)
     base_values = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
     if unknown_names := [axis for axis in base_values if axis not in axes]:
         near = did_you_mean(unknown_names[0], axes)
         raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown_names)}{near}")
+    if problem := why_not_bound(workload_of, (), dict.fromkeys(axes)):
+        raise TypeError(
+            f"sweep: `workload_of` must be a function of the axes: {problem}; give lambda {', '.join(axes)}: "
+            "Workload(...), or axes of its names"
+        )
     budget_bytes = None if budget is None else parse_bytes(budget, "sweep: `budget`")
     unknown: set[str] = set()
 
     @functools.cache
     def result(*values: Any) -> int:
-        workload = workload_of(**dict(zip(base_values, values)))
+        workload = _workload(workload_of, dict(zip(base_values, values)))
         place = ", ".join(f"{axis}={value}" for axis, value in zip(base_values, values))
         if batch_size is not None:
             progress(f"{place}: predicting a step of batch size {batch_size:,}")
@@ -137,7 +151,11 @@ def sweep(
 
 
 def _check_arguments(
-    workload_of: Any, axes: Mapping[str, Sequence[Any]], budget: str | float | None, batch_size: int | None
+    workload_of: Any,
+    axes: Mapping[str, Sequence[Any]],
+    budget: str | float | None,
+    batch_size: int | None,
+    base: Mapping[str, Any] | None,
 ) -> None:
     if (budget is None) == (batch_size is None):
         raise ValueError(
@@ -149,8 +167,39 @@ def _check_arguments(
         raise TypeError(f"sweep: `axes` must be a dict of lists; got {type(axes).__name__}; give {{'width': [8, 16]}}")
     if not axes or not all(isinstance(values, Sequence) and values for values in axes.values()):
         raise ValueError(f"sweep: `axes` must have at least one axis, each with values; got {dict(axes)!r}; give lists")
+    for axis, values in axes.items():
+        if not isinstance(axis, str) or isinstance(values, str):
+            raise TypeError(
+                f"sweep: `axes` must be lists of values by name; got {axis!r}: {values!r}; give {{'width': [8, 16]}}"
+            )
+        if unhashable := [value for value in values if not _is_hashable(value)]:
+            raise TypeError(
+                f"sweep: values of `axes` must be hashable, as results are by value; got {unhashable[0]!r} for "
+                f"{axis}; give a tuple, or a name from which `workload_of` makes it"
+            )
+    if base is not None and not isinstance(base, Mapping):
+        got = type(base).__name__
+        raise TypeError(f"sweep: `base` must be a dict of a value for each axis; got {got}; give {{'width': 8}}")
     if not callable(workload_of):
         raise TypeError(
             f"sweep: `workload_of` must be a function that returns a workload; got {type(workload_of).__name__}; give "
             f"lambda {', '.join(axes)}: Workload(...)"
         )
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _workload(workload_of: Callable[..., Any], values: Mapping[str, Any]) -> Workload:
+    workload = workload_of(**values)
+    if not isinstance(workload, Workload):
+        raise TypeError(
+            f"sweep: `workload_of` must return a Workload; got {type(workload).__name__}; give "
+            f"lambda {', '.join(values)}: Workload(...)"
+        )
+    return workload

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors_of
-from effops.memory.checked import check_count
+from effops.memory.checked import AUTOCAST_DTYPES, check_count
 from effops.pytorch import tree_leaves
 from effops.text import frames_of, line_of_program, tells_wrong_arguments, text_of
 
@@ -49,7 +49,7 @@ class Workload:
             puts into dataclasses are seen too
         loss: computes a scalar from the model and a batch
         optimizer: makes the optimizer of the model's parameters
-        autocast: the dtype of `torch.autocast` around model and loss; None for none
+        autocast: the dtype of `torch.autocast` around model and loss, torch.bfloat16 or torch.float16; None for none
         checkpoint: the modules whose activations are computed again in backward: a class or several, a predicate of a
             module, or True for each module in an outermost `torch.nn.ModuleList`
         accumulation_steps: how many batches, of the given size each, make one optimizer step
@@ -95,9 +95,9 @@ class Workload:
         """Raise where what a function makes is given instead of the function."""
         made = {
             "model": (
-                isinstance(self.model, nn.Module),
+                isinstance(self.model, nn.Module) or not callable(self.model),
                 "builds it, so that each step starts anew",
-                "model=lambda: {}(...)",
+                SIGNATURES["model()"] if not isinstance(self.model, nn.Module) else "model=lambda: {}(...)",
             ),
             "batch": (
                 not callable(self.batch),
@@ -105,7 +105,7 @@ class Workload:
                 "batch=lambda size: torch.randn(size, 256)",
             ),
             "loss": (
-                _is_loss_of_pytorch(self.loss),
+                _is_loss_of_pytorch(self.loss) or (self.loss is not None and not callable(self.loss)),
                 "computes it from the model and a batch",
                 "loss=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])",
             ),
@@ -113,6 +113,11 @@ class Workload:
                 self.optimizer is not None and not callable(self.optimizer),
                 "makes it of the model's parameters",
                 "optimizer=torch.optim.Adam, or functools.partial of it with its settings",
+            ),
+            "generate": (
+                self.generate is not None and not callable(self.generate),
+                "runs inference with the model and a batch",
+                SIGNATURES["generate(model, batch)"],
             ),
         }
         for argument, (is_made, purpose, remedy) in made.items():
@@ -125,6 +130,11 @@ class Workload:
         if self.autocast is not None and not isinstance(self.autocast, torch.dtype):
             raise TypeError(
                 f"Workload: `autocast` must be a dtype; got {self.autocast!r}; give torch.bfloat16 or torch.float16"
+            )
+        if self.autocast not in (None, *AUTOCAST_DTYPES):
+            raise ValueError(
+                f"Workload: `autocast` must be torch.bfloat16 or torch.float16; got {self.autocast}, for which PyTorch "
+                "switches autocast off; give torch.bfloat16, or None for a step without autocast"
             )
         chosen = self.checkpoint if isinstance(self.checkpoint, tuple) else (self.checkpoint,)
         if not all(one is None or isinstance(one, bool) or callable(one) for one in chosen):

@@ -229,6 +229,10 @@ def test_workloads_of_ones_own(content, own):
         (["anatomy", "--workload", "own_workloads", "--batch-size", "2"], "expected MODULE:NAME of a workload"),
         (["anatomy", "--workload", "no_such_module:x", "--batch-size", "2"], "No module named 'no_such_module'"),
         (["anatomy", "--workload", "own_workloads:given", "--heads", "3", "--batch-size", "2"], "argument --heads"),
+        (  # it named --heads, which was not given
+            ["sweep", "--architecture", "tst", "--axis", "heads=3,5", "--batch-size", "2"],
+            "argument --axis heads: `d_model` must be a multiple of heads=3",
+        ),
         (["sweep", *ARCHITECTURE, "--axis", "layers", "--batch-size", "2"], "expected NAME=VALUE,VALUE"),
         (
             ["sweep", *ARCHITECTURE, "--axis", "layers=two", "--batch-size", "2"],

@@ -197,9 +197,29 @@ def test_a_combination_is_confirmed_and_fits():
 def test_what_alters_the_training_comes_last():
     advice = advise(workload(Layers, LENGTH), 2, 1, probe=False)
     families = [name.split(",")[0].split(" ")[0] for name in advice.combination]
-    assert families == ["mixed", "gradient", "activation", "optimizer"]
+    assert families == ["gradient", "activation", "mixed", "optimizer"]
     assert not advice.fits
     assert "no combination fits the budget of 1 B" in str(advice)
+
+
+def test_what_rounds_comes_after_what_does_not():
+    """Mixed precision was preferred to accumulation, which keeps the results."""
+
+    def chosen(normalisation, budget):
+        def model():
+            return nn.Sequential(nn.Linear(64, 512), normalisation(512), nn.Linear(512, 1))
+
+        found = advise(workload(model, batch=lambda size: torch.randn(size, 64)), 1024, budget)
+        peaks = {method.name: method.peak_bytes for method in found.methods}
+        assert (
+            max(peaks["mixed precision"], peaks["gradient accumulation, 2 x 512"])
+            <= found.budget_bytes
+            < found.peak_bytes
+        )
+        return list(found.combination)
+
+    assert chosen(nn.LayerNorm, "6 MiB") == ["gradient accumulation, 2 x 512"]
+    assert chosen(nn.BatchNorm1d, "6 MiB") == ["mixed precision"]  # smaller batches are normalised otherwise
 
 
 def test_a_combination_has_nothing_to_spare():

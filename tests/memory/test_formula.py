@@ -165,7 +165,11 @@ def test_errors_name_the_argument():
         ({"dtype": torch.int8}, "`dtype` must be of floating point; got torch.int8"),
         ({"formula": "exact"}, "`formula` must be one of rough, detailed; got 'exact'"),
         ({"details": Details()}, "`details` must be None for the rough formula"),
-        ({"formula": "detailed", "details": Details(mixed_precision=True)}, "`dtype` must be of 16 bits"),
+        ({"formula": "detailed", "details": Details(mixed_precision=True)}, "`dtype` must be torch.bfloat16 or"),
+        (
+            {"formula": "detailed", "details": Details(mixed_precision=True), "dtype": torch.float8_e5m2},
+            "with mixed precision; got torch.float8_e5m2; give one, or Details",  # it was taken for one of 16 bits
+        ),
     ):
         sizes = {"blocks": 1, "heads": 1, "head_dim": 1, "batch": 1, "seq_len": 1}
         with pytest.raises(ValueError, match=message):

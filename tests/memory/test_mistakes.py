@@ -10,7 +10,17 @@ from torch import nn
 import effops
 import effops_pytest
 from effops.commands import main as cli
-from effops.memory import Workload, advise, anatomy, estimate_transformer, max_batch_size, parse_bytes, summarize, sweep
+from effops.memory import (
+    Workload,
+    advise,
+    anatomy,
+    estimate_transformer,
+    max_batch_size,
+    parse_bytes,
+    plot_anatomy,
+    summarize,
+    sweep,
+)
 from effops.memory.formula import Details
 from effops.memory.models import Configuration, bert_large, workload_parts
 
@@ -133,6 +143,12 @@ def test_a_budget_without_its_unit():
         ({"loss": nn.MSELoss()}, r"`loss` must be a function that .* got .* MSELoss; give loss=lambda model, batch: "),
         ({"loss": nn.functional.mse_loss}, r"`loss` must be a function that computes it from the model and a batch"),
         ({"optimizer": "adam"}, r"`optimizer` must be a function that .* class str; give optimizer=torch\.optim\.Adam"),
+        ({"model": None}, "`model` must be a function that builds it, .* class NoneType; give model=lambda: torch"),
+        ({"loss": 3}, "`loss` must be a function that computes it .* class int; give loss=lambda model, batch"),
+        (
+            {"loss": None, "optimizer": None, "generate": "x"},
+            "`generate` must be a function that runs inference .* class str; give generate=lambda model, batch",
+        ),
         ({"autocast": "bfloat16"}, "`autocast` must be a dtype; got 'bfloat16'; give torch.bfloat16"),
         (
             {"optimizer": torch.optim.Adam(LAYER.parameters())},
@@ -236,6 +252,86 @@ def test_what_a_function_makes_is_no_function(given, message):
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int32, torch.complex64])
+def test_a_dtype_that_autocast_does_not_take(dtype):
+    """The step was predicted without autocast, and PyTorch alone warned."""
+    with pytest.raises(
+        ValueError, match=rf"^Workload: `autocast` must be .*; got {dtype}, .*; give torch.bfloat16, or"
+    ):
+        dataclasses.replace(WORKLOAD, autocast=dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([WORKLOAD], "`alternatives` must be workloads by name; got list; give a dict of names and workloads"),
+        ({1: WORKLOAD}, "names of `alternatives` must be texts; got 1; give a dict"),
+        ({"m": LAYER}, r"`alternatives\['m'\]`: `workload` must be an effops.memory.Workload; got Linear; give"),
+    ],
+)
+def test_alternatives_that_are_none(given, message):
+    """They were errors from inside, of attributes."""
+    with pytest.raises(TypeError, match=f"^advise: {message}"):
+        advise(WORKLOAD, 2, alternatives=given)
+
+
+@pytest.mark.parametrize(
+    ("workload_of", "given", "message"),
+    [
+        (
+            lambda width: WORKLOAD,
+            {},
+            r'must be a function of the axes: it takes width; got `wdth`; did you mean "width"\?',
+        ),
+        (
+            lambda wdth, depth: WORKLOAD,
+            {},
+            "it takes wdth, depth; got no `depth`; give each of these; give lambda wdth",
+        ),
+        (lambda wdth: LAYER, {}, "`workload_of` must return a Workload; got Linear; give lambda wdth: Workload"),
+        (lambda wdth: WORKLOAD, {"axes": {1: [1]}}, r"`axes` must be lists of values by name; got 1: \[1\]; give"),
+        (lambda wdth: WORKLOAD, {"axes": {"wdth": "12"}}, "`axes` must be lists of values by name; got 'wdth': '12'"),
+        (lambda wdth: WORKLOAD, {"axes": {"wdth": [[1]]}}, r"values of `axes` must be hashable, .*got \[1\] for wdth"),
+        (lambda wdth: WORKLOAD, {"base": [1]}, "`base` must be a dict of a value for each axis; got list; give"),
+    ],
+)
+def test_sweeps_that_cannot_be(workload_of, given, message):
+    """They were errors of the function, of the cache of results and of dict()."""
+    with pytest.raises(TypeError, match=f"^sweep: .*{message}"):
+        sweep(workload_of, **{"axes": {"wdth": [1]}, "budget": "1 MiB", **given})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: max_batch_size(WORKLOAD, "1G", progress=True),
+        lambda: advise(WORKLOAD, 2, progress=True),
+        lambda: sweep(lambda width: WORKLOAD, {"width": [1]}, "1G", progress=True),
+    ],
+)
+def test_progress_that_is_no_function(call):
+    with pytest.raises(TypeError, match="`progress` must be a function of a text; got bool; give one, as print"):
+        call()
+
+
+def test_pictures_that_cannot_be_drawn(tmp_path):
+    """They were errors from inside, and Pillow's of a file."""
+    found = anatomy(WORKLOAD, 2)
+    swept = sweep(lambda width: WORKLOAD, {"width": [1]}, batch_size=2)
+    for given in (max_batch_size(WORKLOAD, "1 MiB"), WORKLOAD):
+        with pytest.raises(
+            TypeError, match=rf"^plot_anatomy: `anatomy` must be an Anatomy; got {type(given).__name__}; "
+        ):
+            plot_anatomy(given, tmp_path / "step.png")
+    for name, draw in {"plot_anatomy": lambda path: plot_anatomy(found, path), "Sweep.plot": swept.plot}.items():
+        with pytest.raises(
+            FileNotFoundError, match=rf"^{name}: `path` must be in a folder that exists; .*; make '.*no' "
+        ):
+            draw(tmp_path / "no" / "step.png")
+        with pytest.raises(TypeError, match=rf"^{name}: `path` must be a path; got NoneType None; give one, as"):
+            draw(None)
 
 
 @pytest.mark.parametrize(

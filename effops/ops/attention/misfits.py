@@ -64,7 +64,7 @@ def sharing_heads(function: str) -> str:
 def _remedies(batches: Mapping[str, Shape], own_axes: Mapping[str, int]) -> Iterator[str]:
     """How to change an argument, or keys and values alike, to broadcast to the others without enlarging them."""
     together = [("key", "value")] if "value" in batches and batches["key"] == batches["value"] else []
-    for names in [*((name,) for name in reversed(batches)), *together]:
+    for names in [*((name,) for name in reversed([*batches])), *together]:
         rest = [batch for name, batch in batches.items() if name not in names]
         if not do_broadcast(*rest):
             continue
