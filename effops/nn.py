@@ -7,12 +7,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from effops.dispatch.arguments import check_dense, check_mask, conversion, reshaped
+from effops.dispatch.arguments import (
+    check_dense,
+    check_mask,
+    check_new_tensors,
+    conversion,
+    reshaped,
+)
 from effops.numerics.shapes import broadcast_shapes, do_broadcast
 from effops.ops.attention.additive import additive_attention
+from effops.ops.attention.call import check_dropout, check_pattern
 from effops.ops.attention.dot_product import attention, attention_weights
 from effops.ops.attention.log_sparse import log_sparse_attention
-from effops.text import counted, did_you_mean, integer_remedy, missing_name, tells_wrong_arguments
+from effops.text import check_flags, counted, did_you_mean, integer_remedy, missing_name, tells_wrong_arguments
 
 __all__ = ["MultiheadAttention"]
 
@@ -75,7 +82,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         local: int = 1,
         restart: int | None = None,
     ) -> None:
-        _check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        layer = "MultiheadAttention"
+        _check_sizes(embed_dim, num_heads, kdim=kdim, vdim=vdim)
+        flags = {"bias": bias, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn, "batch_first": batch_first}
+        check_flags(layer, **flags)
+        check_dropout(layer, "dropout", dropout)
+        check_new_tensors(layer, device, dtype)
+        check_pattern(layer, local, restart)
         if attention not in KINDS:
             raise ValueError(
                 f"MultiheadAttention: `attention` must be one of {', '.join(KINDS)}; got {attention!r}"
@@ -351,16 +364,17 @@ def _mask_of_pairs(shape: tuple[int, ...], wanted: tuple[int, int, int, int]) ->
     return "give a mask of keys by name, as key_padding_mask"
 
 
-def _check_sizes(**sizes: int) -> None:
-    """Raise unless the width of the layer and the number of its heads are integers above 0 that fit each other."""
-    for name, size in sizes.items():
-        if not hasattr(size, "__index__"):
+def _check_sizes(embed_dim: int, num_heads: int, **others: int | None) -> None:
+    """Raise unless all sizes are integers above 0, and the heads share the width of the layer; others may be None."""
+    for name, size in {"embed_dim": embed_dim, "num_heads": num_heads, **others}.items():
+        if size is None and name in others:
+            continue
+        if not hasattr(size, "__index__") or isinstance(size, bool):
             raise TypeError(
                 f"MultiheadAttention: `{name}` must be an integer; got {type(size).__name__}; {integer_remedy(size)}"
             )
         if size < 1:
             raise ValueError(f"MultiheadAttention: `{name}` must be at least 1; got {size}; give a larger one")
-    embed_dim, num_heads = sizes.values()
     if embed_dim % num_heads:
         heads = [count for count in range(1, embed_dim + 1) if embed_dim % count == 0]
         near = min(heads, key=lambda count: abs(count - num_heads))

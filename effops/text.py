@@ -246,6 +246,15 @@ def _takes_any_number(parameter: inspect.Parameter) -> bool:
     return parameter.kind is inspect.Parameter.VAR_POSITIONAL
 
 
+def check_flags(function: str, **flags: Any) -> None:
+    """Raise unless each of these is True or False: a text such as "no" would count as True."""
+    for argument, flag in flags.items():
+        if not isinstance(flag, bool):
+            remedy = "False" if str(flag).lower() in ("no", "off", "false", "0", "none") else "True"
+            got = f"{type(flag).__name__} {flag!r}"
+            raise TypeError(f"{function}: `{argument}` must be True or False; got {got}; give {remedy}")
+
+
 def integer_remedy(given: Any) -> str:
     """What to give in place of what is no integer. `int()` is no remedy where it would change a number."""
     try:

@@ -33,6 +33,17 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
 
 
+def test_variants_without_gradients_are_named() -> None:
+    """The page said that all variants have gradients, and six lines below that one has none."""
+    page = (ROOT / "docs" / "variants.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", page, re.MULTILINE))
+    without = [name for name, row in rows.items() if "without gradients" in row]
+    assert f"All variants have gradients but `{without[0]}`, and" in page
+    assert "float32 without gradients" in rows[without[0]]
+    assert f"in `{without[0]}` float32 alone" in page
+    assert len(without) == 1
+
+
 def test_anchors_of_the_readme_exist() -> None:
     """No page listed the tools for a result that is wrong; README names the section that does."""
     links = re.findall(r"\]\((docs/[\w.]+)#([\w-]+)\)", (ROOT / "README.md").read_text())

@@ -147,6 +147,20 @@ def _implementation(cls: type[Tensor], method: str) -> Any:
     return getattr(bound, "__func__", bound)
 
 
+def check_new_tensors(function: str, device: Any, dtype: Any) -> None:
+    """Raise unless new tensors can be of this device and dtype; None is the default."""
+    if isinstance(device, torch.dtype):
+        raise TypeError(f"{function}: `device` must be a device; got {device}; give dtype={device}")
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        raise TypeError(
+            f'{function}: `device` must be a device; got {device!r}; give one, as "cpu" or "cuda"'
+        ) from None
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(f"{function}: `dtype` must be real floating point; got {dtype!r}; give torch.float32")
+
+
 def check_devices(function: str, **tensors: Tensor) -> None:
     """Raise unless the tensors are on one device."""
     if len({tensor.device for tensor in tensors.values()}) > 1:

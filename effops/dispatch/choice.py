@@ -128,8 +128,9 @@ class use_variant(metaclass=EnteredWhenCalled):
 
     It holds for the current thread and asyncio task, and for tasks that begin inside while it is entered. Several
     threads and tasks may enter the same object, each more than once. Compiled functions called inside follow it too:
-    each variant is compiled once. Inside an asyncio task compiled functions raise instead, since compiled code cannot
-    tell tasks apart. The name "auto" is the automatic choice.
+    each variant is compiled once. Inside an asyncio task compiled functions run uncompiled or, with `fullgraph=True`,
+    raise `torch._dynamo.exc.Unsupported`, since compiled code cannot tell tasks apart. The name "auto" is the
+    automatic choice.
 
     >>> with effops.use_variant("einsum"):
     ...     lp = effops.power_spherical_log_prob(loc, scale, x)

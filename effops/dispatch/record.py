@@ -115,7 +115,8 @@ class record(metaclass=EnteredWhenCalled):
     `torch.compiler.set_stance("force_eager")` it runs uncompiled, and neither happens.
 
     Raises:
-        NotImplementedError: an op is called inside by a function compiled with `fullgraph=True`
+        torch._dynamo.exc.Unsupported: an op is called inside by a function compiled with `fullgraph=True`
+        NotImplementedError: an op is called inside while `torch.export` traces
 
     >>> with effops.record() as calls:
     ...     lp = effops.power_spherical_log_prob(loc, scale, x)

@@ -84,9 +84,10 @@ class validate(metaclass=EnteredWhenCalled):
     1 are weights, and attention that a mask of floating-point zeros and ones alone is to be boolean.
 
     It is for finding mistakes: it reads every operand once more, and waits for a GPU. It holds for the current thread
-    and asyncio task. Compiled code, `torch.export` and `torch.func.vmap` cannot look at values: there an op raises
-    NotImplementedError, or runs without compilation. So does compiled code while another task of the thread is inside.
-    Fake and meta tensors have no values to check.
+    and asyncio task. Compiled code, `torch.export` and `torch.func.vmap` cannot look at values. An op runs without
+    compilation there, or raises: `torch._dynamo.exc.Unsupported` in code compiled with `fullgraph=True`, else
+    NotImplementedError. So does compiled code while another task of the thread is inside. Fake and meta tensors have no
+    values to check.
 
     >>> with effops.validate():
     ...     effops.power_spherical_log_prob(loc, scale, 2 * x)

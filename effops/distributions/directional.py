@@ -19,7 +19,7 @@ from effops.dispatch.arguments import check_float64, conversion, reshaped
 from effops.dispatch.call import call
 from effops.dispatch.custom_op import is_plain
 from effops.distributions.constraints import unit_vector
-from effops.distributions.told import TellingDistribution, length_problem
+from effops.distributions.told import TellingDistribution, check_validate_args, length_problem
 from effops.numerics.directions import have_length_one, lengths
 from effops.numerics.layout import repeated
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
@@ -38,6 +38,7 @@ class Directional(TellingDistribution):
 
     def __init__(self, loc: Tensor, concentration: Tensor | float, validate_args: bool | None) -> None:
         name = type(self).__name__
+        check_validate_args(name, validate_args)
         if not isinstance(loc, Tensor) or loc.dtype not in FLOATS:
             got = loc.dtype if isinstance(loc, Tensor) else type(loc).__name__
             raise TypeError(f"{name}: `loc` must be a real floating-point tensor; got {got}; convert it first")

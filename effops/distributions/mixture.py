@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 
 from effops.distributions.directional import Directional
 from effops.distributions.power_spherical import PowerSpherical
-from effops.distributions.told import TellingDistribution, checked_sizes
+from effops.distributions.told import TellingDistribution, check_validate_args, checked_sizes
 from effops.distributions.von_mises_fisher import VonMisesFisher
 from effops.numerics.shapes import broadcast_shapes
 from effops.ops.densities import normal, power_spherical, von_mises_fisher
@@ -54,6 +54,7 @@ class Mixture(TellingDistribution, MixtureSameFamily):
         component_distribution: Distribution,
         validate_args: bool | None = None,
     ) -> None:
+        check_validate_args("Mixture", validate_args)
         if not isinstance(mixture_distribution, Categorical):
             is_swapped = isinstance(component_distribution, Categorical)
             raise TypeError(

@@ -106,6 +106,15 @@ def length_problem(name: str, vectors: Tensor, what: str = "") -> str:
     return f"must hold unit vectors{what}; got one of length {wrong.max():.7g}; {remedy}"
 
 
+def check_validate_args(function: str, validate_args: Any) -> None:
+    """Raise unless this is what `validate_args` may be."""
+    if validate_args is not None and not isinstance(validate_args, bool):
+        raise TypeError(
+            f"{function}: `validate_args` must be True, False or None; got {validate_args!r}; leave it out, or give "
+            "arguments after it by name"
+        )
+
+
 def checked_sizes(function: str, argument: str, sizes: _size) -> torch.Size:
     """Sizes as a `torch.Size`.
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributions.constraints import Constraint
 
+from effops.dispatch.arguments import check_new_tensors
 from effops.distributions.constraints import unit_vector
-from effops.distributions.told import TellingDistribution
+from effops.distributions.told import TellingDistribution, check_validate_args
 from effops.numerics.directions import random_directions
-from effops.numerics.precision import FLOATS, arithmetic_dtype
+from effops.numerics.precision import arithmetic_dtype
 from effops.numerics.shapes import broadcast_shapes
 from effops.pytorch import _size
 from effops.text import integer_remedy, tells_wrong_arguments
@@ -54,16 +55,12 @@ class HypersphericalUniform(TellingDistribution):
     ) -> None:
         if isinstance(dim, Tensor):
             raise TypeError("HypersphericalUniform: `dim` must be an integer; got a tensor; give loc.shape[-1]")
-        if not hasattr(dim, "__index__"):
+        if not hasattr(dim, "__index__") or isinstance(dim, bool):
             raise TypeError(
                 f"HypersphericalUniform: `dim` must be an integer; got {type(dim).__name__}; {integer_remedy(dim)}"
             )
-        if dtype is not None and dtype not in FLOATS:
-            raise TypeError(
-                f"HypersphericalUniform: `dtype` must be real floating point; got {dtype}; give torch.float32"
-            )
-        if isinstance(device, torch.dtype):
-            raise TypeError(f"HypersphericalUniform: `device` must be a device; got {device}; give dtype={device}")
+        check_new_tensors("HypersphericalUniform", device, dtype)
+        check_validate_args("HypersphericalUniform", validate_args)
         if dim < 2:
             raise ValueError(
                 f"HypersphericalUniform: `dim` must be at least 2, a circle; got {dim}; "

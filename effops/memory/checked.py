@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from effops.text import check_flags as check_flags
 from effops.text import did_you_mean, integer_remedy
 
 AUTOCAST_DTYPES = torch.bfloat16, torch.float16  # with another one PyTorch warns, and switches autocast off
@@ -17,15 +18,6 @@ def check_count(function: str, argument: str, count: Any, remedy: str = "give a 
         raise TypeError(f"{function}: `{argument}` must be an integer; got {got}; {integer_remedy(count)}")
     if count < 1:
         raise ValueError(f"{function}: `{argument}` must be at least 1; got {count}; {remedy}")
-
-
-def check_flags(function: str, **flags: Any) -> None:
-    """Raise unless each of these is True or False: a text such as "no" would count as True."""
-    for argument, flag in flags.items():
-        if not isinstance(flag, bool):
-            remedy = "False" if str(flag).lower() in ("no", "off", "false", "0", "none") else "True"
-            got = f"{type(flag).__name__} {flag!r}"
-            raise TypeError(f"{function}: `{argument}` must be True or False; got {got}; give {remedy}")
 
 
 def check_number(function: str, argument: str, number: Any) -> None:

@@ -240,7 +240,7 @@ def test_compiled_calls_are_listed_or_raise(pair, runs):
     for _ in range(2):
         with effops.record() as calls:
             compiled(*pair)
-            with pytest.raises(Exception, match=UNSEEN):
+            with pytest.raises(torch._dynamo.exc.Unsupported, match=UNSEEN):
                 strict(*pair)
             with torch.compiler.set_stance("force_eager"):
                 strict(*pair)
@@ -262,8 +262,15 @@ def test_recording_inside_compiled_code_lists_or_raises(pair, runs):
     torch.compile(recorded, backend=backend)(*pair)
     assert [call.op for call in found[-1]] == ["broadcast_dot"]
     torch._dynamo.reset()  # the broken graph would run for the same code
-    with pytest.raises(Exception, match=UNSEEN):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=UNSEEN):
         torch.compile(recorded, backend=backend, fullgraph=True)(*pair)
+
+
+@pytest.mark.parametrize("context", [effops.record, effops.validate, effops.use_variant])
+def test_what_is_raised_under_fullgraph_is_documented(context):
+    """The docstrings named NotImplementedError, which Dynamo replaces."""
+    assert "`fullgraph=True`" in context.__doc__
+    assert "torch._dynamo.exc.Unsupported" in context.__doc__
 
 
 def test_the_example_runs(generator):

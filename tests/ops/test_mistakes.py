@@ -599,6 +599,55 @@ def test_explain_takes_the_arguments_of_the_function():
     assert named.chosen == effops.explain(effops.von_mises_fisher_log_prob, LOC, 1.0, LOC).chosen
 
 
+LAYER_MISTAKES = {
+    "dropout": (2.0, ValueError, "a probability from 0 to 1; got 2.0; give 0 for none"),
+    "bias": ("no", TypeError, "True or False; got str 'no'; give False"),
+    "add_bias_kv": (1, TypeError, "True or False; got int 1; give True"),
+    "add_zero_attn": (None, TypeError, "True or False; got NoneType None; give False"),
+    "kdim": ("16", TypeError, "an integer; got str; convert it with int()"),
+    "vdim": (0, ValueError, "at least 1; got 0; give a larger one"),
+    "batch_first": (torch.float32, TypeError, "True or False; got dtype torch.float32; give True"),
+    "device": ("gpu", TypeError, "a device; got 'gpu'; give one"),
+    "dtype": ("float32", TypeError, "real floating point; got 'float32'; give torch.float32"),
+    "attention": (["fused"], ValueError, "one of fused, "),
+    "local": (0, ValueError, "at least 1; got 0"),
+    "restart": (2.5, TypeError, "an integer; got float; give a whole number, as 2"),
+    "embed_dim": (True, TypeError, "an integer; got bool"),
+    "num_heads": (16.0, TypeError, "an integer; got float; convert it with int()"),
+}
+
+
+@pytest.mark.parametrize("argument", LAYER_MISTAKES)
+def test_a_layer_checks_what_it_is_made_of(argument):
+    """A dropout of 2 was accepted, and attention's `dropout_p` was blamed for it in training."""
+    given, error, text = LAYER_MISTAKES[argument]
+    with pytest.raises(error, match=rf"^MultiheadAttention: `{argument}` must be {re.escape(text)}"):
+        effops.nn.MultiheadAttention(**{"embed_dim": 16, "num_heads": 4, argument: given})
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: effops.distributions.PowerSpherical(X, 1.0, "no"), "PowerSpherical: `validate_args` must be True"),
+        (lambda: effops.distributions.VonMisesFisher(X, 1.0, 10), "VonMisesFisher: `validate_args` must be True"),
+        (lambda: effops.distributions.HypersphericalUniform(3, "gpu"), "Uniform: `device` must be a device; got 'gpu'"),
+        (lambda: effops.distributions.HypersphericalUniform(3, torch.half), "must be a device; .*; give dtype=torch."),
+        (lambda: effops.distributions.HypersphericalUniform(3, dtype="half"), "`dtype` must be real floating point; "),
+        (lambda: effops.distributions.HypersphericalUniform(True), "`dim` must be an integer; got bool"),
+        (lambda: effops.distributions.HypersphericalUniform(3, validate_args=0), "`validate_args` must be True, False"),
+        (
+            lambda: effops.distributions.Mixture(
+                torch.distributions.Categorical(torch.ones(3)), effops.distributions.PowerSpherical(X, 1.0, False), "no"
+            ),
+            "Mixture: `validate_args` must be True, False or None; got 'no'; leave it out",
+        ),
+    ],
+)
+def test_a_distribution_checks_what_it_is_made_of(call, text):
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
 HEADS, SHARED, FOLDED, FLAT = (2, 4, 10, 16), (2, 2, 10, 16), (8, 10, 16), (2, 10, 16)
 MISFITS = {  # the axes of query, key and value, of a mask or a weight, what else is given, and what to write
     "a mask of batch entries": ((HEADS,) * 3, (2, 10, 10), {}, "attn_mask[:, None]"),

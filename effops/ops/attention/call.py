@@ -260,10 +260,7 @@ def prepare(
         check_batches(function, all_tensors, own_axes, sharing_heads(function))
         raise
     _check_scale(function, scale)
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, Real) or not 0 <= dropout_p <= 1:
-        raise ValueError(
-            f"{function}: `dropout_p` must be a probability from 0 to 1; got {dropout_p!r}; give 0 for none"
-        )
+    check_dropout(function, "dropout_p", dropout_p)
     if not isinstance(is_causal, bool):
         raise TypeError(f"{function}: `is_causal` must be True or False; got {is_causal!r}")
     dtype = query.dtype
@@ -356,6 +353,14 @@ def _is_lower_right(function: str, bias: Any, pairs: tuple[int, int]) -> bool:
             f"{(bias.seq_len_q, bias.seq_len_kv)}; make it for these lengths"
         )
     return bias.variant.name == "LOWER_RIGHT" and pairs[0] != pairs[1]
+
+
+def check_dropout(function: str, argument: str, probability: Any) -> None:
+    """Raise unless this is a probability."""
+    if isinstance(probability, bool) or not isinstance(probability, Real) or not 0 <= probability <= 1:
+        raise ValueError(
+            f"{function}: `{argument}` must be a probability from 0 to 1; got {probability!r}; give 0 for none"
+        )
 
 
 def _check_scale(function: str, scale: Any) -> None:
@@ -466,25 +471,26 @@ def prepare_log_sparse(
             )
     if not do_broadcast(*(tensor.shape[:-2] for tensor in tensors.values())):
         check_batches(LOG_SPARSE, tensors, dict.fromkeys(tensors, 2), sharing_heads(LOG_SPARSE))
-    _check_pattern(local, restart)
+    check_pattern(LOG_SPARSE, local, restart)
     _check_scale(LOG_SPARSE, scale)
     query, key, value = rounded_by_autocast(query, key, value)
     dtype = wider(wider(query.dtype, key.dtype), value.dtype)
     return LogSparseCall(query, key, value, dtype, local, restart, None if scale is None else float(scale))
 
 
-def _check_pattern(local: int, restart: int | None) -> None:
+def check_pattern(function: str, local: int, restart: int | None) -> None:
+    """Raise unless these make a log-sparse pattern."""
     for name, number in {"local": local, **({} if restart is None else {"restart": restart})}.items():
         if not isinstance(number, int) or isinstance(number, bool):
             remedy = integer_remedy(number)
             if isinstance(number, Tensor):
                 remedy = "it takes no mask, since the pattern says which pairs take part; cut padded positions off"
-            raise TypeError(f"{LOG_SPARSE}: `{name}` must be an integer; got {type(number).__name__}; {remedy}")
+            raise TypeError(f"{function}: `{name}` must be an integer; got {type(number).__name__}; {remedy}")
         if number < 1:
             remedy = "1 is a position's attention to itself" if name == "local" else "None is no restart"
-            raise ValueError(f"{LOG_SPARSE}: `{name}` must be at least 1; got {number}; {remedy}")
+            raise ValueError(f"{function}: `{name}` must be at least 1; got {number}; {remedy}")
     if restart is not None and local > restart:
         raise ValueError(
-            f"{LOG_SPARSE}: `local` must be at most `restart`, where every earlier position is attended to; got local="
+            f"{function}: `local` must be at most `restart`, where every earlier position is attended to; got local="
             f"{local}, restart={restart}; lower `local` or raise `restart`"
         )
