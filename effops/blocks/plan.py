@@ -54,13 +54,15 @@ class Plan:
         Where the operand does not vary along an axis, the view has stride 0 there; with `expand=False`, size 1.
         """
         sizes, strides = [], []
-        batch = operand.ndim - trailing
+        first_trailing = operand.ndim - trailing
+        missing = len(self.shape) - first_trailing
         for axis in axes:
-            own = axis - (len(self.shape) - batch)
+            own = axis - missing
             varies = own >= 0 and operand.shape[own] == self.shape[axis]
             sizes.append(self.shape[axis] if varies or expand else 1)
             strides.append(operand.stride(own) if varies else 0)
-        return operand.as_strided([*sizes, *operand.shape[batch:]], [*strides, *operand.stride()[batch:]])
+        own_sizes, own_strides = operand.shape[first_trailing:], operand.stride()[first_trailing:]
+        return operand.as_strided([*sizes, *own_sizes], [*strides, *own_strides])
 
     def varies(self, operand: Tensor, axes: Axes, *, trailing: int = 0) -> bool:
         """Whether `operand` is not constant along one of `axes`."""
@@ -91,7 +93,7 @@ class Plan:
         step = 1
         for axis in reversed(self.order):
             strides[axis] = step
-            step *= torch.sym_max(1, self.shape[axis])
+            step *= torch.sym_max(1, self.shape[axis])  # as of contiguous tensors, where an axis of size 0 counts as 1
         return tuple(strides)
 
     def result(self, ordered: Tensor) -> Tensor:
@@ -103,6 +105,7 @@ class Plan:
         strides = dict(zip(axes, ordered.stride()))
         trailing = ordered.ndim - len(axes)
         missing = len(self.shape) - (operand.ndim - trailing)
+        # The operand has size 1 along an axis that is not in `axes`, so that any stride serves.
         own = [strides.get(missing + axis, 0) for axis in range(operand.ndim - trailing)]
         return as_gradient(ordered.as_strided(operand.shape, [*own, *ordered.stride()[len(axes) :]]), operand)
 
@@ -112,6 +115,7 @@ def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:
     shape = tuple(broadcast_shapes(x, loc, *others))
 
     def varying(operand: Shape) -> set[int]:
+        """The axes along which an operand varies; one of an open size counts, as it may."""
         missing = len(shape) - len(operand)
         return {missing + axis for axis, size in enumerate(operand) if not is_known(size == 1)}
 

@@ -96,7 +96,7 @@ class _Entry:
             self.thread_state["entries_in_tasks"] -= 1
         else:
             innermost_first = list(reversed(self.thread_state["names"]))
-            innermost_first.remove(self.owner.name)
+            innermost_first.remove(self.owner.name)  # the innermost of that name; others may have been entered since
             self.thread_state["names"] = tuple(reversed(innermost_first))
 
 
@@ -105,7 +105,11 @@ _in_thread = _ThreadState()
 
 
 def current_variant() -> str | None:
-    """The variant that the innermost `use_variant` around this call names, or None without one."""
+    """The variant that the innermost `use_variant` around this call names, or None without one.
+
+    Eager calls read the context, which tells tasks apart. Traced code reads the state of the thread, which Dynamo
+    guards on.
+    """
     if not is_compiling():
         entries = _in_context.get()
         if not entries:  # saves time in most calls
@@ -147,7 +151,7 @@ class use_variant(metaclass=EnteredWhenCalled):
         self._entries: list[_Entry] = []
 
     def __enter__(self) -> None:
-        if is_compiling():
+        if is_compiling():  # no entry is made, since Dynamo traces no ContextVar; `__exit__` takes off the last name
             _in_thread.names = (*_in_thread.names, self.name)
             return
         entry = _Entry(self, vars(_in_thread), _running_in_task())
@@ -165,8 +169,8 @@ class use_variant(metaclass=EnteredWhenCalled):
             _in_thread.names = _in_thread.names[:-1]
             return
         entries = _in_context.get()
-        own = [entry for entry in entries if entry in self._entries]  # empty if it was entered in another context
-        entry = (own or self._entries)[-1]
+        entered_here = [entry for entry in entries if entry in self._entries]
+        entry = entered_here[-1] if entered_here else self._entries[-1]  # that of another context, as of a generator
         self._entries.remove(entry)
         entry.leave()
         _in_context.set(tuple(other for other in entries if other is not entry))

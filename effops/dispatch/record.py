@@ -64,7 +64,7 @@ class RecordedCall:
             return None
         with fake_mode():
             call = self._outline.map_tensors(_Outline, _Outline.stand_in)
-        call.made = self._outline.made
+        call.made = self._outline.made  # which tensors are the call's own: stand-ins do not tell
         with torch.set_grad_enabled(self._grad), without_autocast(call.device):
             return find_op(self.op).variants[self.variant].cost(call)
 
@@ -132,8 +132,11 @@ class record(metaclass=EnteredWhenCalled):
             raise _not_compiled()
         self._entered: list[tuple[Calls, dict[str, Any]]] = []
 
+    def __repr__(self) -> str:
+        return "effops.record(), which holds no calls: print those of `with effops.record() as calls:`"
+
     def __enter__(self) -> Calls:
-        calls, thread = Calls(), vars(_in_thread)
+        calls, thread = Calls(), vars(_in_thread)  # those of this thread alone, as in `choice.py`
         thread["recorders"] += 1
         self._entered.append((calls, thread))
         _in_context.set((*_in_context.get(), calls))
@@ -158,11 +161,11 @@ def add_to_records(op: Op, chosen: Variant, call: Call, arguments: Sequence[Any]
         return
     recorders = _in_context.get()
     if recorders:
-        # Of an op of any number of operands, the operands have no names.
-        named = zip(op.core_dims, arguments) if op.core_dims else _numbered(call.tensors)
+        has_named_operands = bool(op.core_dims)  # an op of any number of operands has none
+        named = zip(op.core_dims, arguments) if has_named_operands else _numbered(call.tensors)
         shapes = {name: tuple(argument.shape) for name, argument in named if isinstance(argument, Tensor)}
         outline = call.map_tensors(Tensor, _Outline.of)
-        call.note_arguments(arguments)
+        call.note_arguments(arguments)  # compares memory, which the outline has not
         outline.made = call.made
         found = RecordedCall(op.name, chosen.name, shapes, call.dtype, outline, torch.is_grad_enabled())
         for calls in recorders:

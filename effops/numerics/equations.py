@@ -25,6 +25,7 @@ Labels = tuple[int, ...]
 LETTERS = string.ascii_uppercase + string.ascii_lowercase  # in lists of labels 0 to 51
 ELLIPSIS = -1  # stands for an ellipsis in labels
 LAST_AXIS = len(LETTERS)  # the label of the last axis of an ellipsis; the axes before it have the next numbers
+PARTS_OF_ARROWS = "-=<>→⟶⇒"
 ONE_LETTER = 'a label is one letter, as in "ij,jk->ik", and no word'
 LAST_BATCH_AXIS = 1000  # the same of the axes that come before those of an equation that is spelled out
 
@@ -147,7 +148,11 @@ def _labels(function: str, term: str, equation: str) -> Labels:
     before, dots, after = term.partition("...")
     wrong = next((one for one in before + after if one not in LETTERS), "")
     if wrong:
-        remedy = "write an ellipsis as three dots, once a term" if wrong == "." else "use a letter for each axis"
+        remedy = "use a letter for each axis"
+        if wrong == ".":
+            remedy = "write an ellipsis as three dots, once a term"
+        elif wrong in PARTS_OF_ARROWS:
+            remedy = "write the arrow once, as ->, before the labels of the result"
         raise ValueError(
             f"{function}: `equation` must consist of letters, ellipses, commas and an arrow; got {equation!r}; {remedy}"
         )

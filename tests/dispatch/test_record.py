@@ -266,6 +266,14 @@ def test_recording_inside_compiled_code_lists_or_raises(pair, runs):
         torch.compile(recorded, backend=backend, fullgraph=True)(*pair)
 
 
+def test_a_recorder_says_where_its_calls_are():
+    """It was shown as an object at an address."""
+    recorder = effops.record()
+    with recorder:
+        pass
+    assert "print those of `with effops.record() as calls:`" in f"{recorder}"
+
+
 @pytest.mark.parametrize("context", [effops.record, effops.validate, effops.use_variant])
 def test_what_is_raised_under_fullgraph_is_documented(context):
     """The docstrings named NotImplementedError, which Dynamo replaces."""
