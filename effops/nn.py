@@ -369,7 +369,7 @@ def _check_sizes(embed_dim: int, num_heads: int, **others: int | None) -> None:
     for name, size in {"embed_dim": embed_dim, "num_heads": num_heads, **others}.items():
         if size is None and name in others:
             continue
-        if not hasattr(size, "__index__") or isinstance(size, bool):
+        if size is None or not hasattr(size, "__index__") or isinstance(size, bool):
             raise TypeError(
                 f"MultiheadAttention: `{name}` must be an integer; got {type(size).__name__}; {integer_remedy(size)}"
             )

@@ -357,7 +357,7 @@ def _is_lower_right(function: str, bias: Any, pairs: tuple[int, int]) -> bool:
 
 def check_dropout(function: str, argument: str, probability: Any) -> None:
     """Raise unless this is a probability."""
-    if isinstance(probability, bool) or not isinstance(probability, Real) or not 0 <= probability <= 1:
+    if isinstance(probability, bool) or not isinstance(probability, Real) or not 0 <= float(probability) <= 1:
         raise ValueError(
             f"{function}: `{argument}` must be a probability from 0 to 1; got {probability!r}; give 0 for none"
         )
