@@ -41,6 +41,8 @@ UNPREDICTABLE = DataDependentOutputException, DynamicOutputShapeException, Unsup
 READS_VALUES = {
     "its data is not allocated yet": "an operator that reads their memory",
     ".numpy() is not supported": "Tensor.numpy(), or an array of numpy made of a tensor,",
+    ".tolist() is not supported": "Tensor.tolist()",
+    "Cannot access data pointer of Tensor": "Tensor.numpy(), dlpack or data_ptr()",
 }
 # What a program has written where these operators are called.
 WRITTEN_AS = {
@@ -228,6 +230,7 @@ def anatomy(
 def _followed(workload: Workload, batch_size: int, cuda: bool, probe: bool) -> tuple[StepRecorder, Timeline]:
     """What has followed two steps, with what it tells of the second, and the timeline."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False  # what stands at that address is no value
     recorder = StepRecorder(mode, cuda, probe)
     recorder.enter("setup")
     modules = _CalledModules()

@@ -129,7 +129,12 @@ class KnownValues(TorchDispatchMode):
     def _value(self, tensor: Tensor) -> Tensor | None:
         if isinstance(tensor, FakeTensor):
             return self.known.get(tensor.untyped_storage(), {}).get(_layout(tensor))
-        return None if not is_small(tensor) or _shares_storage(tensor, self.changed) else tensor
+        return None if not is_small(tensor) or self.is_changed(tensor) else tensor
+
+    def is_changed(self, tensor: Tensor) -> bool:
+        """Whether a real tensor does not have the values that it would have by now."""
+        is_real = not isinstance(tensor, FakeTensor) and tensor.layout is torch.strided
+        return is_real and _shares_storage(tensor, self.changed)
 
     def _note_sources(self, result: Any, real: list[Tensor]) -> None:
         for leaf in tree_leaves(result) if real else ():

@@ -3,7 +3,8 @@
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -308,7 +309,29 @@ def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
     return copied
 
 
-DEEP_COPIES = Shared(lambda: mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy))
+_deep_copy_of_pytorch = Tensor.__deepcopy__
+
+
+def _deep_copy_of_real(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A fake copy of a real tensor where a fake mode is on: PyTorch's asks for real memory, and gets none."""
+    if type(tensor) is not Tensor or not tensor.is_leaf or id(tensor) in memo or not _is_fake():
+        known: Tensor = _deep_copy_of_pytorch(tensor, memo)
+        return known
+    with torch.no_grad():
+        copied = memo[id(tensor)] = tensor.clone().requires_grad_(tensor.requires_grad)
+    return copied
+
+
+@contextmanager
+def _deep_copies() -> Iterator[None]:
+    with (
+        mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy),
+        mock.patch.object(Tensor, "__deepcopy__", _deep_copy_of_real),
+    ):
+        yield
+
+
+DEEP_COPIES = Shared(_deep_copies)
 
 
 def _initialise(tensor: Tensor, *bounds: Any, **options: Any) -> Any:

@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
-from effops.programs.capture.assumed_values import OF_INTEGER, AssumedValues, CannotFollow
+from effops.programs.capture.assumed_values import AssumedValues
 from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import EFFOPS, Place, raised_at
@@ -37,15 +37,6 @@ from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_disp
 from effops.text import told_syntax_error
 
 DEEPEST = 8  # levels of a batch in which tensors are looked for
-# Python says so where NaN, which stands for an integer that was read, is taken for a size or an index.
-# What Python and PyTorch say of a number that was read.
-NO_INTEGER = (
-    "'float' object cannot be interpreted as an integer",
-    "'UnknownNumber' object cannot be interpreted as an integer",
-    "not float",
-    "not UnknownNumber",
-    "cannot convert float NaN to integer",
-)
 ONE_SCRIPT = threading.Lock()  # `__main__` and the arguments are those of the process
 
 
@@ -193,13 +184,7 @@ def _run(path: str, arguments: Sequence[str], name: str, values: AssumedValues, 
     except (TypeError, ValueError) as error:
         if own_traceback(error) is None:  # nothing of it has run: Python 3.10 says so of null bytes
             raise ValueError(f"{name}: a script must be Python; got {path!r}: {error}; name the .py file") from error
-        if not any(text in str(error) for text in NO_INTEGER) or not any("NaN" in what for what, _ in values.assumed):
-            raise
-        place = raised_at(error)
-        raise CannotFollow(
-            f"an integer that is read from a tensor cannot be followed without values{_at(place)}: "
-            f"{'' if place is None else place.source}; {OF_INTEGER}"
-        ) from error
+        raise
     return None
 
 

@@ -6,18 +6,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
+import numpy
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from effops.prediction.known_values import CHECK, READS, KnownValues, is_small
 from effops.prediction.recorder import ITEM
-from effops.prediction.shared import Shared
 from effops.programs.capture.places import CallSites, Place, innermost, place_of, source_line
 from effops.programs.capture.unknown_numbers import BRANCH, UnknownNumber
-from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_dispatch_mode_stack
+from effops.pytorch import FakeTensor, _disable_current_modes, tree_leaves
 
 aten = torch.ops.aten
 HOLDS = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default}
@@ -37,6 +35,8 @@ OF_BRANCH = (
     "write torch.where where it chooses between tensors, decide it by shapes, or compare `x.item()`, which is NaN "
     "here: then one branch is followed and the report says so"
 )
+NAN = "numbers that are read are taken to be NaN"
+INTEGER = "an integer that is read from a tensor"
 FINITE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -51,6 +51,9 @@ class AssumedValues(KnownValues):
         super().__init__()
         self.sites = sites
         self.assumed: Counter[tuple[str, Place | None]] = Counter()
+        self.reads_numbers = False  # then NaN may stand for one
+        self.is_given_nan = False  # the operator that runs
+        self.lends_arrays = False  # which must not be written to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READS and not all(self.knows(one) for one in args if isinstance(one, Tensor)):
@@ -67,6 +70,7 @@ class AssumedValues(KnownValues):
                 if cut.dtype is dtype
                 else super().__torch_dispatch__(aten._to_copy.default, types, (cut,), {"dtype": dtype})
             )
+        self.is_given_nan = self.reads_numbers and any(map(_is_nan, tree_leaves((args, kwargs))))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func is FINITE:
             self._take_to_be(args[1], torch.zeros_like)
@@ -85,6 +89,13 @@ class AssumedValues(KnownValues):
             self.assume("checks are taken to hold")
         return result
 
+    def _follows(self, func: Any, given: list[Tensor], changes: bool) -> bool:
+        return not self.is_given_nan and super()._follows(func, given, changes)
+
+    def _note(self, fake: Tensor, value: Tensor) -> None:
+        if not (self.reads_numbers and _has_nan(value)):
+            super()._note(fake, value)
+
     def _read(self, func: Any, args: Any) -> Any:
         if func is not ITEM:
             self.assume("tensors that are compared are taken to be equal")
@@ -92,18 +103,23 @@ class AssumedValues(KnownValues):
         if args[0].dtype is torch.bool:
             raise self.cannot("a branch on a value", OF_BRANCH)
         # NaN is no size and no index, so that an integer that matters is not taken for another one.
-        self.assume("numbers that are read are taken to be NaN")
+        self.assume(NAN)
+        self.reads_numbers = True
         place = self._place()
         if place is not None and source_line(place).startswith(BRANCHES):  # `float(loss) > 5` tells nobody
             self.assumed[BRANCH, place] += 1
         return complex("nan") if args[0].is_complex() else float("nan")
 
-    def number(self, tensor: FakeTensor) -> Any:
-        """What `tensor.item()` gives."""
-        value = _item_of_fakes(tensor)
-        if self.knows(tensor) or not isinstance(value, float):
+    def number(self, own: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """What `tensor.item()` gives, which is `own`."""
+        value = own(tensor)
+        if not isinstance(value, float) or tensor.layout is not torch.strided or self.knows(tensor):
             return value
-        return UnknownNumber(lambda what: self.assumed.update([(what, innermost(sys._getframe(1)).place)]))
+        told = lambda what: self.assumed.update([(what, innermost(sys._getframe(1)).place)])  # noqa: E731
+        return UnknownNumber(told, self.no_integer)
+
+    def no_integer(self) -> CannotFollow:
+        return self.cannot(INTEGER, OF_INTEGER)
 
     def cannot(self, what: str, remedy: str) -> CannotFollow:
         site = self.sites.current()[0]
@@ -113,11 +129,36 @@ class AssumedValues(KnownValues):
 
     def in_python(self, convert: Callable[..., Any], tensor: Tensor, *args: Any, **options: Any) -> Any:
         """A list or an array of a tensor, if its values are known."""
+        if not _is_plain(tensor):
+            return convert(tensor, *args, **options)
         with _disable_current_modes():
-            value = self._value(tensor)
+            value = self._readable(tensor)
             if value is not None:
-                return convert(value, *args, **options)
+                result = convert(value, *args, **options)
+                # Real tensors stay as they are, and what is written to a copy would be missing in them.
+                if isinstance(result, numpy.ndarray) and result.base is not None and self._sources_of(tensor):
+                    result.flags.writeable, self.lends_arrays = False, True
+                return result
         raise self.cannot(f".{convert.__name__}() of a tensor", OF_ARRAY)
+
+    def shared(self, give: Callable[..., Any], tensor: Tensor, *args: Any, **options: Any) -> Any:
+        """A copy of a tensor's memory in the form that `give` has. Who gets it may write to it."""
+        if not _is_plain(tensor):
+            return give(tensor, *args, **options)
+        with _disable_current_modes():
+            value = self._readable(tensor)
+            if value is not None:
+                given = give(value.detach().clone().requires_grad_(value.requires_grad), *args, **options)
+                self._forget([tensor])
+                return given
+        raise self.cannot("memory of a tensor that others share, as by dlpack,", "leave it out here")
+
+    def _readable(self, tensor: Tensor) -> Tensor | None:
+        """The values, if they are known; those of a real tensor that nothing has changed are, whatever its size."""
+        if not isinstance(tensor, FakeTensor):
+            return None if self.is_changed(tensor) else tensor
+        value = self._value(tensor)
+        return value.detach().requires_grad_() if value is not None and tensor.requires_grad else value
 
     def _take_to_be(self, fake: Tensor, make: Callable[[Tensor], Tensor]) -> None:
         with _disable_current_modes():
@@ -130,51 +171,20 @@ class AssumedValues(KnownValues):
         return self.sites.current()[0].place
 
 
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, (float, complex)) and value != value
+
+
+def _has_nan(value: Tensor) -> bool:
+    return (value.is_floating_point() or value.is_complex()) and bool(value.isnan().any())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.layout is torch.strided
+
+
 def at(place: Place | None) -> str:
     return "" if place is None else f", at {place}: {place.source}"
-
-
-class ValuesInPython(TorchFunctionMode):
-    """Gives a program arrays of the values that are known, and names the line where they are not."""
-
-    def __init__(self, values: AssumedValues) -> None:
-        super().__init__()
-        self.values = values
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in TO_ARRAY and isinstance(args[0], FakeTensor):
-            return self.values.in_python(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-TO_ARRAY: set[Any] = {Tensor.numpy, Tensor.__array__}
-
-
-def _list(tensor: FakeTensor) -> Any:
-    """What `tolist` gives in a thread that follows a program; PyTorch's own reads each number by itself."""
-    values = _follower()
-    return _list_of_fakes(tensor) if values is None else values.in_python(Tensor.tolist, tensor)
-
-
-def _item(tensor: FakeTensor) -> Any:
-    """A number that tells where a branch depends on it."""
-    values = _follower()
-    return _item_of_fakes(tensor) if values is None else values.number(tensor)
-
-
-def _formatted(tensor: FakeTensor, form: str) -> str:
-    """`f"{loss:.3f}"`, which PyTorch allows plain tensors alone."""
-    is_number = tensor.dim() == 0 and _follower() is not None
-    return format(tensor.item(), form) if is_number else _format_of_fakes(tensor, form)
-
-
-def _follower() -> AssumedValues | None:
-    """What follows a program in this thread."""
-    return next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, AssumedValues)), None)
-
-
-_list_of_fakes, _item_of_fakes, _format_of_fakes = FakeTensor.tolist, FakeTensor.item, FakeTensor.__format__
-READ_IN_PYTHON = Shared(lambda: mock.patch.multiple(FakeTensor, tolist=_list, item=_item, __format__=_formatted))
 
 
 def _of_finite_numbers(func: Any, args: Any) -> bool | None:

@@ -5,6 +5,8 @@ Real tensors stay where they are. Inside of each operator a fake tensor stands i
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from effops.measure import without_collector
 from effops.prediction.known_values import KNOWN_TO_TRANSFORMERS
 from effops.prediction.named_devices import (
+    LACKS_DEVICE,
     NAMED_BY_AUTOCAST,
     NamedCuda,
     NamedCudaForms,
@@ -23,17 +26,10 @@ from effops.prediction.named_devices import (
 from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES, SKIPPED_INITIALISATION
 from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError, without_logged_failures
-from effops.programs.capture.assumed_values import (
-    OF_ARRAY,
-    OF_INTEGER,
-    READ_IN_PYTHON,
-    AssumedValues,
-    CannotFollow,
-    ValuesInPython,
-    at,
-)
+from effops.programs.capture.assumed_values import INTEGER, OF_ARRAY, OF_INTEGER, AssumedValues, CannotFollow, at
 from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import raised_at
+from effops.programs.capture.reads import READ_IN_PYTHON
 from effops.programs.capture.untouched import ZEROED, EndingMode, VersionedRecorder, untouched
 from effops.pytorch import (
     DataDependentOutputException,
@@ -46,12 +42,29 @@ aten = torch.ops.aten
 
 DEPENDS_ON_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 # PyTorch says so of fake tensors; those errors have no class of their own.
+OF_MEMORY = "the memory of a tensor: compare tensors by `is`, and give C code tensors through operators"
 READS_VALUES = {
     "its data is not allocated yet": "",
     ".numpy() is not supported": f"an array of a tensor: {OF_ARRAY}",
     "cannot be converted to type int64_t without overflow": f"an integer: {OF_INTEGER}",  # which is NaN
     "Expected scalar.isIntegral": f"an integer: {OF_INTEGER}",
+    "Cannot access data pointer of Tensor": OF_MEMORY,
+    "Not available for 'meta' device type": OF_MEMORY,
+    'Attempted to set the storage of a tensor on device "meta"': "a storage, or copy.copy: write x.clone()",
+    "local object 'WeakValueDictionary": "a pickle of a tensor",  # which would pickle the run
 }
+# What Python and PyTorch say of NaN, which stands for a number that was read.
+NO_INTEGER = (
+    "'float' object cannot be interpreted as an integer",
+    "'UnknownNumber' object cannot be interpreted as an integer",
+    "not float",
+    "not UnknownNumber",
+    "cannot convert float NaN to integer",
+    "cannot convert NaN to integer ratio",
+)
+# PyTorch says so of a device that this machine lacks, beside what LACKS_DEVICE has.
+LACKING = re.compile("from the '(CUDA|HIP|XPU|MPS|XLA|HPU)' backend|not linked with support for (\\w+) devices")
+READ_ONLY = "read-only"  # NumPy says so of an array that must not be written to
 # What such operators are in a program, and what to write there.
 REMEDIES = {
     aten.nonzero.default: "a boolean mask as an index, or nonzero: write torch.where, or multiply by the mask",
@@ -75,13 +88,13 @@ class NamingRecorder(VersionedRecorder, OneDeviceRecorder):
 
 
 @contextmanager
-def _devices(recorder: VersionedRecorder, values: AssumedValues) -> Iterator[None]:
+def _devices(recorder: VersionedRecorder) -> Iterator[None]:
     """Names of devices are read as the one that is predicted, if one is named."""
     if not isinstance(recorder, NamingRecorder):
         yield
         return
     named = NamedCudaForms(recorder.unknown) if recorder.cuda else NamedCuda()
-    with missing_devices_named(recorder), NAMED_BY_AUTOCAST, named, ValuesInPython(values):
+    with missing_devices_named(recorder), NAMED_BY_AUTOCAST, named:
         yield
 
 
@@ -123,7 +136,7 @@ def faked(
                 KNOWN_TO_TRANSFORMERS,
                 SKIPPED_INITIALISATION,
                 READ_IN_PYTHON,
-                _devices(recorder, values),
+                _devices(recorder),
                 ZEROED,
             ):
                 yield values
@@ -132,19 +145,43 @@ def faked(
                 f"{name}: what is compiled by torch.compile cannot be followed; got {error}; run it uncompiled, under "
                 '`torch.compiler.set_stance("force_eager")`'
             ) from error
-        except RuntimeError as error:
-            if isinstance(error, CannotFollow):
-                raise type(error)(f"{name}: {error}") from error.__cause__
-            if not isinstance(error, DEPENDS_ON_VALUES) and not any(text in str(error) for text in READS_VALUES):
+        except CannotFollow as error:
+            raise type(error)(f"{name}: {error}") from error.__cause__
+        except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, pickle.PicklingError) as error:
+            told = _told(error, name, values, names_cuda=device is not None)
+            if told is None:
                 raise
-            operator: Any = getattr(error, "func", "an operator that reads values")
-            of_text = next((remedy for text, remedy in READS_VALUES.items() if text in str(error)), "")
-            remedy = REMEDIES.get(operator, of_text)
-            what = f" ({remedy})" if remedy else ""
-            raise CannotFollow(
-                f"{name}: {operator}{what} depends on values, which a run on fake tensors does not have"
-                f"{at(raised_at(error))}; make shapes and branches there independent of them, or leave the line out"
-            ) from error
+            raise told from error
         finally:
             mode.has_ended = True
             observed.unknown |= recorder.unknown
+
+
+def _told(error: Exception, name: str, values: AssumedValues, names_cuda: bool) -> Exception | None:
+    """What to say in place of an error that comes of fake tensors; None if it is the program's own."""
+    said, line = str(error), at(raised_at(error))
+    lacking = LACKING.search(said)
+    if not names_cuda and (lacking or any(text in said for text in LACKS_DEVICE)):
+        device = next(filter(None, lacking.groups())).lower() if lacking else "cuda"
+        return NotImplementedError(
+            f'{name}: a function must name devices of this machine alone; got "{device}", which it lacks{line}; leave '
+            "the device out, or run a script that names it by `effops lint --device cuda SCRIPT`"
+        )
+    if isinstance(error, (TypeError, ValueError)):
+        if values.reads_numbers and any(text in said for text in NO_INTEGER):
+            return CannotFollow(f"{name}: {INTEGER} cannot be followed without values{line}; {OF_INTEGER}")
+        if values.lends_arrays and READ_ONLY in said:
+            return CannotFollow(
+                f"{name}: an array of an argument cannot be written to, as the argument stays as it is{line}; write to "
+                "a copy, by .copy()"
+            )
+    texts = [text for text in READS_VALUES if text in said]
+    if not texts and not isinstance(error, DEPENDS_ON_VALUES):
+        return None
+    operator: Any = getattr(error, "func", "an operator that reads values")
+    remedy = REMEDIES.get(operator, READS_VALUES[texts[0]] if texts else "")
+    what = f" ({remedy})" if remedy else ""
+    return CannotFollow(
+        f"{name}: {operator}{what} depends on values, which a run on fake tensors does not have{line}; make shapes and "
+        "branches there independent of them, or leave the line out"
+    )

@@ -12,13 +12,17 @@ UNSEEN = BRANCH, UNEQUAL, TRUE
 
 
 class UnknownNumber(float):
-    """NaN. What is computed of it is NaN too; `decides` is told what a comparison takes for granted."""
+    """NaN. What is computed of it is NaN too, and there is no integer of it.
+
+    `decides` is told what a comparison takes for granted; `no_integer` makes the error for what needs an integer.
+    """
 
     decides: Callable[[str], None]
+    no_integer: Callable[[], Exception]
 
-    def __new__(cls, decides: Callable[[str], None]) -> UnknownNumber:
+    def __new__(cls, decides: Callable[[str], None], no_integer: Callable[[], Exception]) -> UnknownNumber:
         made = super().__new__(cls, "nan")
-        made.decides = decides
+        made.decides, made.no_integer = decides, no_integer
         return made
 
     def __bool__(self) -> bool:
@@ -31,7 +35,20 @@ class UnknownNumber(float):
     def __reduce_ex__(self, protocol: Any) -> Any:  # what is written is a plain number
         return float, ("nan",)
 
+    def is_integer(self) -> bool:
+        self.decides(BRANCH)
+        return False
+
+    def __round__(self, digits: Any = None) -> Any:
+        if digits is None:
+            raise self.no_integer()
+        return self
+
     __hash__ = float.__hash__
+
+
+def _refused(self: UnknownNumber) -> Any:
+    raise self.no_integer()
 
 
 def _comparison(name: str, assumed: str) -> Any:
@@ -51,7 +68,7 @@ def _arithmetic(name: str) -> Any:
 
     def computed(self: UnknownNumber, *others: Any) -> Any:
         result = compute(self, *others)
-        return UnknownNumber(self.decides) if type(result) is float else result
+        return UnknownNumber(self.decides, self.no_integer) if type(result) is float else result
 
     return computed
 
@@ -64,3 +81,5 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
         setattr(UnknownNumber, f"__{_side}{_name}__", _arithmetic(f"__{_side}{_name}__"))
 for _name in ("__neg__", "__pos__", "__abs__"):
     setattr(UnknownNumber, _name, _arithmetic(_name))
+for _name in ("__int__", "__trunc__", "__floor__", "__ceil__", "as_integer_ratio"):
+    setattr(UnknownNumber, _name, _refused)

@@ -44,6 +44,7 @@ class EndingMode(FakeTensorMode):
     def __init__(self, name: str) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False
+        self._allow_unsafe_data_ptr_access = False  # what stands at that address is no value
         self.name, self.has_ended = name, False
         self.zeroed: list[Any] = []  # modules and optimizers whose gradients were dropped, which no operator tells
 
