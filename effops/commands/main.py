@@ -107,6 +107,8 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             from effops.text import did_you_mean
 
+            is_json = value == "json" and "--json" in self.flags()
+            error.message += "; for JSON give --json FILE, or --json - for standard output" if is_json else ""
             error.message += did_you_mean(value, map(str, action.choices or ()))
             raise
 

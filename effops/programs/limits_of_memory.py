@@ -21,7 +21,7 @@ from effops.prediction.inside import caution
 from effops.prediction.timeline import Allocation, highest
 from effops.programs.capture.assumed_values import AssumedValues
 from effops.programs.capture.faked import faked
-from effops.programs.capture.observed import Observed
+from effops.programs.capture.observed import Call, Observed
 from effops.programs.capture.places import Place
 from effops.programs.signatures import IteratorGivenError, signature
 from effops.pytorch import (
@@ -268,7 +268,7 @@ class budget(metaclass=EnteredWhenCalled):
             run.fill(report, run.alive())
         run.__exit__(kind, error, traceback)
         if error is None:
-            report.unknown = tuple(sorted(run.observed.unknown))
+            run.name_unknown(report)
             if report.is_exceeded:
                 raise MemoryBudgetExceeded("the block", report)
 
@@ -286,7 +286,7 @@ def predict(function: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
         result = function(*args, **kwargs)
         run.fill(report, run.returned(result))
         del result
-    report.unknown = tuple(sorted(run.observed.unknown))
+    run.name_unknown(report)
     return report
 
 
@@ -319,13 +319,14 @@ class _Followed(AbstractContextManager["_Followed"]):
         return {id(one) for one in self.records if one.died is None}
 
     def returned(self, result: Any) -> set[int]:
-        """The allocations of a result, and of the gradients of what is real."""
+        """The allocations of a result, and of the gradients of what is real. These are fake until the run ends."""
         assert self.observed.recorder is not None
         reals = [real for real, _ in self.observed.recorder.fakes.values() if real.is_leaf]
         kept = [*_tensors_of(result), *(real.grad for real in reals)]
         return {id(self.observed.storage_of(one).allocation) for one in kept if isinstance(one, FakeTensor)}
 
     def fill(self, report: MemoryReport, returned: set[int]) -> None:
+        """Tell bytes and lines, before the run ends: then its tensors go, and with them what is alive."""
         records = self.records
         counted = [one for one in records if one.nbytes and id(one) not in returned]
         report.peak_bytes, tick = highest(counted)
@@ -333,18 +334,16 @@ class _Followed(AbstractContextManager["_Followed"]):
         report.returned_bytes = sum(one.nbytes for one in records if id(one) in returned)
         report.assumed = dict(self.values.assumed)
 
+    def name_unknown(self, report: MemoryReport) -> None:
+        """Name what may take more than is counted, after the run has ended, which gathers these names."""
+        report.unknown = tuple(sorted(self.observed.unknown))
+
     def _lines(self, allocations: Iterable[Allocation]) -> list[LargeLine]:
-        ticks = [call.tick for call in self.observed.calls]
         sums: defaultdict[tuple[str, int] | None, int] = defaultdict(int)
-        places: dict[tuple[str, int] | None, Place | None] = {
-            None: None
-        }  # of the longest expression, which has others inside
+        # Of a line's expressions the longest, which has the others inside.
+        places: dict[tuple[str, int] | None, Place | None] = {None: None}
         for one in allocations:
-            storage = self.observed.storages.get(id(one))
-            # What an operator allocates inside is no storage. It is born before that operator is noted.
-            index = bisect_left(ticks, one.born)
-            inside = self.observed.calls[index] if index < len(ticks) else None
-            call = inside if storage is None else storage.maker
+            call = self._call_of(one)
             place = None if call is None else call.site.place
             line = place and (place.file, place.line)
             sums[line] += one.nbytes
@@ -352,6 +351,15 @@ class _Followed(AbstractContextManager["_Followed"]):
                 places[line] = max(places.get(line) or place, place, key=lambda one: len(one.source))
         found = [LargeLine(places[line], nbytes) for line, nbytes in sums.items()]
         return sorted(found, key=lambda one: -one.nbytes)
+
+    def _call_of(self, allocation: Allocation) -> Call | None:
+        """The operator that made a storage, or that allocated memory inside."""
+        storage = self.observed.storages.get(id(allocation))
+        if storage is not None:
+            return storage.maker
+        # What an operator allocates inside is no storage. It is born before that operator is noted.
+        index = bisect_left(self.observed.calls, allocation.born, key=lambda call: call.tick)
+        return self.observed.calls[index] if index < len(self.observed.calls) else None
 
 
 def _tensors_of(value: Any) -> list[Tensor]:

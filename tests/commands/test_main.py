@@ -57,6 +57,12 @@ def test_commands_are_listed_with_a_line_each(
     assert all(re.match(r"    \S+ +\S", line) for line in listed[: len(names)])
 
 
+def test_json_is_another_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["lint", "--format", "json", "train.py"])
+    assert "; for JSON give --json FILE, or --json - for standard output\n" in capsys.readouterr().err
+
+
 def test_another_format_is_not_taken_for_a_mistyped_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["lint", "--format", "gitlab", "train.py"])

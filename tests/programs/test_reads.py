@@ -40,6 +40,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "ratio": lambda t: [float(one.item().as_integer_ratio()[0]) for one in t],
     "range": lambda t: [float(len(range(int(one)))) for one in t],
     "index": lambda t: [float(len(torch.zeros(200)[: one.long()])) for one in t],
+    "arange": lambda t: [float(len(torch.arange(one))) for one in t],
     "a tensor of numbers": lambda t: torch.tensor([one.item() for one in t]).long().tolist(),
 }
 

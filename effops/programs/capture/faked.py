@@ -61,6 +61,7 @@ NO_INTEGER = (
     "not UnknownNumber",
     "cannot convert float NaN to integer",
     "cannot convert NaN to integer ratio",
+    "upper bound and lower bound inconsistent with step sign",  # of arange
 )
 # PyTorch says so of a device that this machine lacks, beside what LACKS_DEVICE has.
 LACKING = re.compile("from the '(CUDA|HIP|XPU|MPS|XLA|HPU)' backend|not linked with support for (\\w+) devices")
@@ -167,14 +168,13 @@ def _told(error: Exception, name: str, values: AssumedValues, names_cuda: bool) 
             f'{name}: a function must name devices of this machine alone; got "{device}", which it lacks{line}; leave '
             "the device out, or run a script that names it by `effops lint --device cuda SCRIPT`"
         )
-    if isinstance(error, (TypeError, ValueError)):
-        if values.reads_numbers and any(text in said for text in NO_INTEGER):
-            return CannotFollow(f"{name}: {INTEGER} cannot be followed without values{line}; {OF_INTEGER}")
-        if values.lends_arrays and READ_ONLY in said:
-            return CannotFollow(
-                f"{name}: an array of an argument cannot be written to, as the argument stays as it is{line}; write to "
-                "a copy, by .copy()"
-            )
+    if values.reads_numbers and any(text in said for text in NO_INTEGER):
+        return CannotFollow(f"{name}: {INTEGER} cannot be followed without values{line}; {OF_INTEGER}")
+    if values.lends_arrays and isinstance(error, ValueError) and READ_ONLY in said:
+        return CannotFollow(
+            f"{name}: an array of an argument cannot be written to, as the argument stays as it is{line}; write to "
+            "a copy, by .copy()"
+        )
     texts = [text for text in READS_VALUES if text in said]
     if not texts and not isinstance(error, DEPENDS_ON_VALUES):
         return None
