@@ -117,7 +117,7 @@ def _read_in_python() -> Iterator[None]:
     with ExitStack() as stack:
         for name, reader in READERS.items():
             stack.enter_context(mock.patch.object(Tensor, name, reader(getattr(Tensor, name))))
-        to_dlpack = _shared(torch.utils.dlpack.to_dlpack)
+        to_dlpack = _shared(torch.utils.dlpack.to_dlpack)  # type: ignore[attr-defined]
         for module in (torch, torch.utils.dlpack):
             stack.enter_context(mock.patch.object(module, "to_dlpack", to_dlpack))
         stack.enter_context(mock.patch.multiple(FakeTensor, tolist=_list, __format__=_formatted))
