@@ -176,7 +176,8 @@ def _is_nan(value: Any) -> bool:
 
 
 def _has_nan(value: Tensor) -> bool:
-    return (value.is_floating_point() or value.is_complex()) and bool(value.isnan().any())
+    with _disable_current_modes():
+        return (value.is_floating_point() or value.is_complex()) and bool(value.isnan().any())
 
 
 def _is_plain(tensor: Tensor) -> bool:
