@@ -27,6 +27,7 @@ TRAINING = AMD / "memory-2026-11-22.json"
 LARGEST = AMD / "memory-largest-2026-11-22.json"
 LINTED = AMD.with_name("amd-epyc-1-thread") / "lint-of-models-2026-11-26.json"
 FRONT_DOOR = AMD / "front-door-2026-11-26.json"
+CORPUS = AMD.with_name("amd-epyc-1-thread") / "corpus-2026-11-26.json"
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
 MEASURES = ("temporary memory", "time", "times faster than naive", "error / budget")
@@ -222,6 +223,41 @@ def lint_of_models() -> str:
     return f"{table(titles, lines)}\n\n{measured_on(LINTED)}"
 
 
+def corpus_recall() -> str:
+    """What lint finds in the corpus: a line for each half."""
+    rows = [row for row in content(CORPUS)["rows"] if "findings" in row]
+    lines = []
+    for half, group in groupby(rows, itemgetter("half")):
+        own = list(group)
+        found, expected, findings, false = (
+            sum(row[name] for row in own) for name in ("found", "expected", "findings", "false_findings")
+        )
+        clean = sum(row["expected"] == 0 for row in own)
+        lines.append(
+            (half.replace("_", " "), str(len(own)), str(clean), f"{found} of {expected}", f"{false} of {findings}")
+        )
+    titles = ("half", "programs", "clean", "lines found", "false findings")
+    return f"{table(titles, lines)}\n\n{measured_on(CORPUS)}"
+
+
+def corpus_costs() -> str:
+    """Bytes of each way to write a wasteful program of the corpus, and its time by that of the program as it is."""
+    rows = [row for row in content(CORPUS)["rows"] if "forms" in row and row["mended"]]
+    names = list(rows[0]["forms"])
+
+    def cell(row: Row, name: str) -> str:
+        form, own = row["forms"][name], row["forms"]["as it is"]
+        if form["budget_bytes"] is None:
+            return "" if form["reason"] == "-" else form["reason"]
+        bytes_text = format_bytes(form["budget_bytes"])
+        if name == "as it is" or form["time_ms"] is None or own["time_ms"] is None:
+            return bytes_text
+        return f"{bytes_text}, {form['time_ms'] / own['time_ms']:.2f}"
+
+    lines = [(row["program"], *(cell(row, name) for name in names)) for row in rows]
+    return f"{table(('program', *names), lines)}\n\n{measured_on(CORPUS)}"
+
+
 def front_door() -> str:
     """A line for each of README's commands and each cache of wheels."""
 
@@ -258,4 +294,6 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "rough": partial(published, "rough"),
     "lint_of_models": lint_of_models,
     "front_door": front_door,
+    "corpus_recall": corpus_recall,
+    "corpus_costs": corpus_costs,
 }

@@ -134,7 +134,7 @@ class use_variant(metaclass=EnteredWhenCalled):
     threads and tasks may enter the same object, each more than once. Compiled functions called inside follow it too:
     each variant is compiled once. Inside an asyncio task compiled functions run uncompiled or, with `fullgraph=True`,
     raise `torch._dynamo.exc.Unsupported`, since compiled code cannot tell tasks apart. The name "auto" is the
-    automatic choice.
+    automatic choice. The innermost block counts, and a call's own `variant`, "auto" too, goes before all blocks.
 
     >>> with effops.use_variant("einsum"):
     ...     lp = effops.power_spherical_log_prob(loc, scale, x)

@@ -93,7 +93,9 @@ def max_batch_size(
         workload: what a step runs
         budget: bytes, as a number such as 6e9, or as a text such as "6G" or "6 GiB". It may be None only where `mode`
             is "probe" and the device is CUDA: the memory of the device is the limit then
-        budget_means: "tensors", what tensors take; or "device", what a CUDA device holds, its overheads included
+        budget_means: "tensors", what tensors take; or "device", what a CUDA device holds, its overheads included. What
+            its allocator keeps may jump from one batch size to the next, by gigabytes. Then sizes above the one that is
+            found may fit too, and some below may not: `anatomy(..).device_bytes` tells
         device: "cpu" or "cuda", the device to predict for; probing runs on PyTorch's default device
         mode: "predict" runs no step. The peak is nearly affine in the batch size, so that a few predictions lead to a
             size that fits beside a next one that does not. "probe" runs steps on PyTorch's default device. It doubles

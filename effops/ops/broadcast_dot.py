@@ -225,7 +225,8 @@ def broadcast_dot(a: Tensor, b: Tensor, *, variant: str | None = None) -> Tensor
     Args:
         a: `(*A, D)`
         b: `(*B, D)`; the last dimension of one of them may be 1
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
+        variant: the implementation to run; "auto" for the best that supports the call (see `effops.explain`), and None
+            for that of `effops.use_variant`, or else the best
 
     Returns:
         The dot products, of the shape to which `A` and `B` broadcast; it may be a permuted view. The dtype is the

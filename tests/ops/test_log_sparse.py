@@ -197,7 +197,11 @@ def test_autocast_is_that_of_sdpa(dtype, device, generator):
         ({"value": torch.ones(6, 3, dtype=torch.int32)}, TypeError, "`value` must be real floating point"),
         ({"key": torch.ones(6, 3)}, ValueError, "last dimension of `key` must equal that of `query`"),
         ({"value": torch.ones(5, 3)}, ValueError, "`value` must have as many positions as `query`.*pad or cut"),
-        ({"key": torch.ones(3, 6, 4)}, ValueError, "batch axes.* must broadcast; got query.*; expand them, repeat_interleave the heads"),
+        (
+            {"key": torch.ones(3, 6, 4)},
+            ValueError,
+            "batch axes.* must broadcast; got query.*; expand them, repeat_interleave the heads",
+        ),
         ({"local": 0}, ValueError, "`local` must be at least 1; got 0"),
         ({"local": 1.5}, TypeError, "`local` must be an integer; got float"),
         ({"restart": 0}, ValueError, "`restart` must be at least 1; got 0"),

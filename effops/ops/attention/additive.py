@@ -89,7 +89,8 @@ def additive_attention_scores(query: Tensor, key: Tensor, weight: Tensor, *, var
         query: `(*batch, L, D)`
         key: `(*batch, S, D)`; batch axes broadcast
         weight: `(D,)`, or whatever broadcasts with the pairs `(*batch, L, S, D)`
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
+        variant: the implementation to run; "auto" for the best that supports the call (see `effops.explain`), and None
+            for that of `effops.use_variant`, or else the best
 
     Returns:
         The scores `(*batch, L, S)`, in the dtype to which the tensors promote (under autocast float32 or wider). The
@@ -130,7 +131,8 @@ def additive_attention(
         attn_mask: broadcasts to `(*batch, L, S)`; booleans are True for pairs that take part; numbers are added to the
             scores, so that zeros and ones exclude nothing (`effops.validate()` raises for them);
             a bias of `torch.nn.attention.bias`, of either corner, is honoured without a mask in memory
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
+        variant: the implementation to run; "auto" for the best that supports the call (see `effops.explain`), and None
+            for that of `effops.use_variant`, or else the best
 
     Returns:
         The attention `(*batch, L, V)`. It is 0 for a query that takes part with no key. Dtypes are those of

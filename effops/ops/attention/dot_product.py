@@ -58,7 +58,8 @@ def attention_scores(
             them); a bias of `torch.nn.attention.bias`, of either corner, is honoured without a mask in memory
         is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
         scale: `1 / sqrt(D)` if None
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
+        variant: the implementation to run; "auto" for the best that supports the call (see `effops.explain`), and None
+            for that of `effops.use_variant`, or else the best
 
     Returns:
         The scores `(*batch, L, S)`, in the dtype to which the tensors promote (under autocast float32 or wider). The
@@ -142,7 +143,8 @@ def attention(
         is_causal: no query takes part with a later key: pair (i, j) needs j <= i, also for L != S
         scale: `1 / sqrt(D)` if None
         enable_gqa: several heads of queries, axis -3, share one of keys and values
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
+        variant: the implementation to run; "auto" for the best that supports the call (see `effops.explain`), and None
+            for that of `effops.use_variant`, or else the best
 
     Returns:
         The attention `(*batch, L, V)`, in the dtype to which the tensors promote. It is 0 for a query that takes part

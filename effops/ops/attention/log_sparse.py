@@ -145,7 +145,8 @@ def log_sparse_attention(
         local: how many of the nearest positions are all attended to, the position itself included
         restart: length after which the pattern begins again, at least `local`; None for never
         scale: the factor of the scores `query @ key.mT`; None for `1 / sqrt(E)`
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
+        variant: the implementation to run; "auto" for the best that supports the call (see `effops.explain`), and None
+            for that of `effops.use_variant`, or else the best
 
     Returns:
         The attention, `(*batch, L, F)`, contiguous. The dtype is the promotion of the inputs'; the arithmetic is

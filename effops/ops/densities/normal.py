@@ -81,7 +81,8 @@ def normal_log_prob(loc: Tensor, scale: Tensor | float, x: Tensor, *, variant: s
         loc: means `(*L, D)`
         scale: standard deviations `(*S, D)`, or `(*S, 1)` or a number for all coordinates; positive
         x: points `(*X, D)`
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
+        variant: the implementation to run; "auto" for the best that supports the call (see `effops.explain`), and None
+            for that of `effops.use_variant`, or else the best
 
     Returns:
         The log densities, of the shape to which `L`, `S` and `X` broadcast; it may be a permuted view. The dtype is the
@@ -125,7 +126,8 @@ def normal_mixture_log_prob(
         scale: standard deviations `(*S, D)`, or `(*S, 1)` or a number for all coordinates; positive
         x: points `(*X, D)`
         dim: the axis of the components in the shape to which `W`, `L`, `S` and `X` broadcast
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
+        variant: the implementation to run; "auto" for the best that supports the call (see `effops.explain`), and None
+            for that of `effops.use_variant`, or else the best
 
     Returns:
         The log densities, of that shape without `dim`; it may be a permuted view. The dtype is the promotion of the

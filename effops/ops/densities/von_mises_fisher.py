@@ -180,7 +180,8 @@ def von_mises_fisher_log_prob(
         loc: mean directions `(*L, D)`, unit vectors, D >= 2
         concentration: k, of shape `(*S)` or a number; at 0 the distribution is uniform
         x: points on the sphere `(*X, D)`, unit vectors
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
+        variant: the implementation to run; "auto" for the best that supports the call (see `effops.explain`), and None
+            for that of `effops.use_variant`, or else the best
 
     Returns:
         The log densities, of the shape to which `L`, `S` and `X` broadcast; it may be a permuted view. The dtype is the
@@ -228,7 +229,8 @@ def von_mises_fisher_mixture_log_prob(
         concentration: concentrations `(*S)` or a number
         x: points on the sphere `(*X, D)`, unit vectors
         dim: the axis of the components in the shape to which `W`, `L`, `S` and `X` broadcast
-        variant: the implementation to run; None or "auto" for the best that supports the call (see `effops.explain`)
+        variant: the implementation to run; "auto" for the best that supports the call (see `effops.explain`), and None
+            for that of `effops.use_variant`, or else the best
 
     Returns:
         The log densities, of that shape without `dim`; it may be a permuted view. The dtype is the promotion of the

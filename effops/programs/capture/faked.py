@@ -142,9 +142,11 @@ def faked(
             ):
                 yield values
         except CompiledFunctionError as error:
+            place = raised_at(error)
+            called = f", called at {place}" if place else ""
             raise CannotFollow(
-                f"{name}: what is compiled by torch.compile cannot be followed; got {error}; run it uncompiled, under "
-                '`torch.compiler.set_stance("force_eager")`'
+                f"{name}: what is compiled by torch.compile cannot be followed; got {error}{called}; run it "
+                'uncompiled, under `torch.compiler.set_stance("force_eager")`'
             ) from error
         except CannotFollow as error:
             raise type(error)(f"{name}: {error}") from error.__cause__
