@@ -312,8 +312,8 @@ def einsum(equation: Any, *operands: Any, budget: str | float = BUDGET, variant:
             result and gradients: intermediates, slices, copies of operands in another dtype or layout. What forward
             keeps for backward counts in both passes. Each call has a budget of its own
         variant: the implementation to run. None or "auto" takes chunked, which alone keeps the budget. The others
-            ignore it: einsum, compile, torchscript, naive; `effops.explain` tells what they would take. It does not tell
-            the labels that chunked cuts
+            ignore it: einsum, compile, torchscript, naive; `effops.explain` tells what they would take, but not which
+            labels chunked cuts
 
     Returns:
         The result, of the dtype to which those of the operands promote (under autocast, of autocast's). Chunked lays
