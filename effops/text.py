@@ -115,7 +115,10 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 
 
 def _differ_little(given: str, known: str) -> bool:
-    """Whether names are near each other even without the words with which both begin or end, as "_log_prob"."""
+    """Whether names are near even without the words with which both begin or end.
+
+    Of "norml_log_prob" and "normal_log_prob", "norml" and "normal" are compared.
+    """
     parts = [given.split("_"), known.split("_")]
     for place in (0, -1):
         while all(parts) and parts[0][place] == parts[1][place]:
@@ -177,10 +180,12 @@ def tells_wrong_arguments(function: FunctionT, *, name: str = "", remedy: str = 
             problem = why_not_bound(function, args, kwargs)
             if not problem:
                 raise
+        # Outside of `except`, so that Python's own error is not shown too.
         raise TypeError(f"{name or _name_of(function, args)}: {problem}{remedy}")
 
     result: Any = told
-    result.__code__ = told.__code__.replace()  # type: ignore[attr-defined]  # Dynamo limits compilations of each code
+    # Dynamo limits the compilations of each code object, so each function gets one of its own.
+    result.__code__ = told.__code__.replace()  # type: ignore[attr-defined]
     return result  # type: ignore[no-any-return]
 
 

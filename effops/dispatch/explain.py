@@ -84,7 +84,7 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
     power_spherical_log_prob: chunked (bytes predicted, beyond the inputs)
     ...
     """
-    if (explained := getattr(function, "explained", None)) is not None:
+    if (explained := getattr(function, "explained", None)) is not None:  # `tiled` has made it: it has no variants
         return explained(*args, **kwargs)
     op = find_op(function, "explain")
     assert op.function is not None

@@ -144,7 +144,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def upstream_gradient(output: Tensor) -> Tensor:
-    """Normal noise of the shape, layout, dtype and device of `output`; the same values at every call and layout."""
+    """Normal noise of the shape, layout, dtype and device of `output`, the same in every call and layout."""
     generator = torch.Generator(output.device).manual_seed(0)
     values = torch.randn(output.shape, dtype=output.dtype, device=output.device, generator=generator)
     return torch.empty_like(output, requires_grad=False).copy_(values)

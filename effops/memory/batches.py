@@ -208,7 +208,8 @@ class _Search:
         """The largest size that fits, and the next one, which does not; the smallest one was tried and fits.
 
         Up to `line_trials` sizes, the smallest one among them, are where the line through the last two peaks reaches
-        the budget. Then sizes are doubled until one does not fit, and the gap is halved.
+        the budget. Then sizes are doubled until one does not fit, and the gap is halved. All this takes the peak to
+        rise with the size; that of a device need not, since its allocator keeps now more and now less.
         """
         low, high = 0, None  # indices of the largest size that fits, and of the smallest that does not
         while high is None or high - low > 1:
@@ -222,7 +223,8 @@ class _Search:
             if len(self.tried) < line_trials:
                 assert self.budget_bytes is not None
                 crossing = _crossing(self.tried, self.budget_bytes)
-                # Twice the largest, so that the allowed size below reaches it: if that fits too, the search ends.
+                # If a size from LARGEST_BATCH on fits, the search ends in the error above. An allowed size of at most
+                # twice as much is one, if powers of two alone are allowed too.
                 index = max(low + 1, self.sizes.index_up_to(min(crossing, 2 * LARGEST_BATCH)))
             else:
                 index = self.sizes.index_up_to(2 * size) if high is None else (low + high) // 2

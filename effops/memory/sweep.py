@@ -109,14 +109,7 @@ def sweep(
     check_flags("sweep", power_of_two=power_of_two, probe=probe)
     check_progress("sweep", progress)
     base_values = {axis: values[0] for axis, values in axes.items()} | dict(base or {})
-    if unknown_names := [axis for axis in base_values if axis not in axes]:
-        near = did_you_mean(unknown_names[0], axes)
-        raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown_names)}{near}")
-    if problem := why_not_bound(workload_of, (), dict.fromkeys(axes)):
-        raise TypeError(
-            f"sweep: `workload_of` must be a function of the axes: {problem}; give lambda {', '.join(axes)}: "
-            "Workload(...), or axes of its names"
-        )
+    _check_names(workload_of, axes, base_values)
     budget_bytes = None if budget is None else parse_bytes(budget, "sweep: `budget`")
     unknown: set[str] = set()
 
@@ -148,6 +141,17 @@ def sweep(
         for axis, values in axes.items()
     }
     return Sweep(found, base_values, budget_bytes, batch_size, tuple(sorted(unknown)))
+
+
+def _check_names(workload_of: Callable[..., Workload], axes: Mapping[str, Any], base_values: Mapping[str, Any]) -> None:
+    if unknown_names := [axis for axis in base_values if axis not in axes]:
+        near = did_you_mean(unknown_names[0], axes)
+        raise ValueError(f"sweep: `base` must name axes, {', '.join(axes)}; got {', '.join(unknown_names)}{near}")
+    if problem := why_not_bound(workload_of, (), dict.fromkeys(axes)):
+        raise TypeError(
+            f"sweep: `workload_of` must be a function of the axes: {problem}; give lambda {', '.join(axes)}: "
+            "Workload(...), or axes of its names"
+        )
 
 
 def _check_arguments(

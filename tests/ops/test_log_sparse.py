@@ -200,7 +200,7 @@ def test_autocast_is_that_of_sdpa(dtype, device, generator):
         (
             {"key": torch.ones(3, 6, 4)},
             ValueError,
-            "must broadcast; got query.*; expand them, repeat_interleave the heads",
+            "batch axes.* must broadcast; got query.*; expand them, repeat_interleave the heads",
         ),
         ({"local": 0}, ValueError, "`local` must be at least 1; got 0"),
         ({"local": 1.5}, TypeError, "`local` must be an integer; got float"),

@@ -92,9 +92,10 @@ def test_a_view_of_what_has_changed_is_known():
 def test_what_exists_already_is_left_alone():
     """The values of real tensors are read from copies: views of them once changed the caller's."""
     counts, data = torch.zeros(4), torch.ones(9, 5)
+    array = data.numpy()
 
     def batch(size):
-        return torch.from_numpy(data.numpy())[:size].sub_(0.5)
+        return torch.from_numpy(array)[:size].sub_(0.5)
 
     def generate(model, x):
         counts[0] += 1

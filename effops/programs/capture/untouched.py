@@ -89,7 +89,7 @@ def _parameters(holder: Any) -> Iterator[Tensor]:
 
 
 class VersionedRecorder(Recorder):
-    """Notes the version of each real tensor before an operator changes it, which nothing real does."""
+    """Notes the version of each real tensor that an operator changes, though its values stay as they are."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -123,13 +123,13 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
         alone = alone or _work_of_others() == work_before
         seen = {id(real) for real, _ in recorder.fakes.values()}
         dropped = {id(one) for holder in mode.zeroed for one in _parameters(holder)}
-        for real, gradient, alias in leaves:
+        for real, gradient, alias in leaves:  # tensors that were there before
             if alias is not None and real.device != alias.device and real.device.type == "meta":
                 real.data = alias
             ours = alone or id(real) in seen or id(real) in dropped or _is_of(real.grad, mode)
             if ours and real.grad is not gradient:
                 real.grad = gradient
-        for real, _ in recorder.fakes.values():
+        for real, _ in recorder.fakes.values():  # those that were made meanwhile, too
             if real.is_leaf and _is_of(real.grad, mode):
                 real.grad = None
             if id(real) in recorder.versions and real._version != recorder.versions[id(real)]:
@@ -141,12 +141,12 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
             random.setstate(states[0])
             numpy.random.set_state(states[1])
             _set_torch_states(states[2])
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):  # which keeps casts, here fake ones
             torch.clear_autocast_cache()
 
 
 def _is_wrapped(value: Any) -> bool:
-    """Whether a tensor is one of a transform, as vmap. It is no leaf, and raises at most uses once that has ended."""
+    """Whether a tensor is one of a transform, as vmap. It is no leaf, and nearly any use raises after that."""
     return isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
 
 
