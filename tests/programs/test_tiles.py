@@ -449,7 +449,11 @@ def test_mistakes(generator):
             effops.CannotTile,
             r"in a gradient, that of aten._unique.* does; .*torch.no_grad\(\)",
         ),
-        (lambda: effops.tiled(log_sum, compile="yes"), TypeError, "`compile` must be True or False; got 'yes'"),
+        (
+            lambda: effops.tiled(log_sum, compile="yes"),
+            TypeError,
+            "`compile` must be True or False; got str 'yes'; give True",
+        ),
         (lambda: effops.tiled(log_sum, budget=99)(x, y), effops.CannotTile, "got 99 B; give at least .* KiB"),
         (
             lambda: effops.tiled(lambda x, y: (x[:, None] * y).as_strided((9,), (1,)), budget=99)(x, y),

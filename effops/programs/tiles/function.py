@@ -33,7 +33,7 @@ from effops.pytorch import (
     _len_torch_function_stack,
     _TorchDispatchModeKey,
 )
-from effops.text import parse_bytes, tells_wrong_arguments
+from effops.text import check_flags, parse_bytes, tells_wrong_arguments
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 BUDGET = "64 MiB"
@@ -261,9 +261,7 @@ def tiled(
     """
     if randomness not in RANDOMNESS:
         raise ValueError(f"tiled: `randomness`: expected one of {', '.join(RANDOMNESS)}; got {randomness!r}")
-    for name, value in (("compile", compile), ("verify", verify)):
-        if not isinstance(value, bool):
-            raise TypeError(f"tiled: `{name}` must be True or False; got {value!r}")
+    check_flags("tiled", compile=compile, verify=verify)
     if fn is not None and not callable(fn):
         size = fn if isinstance(fn, (str, int, float)) else BUDGET
         raise TypeError(

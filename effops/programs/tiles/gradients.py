@@ -85,7 +85,7 @@ class _LogSum(torch.autograd.Function):
     """The logarithm of a sum of exponentials, whose result is known: that of all tiles, where they are combined."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, known: Tensor, dim: Any, keepdim: bool, is_part: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, known: Tensor, dim: Any, is_part: bool) -> Tensor:
         ctx.save_for_backward(x, known)
         ctx.kept, ctx.is_part = _kept(x.shape, dim), is_part
         return known.view_as(known)
@@ -96,12 +96,12 @@ class _LogSum(torch.autograd.Function):
         known, gradient = (one.reshape(ctx.kept) for one in (known, *upstream))
         if ctx.is_part:  # a row of -inf has no gradient, since other parts may have one
             known = torch.where(known == -torch.inf, 0, known)
-        return (x - known).exp_().mul_(gradient), None, None, None, None
+        return (x - known).exp_().mul_(gradient), None, None, None
 
 
 def known_log_sum(x: Tensor, known: Tensor, dim: Any, keepdim: bool = False, *, is_part: bool) -> Tensor:
     """The logarithm of a sum of exponentials that is `known`, with the gradient of `x`."""
-    return _LogSum.apply(x, known, dim, keepdim, is_part)  # type: ignore[no-any-return]
+    return _LogSum.apply(x, known, dim, is_part)  # type: ignore[no-any-return]
 
 
 class _Unread(torch.autograd.Function):
@@ -149,7 +149,7 @@ UNREAD: dict[Any, Callable[..., Tensor]] = {
     aten.pow.Tensor_Scalar: _unread_square,
     aten.softplus.default: _unread_softplus,
 }
-SUMS = {aten.sum.default, aten.sum.dim_IntList}
+READ_NO_VALUES = {aten.sum.default, aten.sum.dim_IntList, *VIEWS}  # their derivatives
 
 
 def _axes(rank: int, dim: Any) -> set[int]:
@@ -179,7 +179,7 @@ def unread(nodes: Sequence[Node], read: Iterable[Node]) -> set[Node]:
         is_unread = node not in needed and _has_derivative_alone(node)
         if is_unread:
             found.add(node)
-        if not is_unread or node.target not in SUMS | VIEWS.keys():
+        if not is_unread or node.target not in READ_NO_VALUES:
             needed.update(operands_of(node))
     return found
 
