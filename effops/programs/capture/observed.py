@@ -45,6 +45,11 @@ class Storage:
     read_bytes: int = 0  # by all of forward
     turns: Counter[tuple[CallSite, str]] = field(default_factory=Counter)  # how often forward reads it at one place
 
+    @property
+    def calls(self) -> list[Call]:
+        """The operators that made it, changed it or read it."""
+        return [call for call in (self.maker, *self.writers, *self.readers) if call is not None]
+
 
 class Read(NamedTuple):
     """A tensor that an operator reads: its storage and how it lies there."""

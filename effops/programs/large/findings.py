@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from effops.prediction.timeline import highest
-from effops.programs.capture.observed import TURNS, Call, Observed, Storage
+from effops.programs.capture.observed import TURNS, Call, Observed
 from effops.programs.capture.places import Place, place_of, source_line
 from effops.programs.capture.unknown_numbers import UNSEEN
 from effops.programs.large import humps
@@ -237,14 +237,10 @@ def _finding(found: humps.Found, tick: int, peak: int, fix: Fix | None, hint: st
         kept_bytes=found.kept_bytes,
         turns=len(found.turns),
         peak_share=sum(one.nbytes for one in members if one.allocation.is_there(tick)) / max(peak, 1),
-        seconds=seconds_of({id(call): call for one in members for call in _calls_of(one)}.values()),
+        seconds=seconds_of({id(call): call for one in members for call in one.calls}.values()),
         fix=fix,
         hint=hint,
     )
-
-
-def _calls_of(storage: Storage) -> list[Call]:
-    return [call for call in (storage.maker, *storage.writers, *storage.readers) if call is not None]
 
 
 def _in_shapes(call: Call) -> str:

@@ -6,11 +6,10 @@ results those that the rest of the program holds at once, as a list of logits th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from effops.prediction.timeline import Allocation, highest
-from effops.programs.capture.observed import Call, Storage
+from effops.programs.capture.observed import Call
 from effops.programs.large.humps import Found
 from effops.programs.large.source.slices import Slice
 from effops.programs.large.source.trials import FullSize
@@ -49,20 +48,13 @@ def results_held(found: Found, one: Slice) -> int:
 def _calls_inside(found: Found, one: Slice) -> dict[int, Call]:
     """The operators of a slice in all its turns, from those that make what is large."""
     inside: dict[int, Call] = {}
-    waiting = [call for member in found.members for call in _calls_of(member)]
+    waiting = [call for member in found.members for call in member.calls]
     while waiting:
         call = waiting.pop()
         if id(call) not in inside and not call.in_backward and _is_inside(call, one):
             inside[id(call)] = call
             waiting += [reader for storage in (*call.makes, *call.writes) for reader in storage.readers]
     return inside
-
-
-def _calls_of(storage: Storage) -> Iterator[Call]:
-    if storage.maker is not None:
-        yield storage.maker
-    yield from storage.writers
-    yield from storage.readers
 
 
 def _is_inside(call: Call, one: Slice) -> bool:
