@@ -1,4 +1,11 @@
-"""Memory-efficient operations for PyTorch."""
+"""Memory-efficient operations for PyTorch: what large broadcasts compute, without their memory.
+
+Operations are functions such as `effops.attention` and `effops.power_spherical_log_prob`, layers in `effops.nn`, and
+distributions in `effops.distributions`. `effops.explain` tells which variant a call takes. For any other program there
+are `effops.lint`, which names lines that take much, `effops.tiled`, which runs a function in bounded memory, and
+`effops.budget`, which holds it to a limit. `effops.memory` predicts the memory of training, and `effops.measure`
+measures what runs.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -107,15 +107,30 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             from effops.text import did_you_mean
 
+            inner = next((one for one in (action.choices or ()) if value in self._inner_commands(action, one)), None)
+            if inner:
+                error.message += f'; write "{self.prog} {inner} {value}"'
+                raise
             is_json = value == "json" and "--json" in self.flags()
             error.message += "; for JSON give --json FILE, or --json - for standard output" if is_json else ""
             error.message += did_you_mean(value, map(str, action.choices or ()))
             raise
 
-    def parse_known_args(self, args: Any = None, *others: Any, **options: Any) -> Any:
+    def _inner_commands(self, action: argparse.Action, name: str) -> Any:
+        """The commands of a command, as those of `memory`; none if the action is no choice of commands."""
+        parser = action.choices[name] if isinstance(action.choices, dict) else None
+        if not isinstance(parser, Parser):
+            return ()
+        parser.filled()
+        return [one for inner in parser._actions if inner.nargs == argparse.PARSER for one in inner.choices or ()]
+
+    def filled(self) -> None:
         if self.fill is not None:
             self.fill(self)
             self.fill = None
+
+    def parse_known_args(self, args: Any = None, *others: Any, **options: Any) -> Any:
+        self.filled()
         self.given = list(sys.argv[1:] if args is None else args)
         found, unknown = super().parse_known_args(args, *others, **options)
         if unknown:  # told by the command that was given them, with its own usage

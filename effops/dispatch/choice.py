@@ -41,7 +41,8 @@ def choose(op: Op, call: Call, variant: str | None) -> Variant:
             if best
             else "no other variant supports it either"
         )
-        raise NotImplementedError(f'{op.name}(variant="{name}") {obstacle}; {remedy}')
+        given = f'{op.name}(variant="{name}")' if variant is not None else f'{op.name} in use_variant("{name}")'
+        raise NotImplementedError(f"{given} {obstacle}; {remedy}")
     return named
 
 

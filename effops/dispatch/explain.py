@@ -37,13 +37,15 @@ class Explanation:
     """The choice for one call, and a report for every variant: whether it can run, why not, and what it would need.
 
     `never_run_on` is the kind of the call's device ("a CUDA GPU") if the chosen variant was never run on one. It is
-    empty if it was.
+    empty if it was. `plan` tells how the chosen variant runs the call, as what einsum cuts; it is empty if nothing is
+    to be told.
     """
 
     op: str
     chosen: str
     variants: Mapping[str, VariantReport]
     never_run_on: str = ""
+    plan: str = ""
 
     def __str__(self) -> str:
         header = ("variant", "", "output", "saved", "temporary", "operations", "why not")
@@ -62,7 +64,7 @@ class Explanation:
         title = f"{self.op}: {self.chosen} (bytes predicted, beyond the inputs)"
         unknown = sorted({report.unknown for report in self.variants.values() if report.unknown})
         table = aligned([header, *rows], left=len(header))
-        return "\n".join(filter(None, (title, table, caution(unknown), self._untried())))
+        return "\n".join(filter(None, (title, table, self.plan, caution(unknown), self._untried())))
 
     def _untried(self) -> str:
         """A line for a choice that was never run on such a device; empty if it was."""
@@ -104,7 +106,8 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
 
     with without_autocast(call.device):  # as when the call runs
         found = dict(reports())
-    return Explanation(op.name, chosen.name, found, never_run_on(chosen.name, call.device))
+        plan = chosen.plan(call)
+    return Explanation(op.name, chosen.name, found, never_run_on(chosen.name, call.device), plan)
 
 
 def _known(text: Callable[[float], str], number: float | None) -> str:

@@ -98,6 +98,10 @@ def anywhere(call: Call) -> bool:
     return True
 
 
+def untold(call: Call) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Variant:
     """One implementation of an op.
@@ -105,7 +109,7 @@ class Variant:
     `run` computes the result of a call. `cost` predicts what it needs, or returns None if nothing can be predicted.
     Each of `requires` returns why the variant cannot run a call, or an empty string. `automatic` tells whether the
     automatic choice may take the variant for a call. `statistics` computes the statistics from which `Op.finish` makes
-    the result. It is None if the op is no logsumexp.
+    the result. It is None if the op is no logsumexp. `plan` tells in words how the variant runs a call.
     """
 
     name: str
@@ -114,6 +118,7 @@ class Variant:
     requires: Sequence[Requirement] = ()
     automatic: Callable[[Any], bool] = anywhere
     statistics: Callable[[Any], Tensor] | None = None
+    plan: Callable[[Any], str] = untold
 
     def obstacle(self, call: Call) -> str:
         """Why this variant cannot run `call`; empty if it can."""

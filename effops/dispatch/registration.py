@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from effops.dispatch.custom_op import CustomOp, is_subclassed, requires_grad
-from effops.dispatch.op import Call, Cost, Op, Requirement, Variant, anywhere
+from effops.dispatch.op import Call, Cost, Op, Requirement, Variant, anywhere, untold
 from effops.dispatch.requirements import kernels_error, on_cuda, requires_triton
 from effops.prediction.inside import predict_bytes
 
@@ -22,14 +22,16 @@ def add_custom_op(
     cost: Callable[[Any], Cost | None] | None = None,
     requires: Sequence[Requirement] = (),
     automatic: Callable[[Any], bool] = anywhere,
+    plan: Callable[[Any], str] = untold,
 ) -> None:
     """Register an operator as a variant of an op.
 
     `run` computes the result of a call, and `cost` predicts what it needs. Without them, both come from the operator.
+    `plan` is that of `Variant`.
     """
     cost = cost or functools.partial(allocated, op, custom)
     statistics = custom if op.logsumexp else None
-    op.add(Variant(variant, run or custom, cost, requires, automatic, statistics))
+    op.add(Variant(variant, run or custom, cost, requires, automatic, statistics, plan))
 
 
 def add_kernels(

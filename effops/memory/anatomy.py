@@ -66,6 +66,10 @@ class Anatomy:
         operations: how many of each class of `effops.prediction.operations` each phase makes; empty if measured
         unknown: operators of the step that may allocate more inside than is known and predicted
         measured: the same step as it ran, if it did
+        peak_bytes: the most bytes that tensors take at any instant
+        device_bytes: the same with the overheads
+        categories: the most bytes that each category takes, each at an instant of its own
+        instants: bytes of each category after setup, at the ends of forward, backward and step, and at the peak
 
     `str()` is a table of the categories at several instants.
     """

@@ -265,6 +265,11 @@ def _numbered(equation: str) -> tuple[tuple[Labels, ...], Labels]:
     return tuple(inputs), output
 
 
+def letters_of(equation: str) -> dict[int, str]:
+    """The letter of each label of the normal form of an equation that is spelled out."""
+    return dict(enumerate(dict.fromkeys(equation.replace("...", "").replace("->", ",").replace(",", ""))))
+
+
 def check_sizes(function: str, equation: str, shapes: Sequence[Sequence[int]], quoted: Callable[[], str]) -> None:
     """Raise unless the axes of a label have one size, or 1. The axes of a label in one operand have one size.
 

@@ -162,7 +162,7 @@ class budget(metaclass=EnteredWhenCalled):
     `EscapedTensor`. The report is filled at the end.
 
     Args:
-        limit: bytes, as 6e9, "64 MiB" or "6 GB" (`effops.text.parse_bytes`)
+        limit: bytes, as 6e9, "64 MiB" or "6 GB"; MB are powers of 1000, M and MiB of 1024
 
     Raises:
         ValueError: the limit is no amount, or 0

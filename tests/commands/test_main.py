@@ -63,6 +63,12 @@ def test_json_is_another_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "; for JSON give --json FILE, or --json - for standard output\n" in capsys.readouterr().err
 
 
+def test_a_command_of_a_command_is_named_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["max-batch"])
+    assert capsys.readouterr().err.endswith('; write "effops memory max-batch"\n')
+
+
 def test_another_format_is_not_taken_for_a_mistyped_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["lint", "--format", "gitlab", "train.py"])

@@ -255,6 +255,11 @@ def test_a_named_variant_that_cannot_run_raises(args, monkeypatch):
     monkeypatch.setitem(OP.variants, "chunked", dataclasses.replace(chunked, requires=[needs]))
     with pytest.raises(NotImplementedError, match=r'log_prob\(variant="chunked"\) needs a blue moon, got none; leave'):
         FUNCTION(*args, variant="chunked")
+    with (
+        effops.use_variant("chunked"),
+        pytest.raises(NotImplementedError, match=r'log_prob in use_variant\("chunked"\) needs a blue moon'),
+    ):
+        FUNCTION(*args)
     explanation = effops.explain(FUNCTION, *args)
     assert explanation.chosen == "compile"
     assert not explanation.variants["chunked"].supported

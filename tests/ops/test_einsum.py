@@ -1,5 +1,6 @@
 """What is peculiar to einsum: its equations, its budget, what it saves, and PyTorch's use of opt_einsum."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -514,3 +515,13 @@ def test_operands_that_are_not_dense():
         effops.einsum("ij->i", torch.ones(3, 4), budget=[1])
     with pytest.raises(TypeError, match=r"^einsum: it takes .*got `operands`"):
         effops.einsum(equation="ij->i", operands=[torch.ones(3, 4)])
+
+
+def test_explain_tells_what_is_cut() -> None:
+    operands = torch.ones(500, 40), torch.ones(500, 30), torch.ones(40, 30, 20)
+    assert effops.explain("einsum", "bi,bj,ijk->bk", *operands).plan == ""
+    report = effops.explain("einsum", "bi,bj,ijk->bk", *operands, budget="100 KiB")
+    cuts = dict(re.findall(r"\d+ of the (\d+) of ([a-z])", report.plan))
+    assert cuts
+    assert cuts.items() <= {"500": "b", "40": "i", "30": "j", "20": "k"}.items()
+    assert report.plan in str(report)

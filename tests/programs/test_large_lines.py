@@ -108,6 +108,23 @@ def test_small_is_not_named() -> None:
     assert not effops.lint(distances, a, a, least="1 MiB", times=200).findings
 
 
+def test_a_line_that_is_accepted() -> None:
+    def nearest(points: Tensor, centres: Tensor) -> Tensor:
+        squares = (points[:, None] - centres).square()
+        products = (points[:, None] * centres).sum(-1)  # effops: accept
+        for _ in (points[:, None] + centres).sum(-1)[:1]:  # effops: accept, as a batch is small
+            squares = squares * 1
+        return squares.sum(-1) + products
+
+    report = effops.lint(nearest, torch.empty(4096, 16), torch.empty(1024, 16), fixes=False)
+    assert [one.place.source for one in report.findings if one.place] == ["points[:, None] - centres"]
+    accepted = [one.place.source for one in report.accepted if one.place]
+    assert accepted == ["points[:, None] * centres", "points[:, None] + centres"]
+    assert str(report).count("\naccepted: ") == 2
+    assert report.github().count("::warning") == 1
+    assert len(report.to_json()["accepted"]) == 2
+
+
 def test_a_fix_is_code_that_ran() -> None:
     a, b = torch.randn(2000, 64), torch.randn(2000, 64)
     (found,) = effops.lint(distances, a, b).findings

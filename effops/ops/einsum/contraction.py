@@ -24,6 +24,7 @@ from effops.numerics.equations import (
     Shape,
     check_sizes,
     contraction,
+    letters_of,
     parse,
     spelled_out,
     written,
@@ -239,7 +240,22 @@ def _cost(call: EinsumCall) -> Cost | None:
     return None if find(call.described(), call.budget) is None else allocated(op, custom, call)
 
 
-add_custom_op(op, custom, "chunked", run=_run, cost=_cost)
+def _plan(call: EinsumCall) -> str:
+    """The slices of the forward pass, by the letters of its equation."""
+    program = find(call.described(), call.budget)
+    if program is None or not program.extents:
+        return ""
+    letters = letters_of(call.equation)
+    cuts = [
+        f"{extent:,} of the {program.contraction.sizes[label]:,} of {letters.get(label, 'a batch axis')}"
+        for label, extent in program.extents.items()
+    ]
+    return (
+        f"chunked cuts {call.equation.replace('...', '')} into {program.slices:,} slices, which take {', '.join(cuts)}"
+    )
+
+
+add_custom_op(op, custom, "chunked", run=_run, cost=_cost, plan=_plan)
 
 
 class _Planned:
@@ -312,7 +328,7 @@ def einsum(equation: Any, *operands: Any, budget: str | float = BUDGET, variant:
             result and gradients: intermediates, slices, copies of operands in another dtype or layout. What forward
             keeps for backward counts in both passes. Each call has a budget of its own
         variant: the implementation to run. None or "auto" takes chunked, which alone keeps the budget. The others
-            ignore it: einsum, compile, torchscript, naive; `effops.explain` tells what they would take, but not which
+            ignore it: einsum, compile, torchscript, naive; `effops.explain` tells what they would take, and which
             labels chunked cuts
 
     Returns:

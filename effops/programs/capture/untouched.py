@@ -51,8 +51,9 @@ class EndingMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.has_ended and func is not torch.ops.prim.device.default:
             shapes = [tuple(one.shape) for one in tree_leaves(args) if isinstance(one, FakeTensor)]
+            used = ".item()" if func is torch.ops.aten._local_scalar_dense.default else func
             raise EscapedTensor(
-                f"{self.name}: a tensor that was made on fake tensors must not be used after them; {func} got one of "
+                f"{self.name}: a tensor that was made on fake tensors must not be used after them; {used} got one of "
                 f"shape {shapes[0] if shapes else ()}, which has no values; make it again outside"
             )
         return super().dispatch(func, types, args, kwargs or {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,11 +16,13 @@ from effops.programs.capture.places import Place, place_of, source_line
 from effops.programs.capture.unknown_numbers import UNSEEN
 from effops.programs.large import humps
 from effops.programs.large.proposals import Fix, fix_or_hint
+from effops.programs.large.source.slices import statement_lines
 from effops.programs.large.source.trials import seconds_of
 from effops.text import counted, format_bytes
 
 UNSEEN_BRANCH = "only one branch was followed: numbers that are read are NaN here, and comparisons with them are false"
 FIELDS_OF_FIX = "how", "code", "imports", "lines", "after_bytes", "why"
+ACCEPTED = re.compile(r"#\s*effops:\s*accept\b")
 SIGNS = {"mul": "*", "add": "+", "sub": "-", "div": "/"}
 
 
@@ -109,6 +112,7 @@ class LintReport:
         unseen: the places of comparisons with numbers that were read, as `loss.item() > 5`: one branch was followed,
             and what the other one takes is not known
         has_ended: whether the block of `with effops.lint() as report:` has, before which nothing is found
+        accepted: what the comment `# effops: accept`, in its line, takes out of `findings`; no fix was looked for
     """
 
     findings: Sequence[Finding] = ()
@@ -118,6 +122,7 @@ class LintReport:
     with_fixes: bool = False
     unseen: Sequence[Place] = ()
     has_ended: bool = True
+    accepted: Sequence[Finding] = ()
 
     def __str__(self) -> str:
         if not self.has_ended:
@@ -133,6 +138,8 @@ class LintReport:
                 f"no fix was found for {without} of them: one must give the same results and gradients in half the "
                 "bytes; it is looked for in the statement that makes the tensor and those up to the one that reduces it"
             )
+        if self.accepted:
+            parts.append("\n".join(f"accepted: {one.place}: {format_bytes(one.now_bytes)}" for one in self.accepted))
         if self.unseen:
             shown = [f"  {place}: {source_line(place)}" for place in self.unseen]
             parts.append("\n".join([f"{UNSEEN_BRANCH}:", *shown]))
@@ -152,6 +159,7 @@ class LintReport:
             "assumed": dict(self.assumed),
             "unknown": list(self.unknown),
             "unseen": [_placed(place) for place in self.unseen],
+            "accepted": [one.to_json() for one in self.accepted],
         }
 
     def github(self) -> str:
@@ -203,11 +211,27 @@ def report_of(
     """The report of what was found in a program."""
     assert observed.recorder is not None
     peak, tick = highest(observed.recorder.records)
-    findings = [_finding(one, tick, peak, *(fix_or_hint(one) if with_fixes else (None, ""))) for one in found]
+    findings, accepted = [], []
+    for one in found:
+        if _is_accepted(one):
+            accepted.append(_finding(one, tick, peak, None, ""))
+        else:
+            findings.append(_finding(one, tick, peak, *(fix_or_hint(one) if with_fixes else (None, ""))))
     branches = [place for what, place in assumed if what in UNSEEN and place is not None]
     unseen = list({(one.file, one.line): one for one in branches}.values())
     rest = {key: count for key, count in assumed.items() if key[0] not in UNSEEN or key[1] is None}
-    return LintReport(findings, peak, _by_lines(rest), tuple(sorted(observed.unknown)), with_fixes, unseen)
+    return LintReport(
+        findings, peak, _by_lines(rest), tuple(sorted(observed.unknown)), with_fixes, unseen, accepted=accepted
+    )
+
+
+def _is_accepted(found: humps.Found) -> bool:
+    """Whether a comment in the user's statement says that its large tensors stay."""
+    user, _ = found.main.site
+    if user is None:
+        return False
+    place = place_of(user)
+    return any(ACCEPTED.search(line) for line in statement_lines(place.file, place.line))
 
 
 def _by_lines(assumed: Mapping[tuple[str, Place | None], int]) -> dict[str, int]:

@@ -385,6 +385,18 @@ def _index(statements: Sequence[ast.stmt], line: int) -> int | None:
     return None
 
 
+def statement_lines(file: str, line: int) -> list[str]:
+    """The lines of the statement that holds a line, without the body of one that has a body."""
+    statements: list[ast.stmt] = [one for one in ast.walk(_tree(file) or ast.Pass()) if isinstance(one, ast.stmt)]
+    holding = [one for one in statements if _index([one], line) is not None]
+    first, last = line, line
+    if holding:
+        inmost = max(holding, key=lambda one: one.lineno)
+        body = getattr(inmost, "body", None) or [inmost]
+        first, last = inmost.lineno, (inmost.end_lineno or line) if body[0] is inmost else body[0].lineno - 1
+    return [linecache.getline(file, number) for number in range(first, max(last, line) + 1)]
+
+
 def _own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a statement without those of functions that it defines."""
     yield statement
