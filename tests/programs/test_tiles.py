@@ -330,6 +330,21 @@ def test_compiled_tiles(generator):
     assert memory(Pass(tiled, (x, y), backward=True)).temporary_bytes <= BUDGET // 4
 
 
+@pytest.mark.compiled
+def test_compiled_tiles_of_one_length_forward_and_backward(generator):
+    """Each tile reads a tensor whole, which requires gradients in the forward pass too."""
+    x, y = (torch.randn(size, 16, generator=generator, requires_grad=True) for size in (512, 1024))
+
+    def kernel_sum(x, y):
+        return torch.exp(-(x[:, None] - y).square().sum(-1)) @ y
+
+    tiled = effops.tiled(kernel_sum, budget=2**20, compile=True)
+    (loop,) = effops.explain(tiled, x, y).loops
+    assert loop.tile == loop.backward_tile == 1
+    found, right = (torch.autograd.grad(one(x, y).square().sum(), (x, y)) for one in (tiled, kernel_sum))
+    torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
+
+
 def test_a_weight_whose_gradient_is_above_the_budget(generator):
     """Its gradient is summed up within the products; a gradient for each tile would take more than the budget."""
     hidden, weight, bias = (

@@ -289,7 +289,10 @@ class Loop:
         """What a tile of this length runs."""
         is_fake = any(isinstance(one, FakeTensor) for one in parts)
         compiles = self.compiles and self.nested is None and not self.drawing and not is_fake
-        key = length, any(one.requires_grad for one in parts), compiles, backward
+        requires_grad = torch.is_grad_enabled() and any(
+            one.requires_grad for one in parts
+        )  # what is whole may forward too
+        key = length, requires_grad, compiles, backward
         if key not in self.bodies:
             graph = self.body_of(self.graph(length, backward=backward))
             if self.nested is not None:

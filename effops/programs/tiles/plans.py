@@ -247,6 +247,7 @@ def _best(region: Region, target: int) -> Cut:
             bool(cut.combined or cut.carried),
             _whole_bytes(cut),
             _read_whole_bytes(cut),
+            -_run(cut, target),
             -cut.length,
         )
 
