@@ -175,3 +175,30 @@ def test_meta_tensors():
     result = tiled(x, y)
     result.sum().backward()
     assert (result.device.type, x.grad.shape) == ("meta", x.shape)
+
+
+def test_whole_factors_that_lie_otherwise(generator):
+    """PyTorch adds products to such a sum one matrix after another, so they are made first where that takes little."""
+    x, wide, low = matrices(generator, (8, 500, 6), (8, 64, 6), (8, 6, 64))
+    counting = check(lambda x, y: (x @ y.mT).square().sum(-1), [x, wide])
+    assert counting.counts[aten.baddbmm_.default] == 0
+    counting = check(lambda x, y: (x @ y).square().sum(-1), [x, low])
+    assert counting.counts[aten.baddbmm_.default] > 1
+
+
+def test_a_large_whole_factor_that_lies_otherwise(generator):
+    """The product for each tile would take as much as the factor itself."""
+    x, y = matrices(generator, (2, 300, 64), (2, 1000, 64))
+    counting = check(lambda x, y: (x @ y.mT).square().sum(-1), [x, y], budget=2**19)
+    assert counting.counts[aten.baddbmm_.default] > 1
+
+
+def test_an_axis_outside_of_others_is_cut(generator):
+    """Of two axes that could be cut, tiles of the inner one would be laid out so that the sum is slow."""
+    (left, right) = matrices(generator, (16, 20, 64), (16, 20, 95))
+
+    def correlation(left, right):
+        return (left[..., None] * right.unfold(-1, 32, 1)).square().mean(0)
+
+    (loop,) = effops.explain(effops.tiled(correlation, budget=BUDGET), left, right).loops
+    assert loop.length == 20

@@ -39,7 +39,12 @@ class GradientSum:
 
     def add_product(self, first: Tensor, second: Tensor) -> None:
         total = self.begun()
-        (total.addmm_ if total.dim() == 2 else total.baddbmm_)(first, second)
+        if total.dim() == 2:
+            total.addmm_(first, second)
+        elif total.is_contiguous() or total.nbytes > first.nbytes + second.nbytes:
+            total.baddbmm_(first, second)
+        else:  # PyTorch adds one matrix after another to a total that is laid out otherwise
+            total.add_(first @ second)
 
     def result(self) -> Tensor | None:
         """The sum in the operand's dtype; None if no gradient reached it, as autograd has it."""
