@@ -4,10 +4,11 @@ python bench/studies/tiles.py --json FILE
 
 A line is one program of the corpus at its small sizes, within a budget: what it takes as it is and in tiles, with
 backward where the program is trained, the ratio of the times of tiles to those of the program as it is, forward and
-both passes, and the seconds of the first call with its backward pass, from capture to check. `as it is` marks a program
-that keeps the budget. Then come five programs whose intermediate takes gigabytes: as it is, compiled, in tiles, and in
-compiled tiles. The last is the head of a language model with its loss, 4096 x 1024 by 32000, beside what PyTorch has
-for it: `F.linear_cross_entropy` in chunks, and Inductor's auto-chunker. All forms of a program take turns.
+both passes, and the seconds of the first call with its backward pass, from capture to check. `as it is` marks a
+program that keeps the budget, and `products` one that products of matrices alone bring within it. Then come five
+programs whose intermediate takes gigabytes: as it is, compiled, in tiles, and in compiled tiles. The last is the head
+of a language model with its loss, 4096 x 1024 by 32000, beside what PyTorch has for it: `F.linear_cross_entropy` in
+chunks, and Inductor's auto-chunker. All forms of a program take turns.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Row:
     """A program within a budget. What does not apply is None.
 
     Attributes:
-        status: "tiles", "as it is", "refused", or what is wrong
+        status: "tiles", "products" of matrices alone, "as it is", "refused", or what is wrong
         as_it_is_bytes, taken_bytes: what the program takes, and what it takes tiled
         forward, both: the time of tiles by that of the program as it is; `both` of what is trained
         first_s: seconds of the first call, with its backward pass where the program is trained
@@ -153,8 +154,10 @@ def rows_of(half: str, program: Program, threads: int, budgets: Sequence[str]) -
             rows[budget] = replace(base, status=type(error).__name__, note=" ".join(str(error).split())[:300])
             continue
         report: Any = effops.explain(form.run, *arguments)
-        is_cut = isinstance(report, effops.CannotTile) or bool(report.loops)
-        rows[budget] = replace(base, status="tiles" if is_cut else "as it is", taken_bytes=taken, first_s=first_s)
+        status = "tiles"
+        if not isinstance(report, effops.CannotTile) and not report.loops:
+            status = "as it is" if report.as_it_is_bytes <= report.budget_bytes else "products"
+        rows[budget] = replace(base, status=status, taken_bytes=taken, first_s=first_s)
         forms[budget] = form
     if len(forms) == 1:  # as it is alone, which may compute gradients that a forward pass has none of
         return list(rows.values())
@@ -204,7 +207,7 @@ def print_summary(rows: Sequence[Row]) -> None:
             accepted = [row for row in own if row.taken_bytes is not None]
             if own:
                 print(f"{budget}, {half}: {len(accepted)} of {len(own)} accepted ({len(accepted) / len(own):.0%})")
-    cut = [row for row in rows if row.status == "tiles"]
+    cut = [row for row in rows if row.status in ("tiles", "products")]
     for name, is_above in (
         ("above the budget", lambda row: row.taken_bytes > parse_bytes(row.budget, "--budget")),
         ("forward above 1.2", lambda row: row.forward > 1.2),

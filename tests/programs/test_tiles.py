@@ -383,6 +383,14 @@ def test_an_einsum_of_three_operands_takes_a_path(generator):
     assert torch.backends.opt_einsum.enabled
 
 
+def test_products_may_suffice(generator):
+    x, y = points(200, 300, 40, generator)
+    report = effops.explain(effops.tiled(lambda x, y: (x[:, None] * y).sum(-1), budget=BUDGET), x, y)
+    assert not report.loops
+    assert report.taken_bytes <= BUDGET < report.as_it_is_bytes
+    assert str(report).startswith("products of matrices, and no tiles: ")
+
+
 def test_small_calls_run_as_they_are(generator):
     x, y = points(9, 7, 5, generator)
     tiled = effops.tiled(log_sum)

@@ -33,7 +33,7 @@ class LoopReport:
 
 @dataclass(frozen=True)
 class TilesReport:
-    """How a call runs: as it is, without loops, or in tiles. Bytes are predicted, of a call with its backward pass.
+    """How a call runs: as it is, with products of matrices alone, or in tiles. Bytes are predicted, of a call with its backward pass.
 
     Attributes:
         budget_bytes: the most that it may take besides arguments, results and gradients
@@ -48,8 +48,11 @@ class TilesReport:
 
     def __str__(self) -> str:
         taken, budget = format_bytes(self.taken_bytes), format_bytes(self.budget_bytes)
-        if not self.loops:
+        as_it_is = format_bytes(self.as_it_is_bytes)
+        if self.as_it_is_bytes <= self.budget_bytes:
             return f"runs as it is: it takes {taken}, and the budget is {budget}"
+        if not self.loops:
+            return f"products of matrices, and no tiles: {taken} within {budget}; as it is {as_it_is}"
         header = "axis", "tile", "tile of backward", "largest intermediate", "combined", "line"
         rows = [
             (
@@ -63,7 +66,7 @@ class TilesReport:
             for one in self.loops
         ]
         count = counted(len(self.loops), "loops")
-        title = f"{count} over tiles: {taken} within {budget}; as it is {format_bytes(self.as_it_is_bytes)}"
+        title = f"{count} over tiles: {taken} within {budget}; as it is {as_it_is}"
         return f"{title}\n{aligned([header, *rows], left=len(header))}"
 
 
