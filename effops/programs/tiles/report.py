@@ -33,7 +33,9 @@ class LoopReport:
 
 @dataclass(frozen=True)
 class TilesReport:
-    """How a call runs: as it is, with products of matrices alone, or in tiles. Bytes are predicted, of a call with its backward pass.
+    """How a call runs: as it is, by products of matrices alone, or in tiles.
+
+    Bytes are predicted, of a call with its backward pass.
 
     Attributes:
         budget_bytes: the most that it may take besides arguments, results and gradients
