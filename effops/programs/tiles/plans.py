@@ -162,7 +162,9 @@ def program_of(
     refuse_randomness(graph)
     if depth:
         return _program(graph, budget, budget, budget, backward=backward, compiles=compiles, depth=depth)
-    target, most = max(LEAST_TILE_BYTES, min(TILE_BYTES, budget // 4)), budget * 3 // 4
+    # What is compiled makes few of the nodes, so that the cache holds longer tiles, and their calls take less time.
+    target = max(LEAST_TILE_BYTES, budget // 2 if compiles else min(TILE_BYTES, budget // 4))
+    most = budget * 3 // 4
     taken = 0
     while target >= LEAST_TILE_BYTES:
         # Many small nodes may be what takes the budget: they are cut before tiles become smaller.
