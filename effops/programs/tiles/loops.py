@@ -17,12 +17,14 @@ from effops.numerics.precision import CPU, arithmetic_dtype, without_autocast
 from effops.prediction.allocations import fake_mode
 from effops.programs.rules.binding import argument, is_item, is_without_gradients, nbytes_of, operands_of
 from effops.programs.rules.draws import new_seed, seed_of, seeded
+from effops.programs.rules.product import contracted
 from effops.programs.rules.reduction import LOG_SUMS, log_sum_exp
 from effops.programs.rules.scan import first_carried, in_a_tile
 from effops.programs.rules.view import SIZES
 from effops.programs.tiles.combiners import COMBINERS, Combiner
 from effops.programs.tiles.cuts import Along, Stage
 from effops.programs.tiles.gradients import (
+    PRODUCTS,
     UNREAD,
     GradientSum,
     factors_of,
@@ -117,6 +119,13 @@ class Loop:
     def read_whole_bytes(self) -> int:
         """The bytes of the inputs that each tile reads whole."""
         return sum(nbytes_of(node) for node, along in self.stage.inputs if along is None)
+
+    @property
+    def product_bytes(self) -> int:
+        """The bytes of products and of what they read, for all indices of the cut: Inductor fuses neither."""
+        products = [node for node in self.stage.nodes if node.target in PRODUCTS or node.target is contracted]
+        made = {one for node in products for one in (node, *operands_of(node)) if one in self.stage.cut.placed}
+        return sum(map(nbytes_of, made))
 
     @functools.cached_property
     def pattern(self) -> str:

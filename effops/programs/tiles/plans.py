@@ -162,17 +162,18 @@ def program_of(
     refuse_randomness(graph)
     if depth:
         return _program(graph, budget, budget, budget, backward=backward, compiles=compiles, depth=depth)
-    # What is compiled makes few of the nodes, so that the cache holds longer tiles, and their calls take less time.
-    target = max(LEAST_TILE_BYTES, budget // 2 if compiles else min(TILE_BYTES, budget // 4))
-    most = budget * 3 // 4
+    least = max(LEAST_TILE_BYTES, min(TILE_BYTES, budget // 4))  # of nodes that are cut
+    # What is compiled makes few nodes beside products: the cache holds longer tiles, whose calls take less time.
+    target, most = max(least, budget // 2) if compiles else least, budget * 3 // 4
     taken = 0
     while target >= LEAST_TILE_BYTES:
         # Many small nodes may be what takes the budget: they are cut before tiles become smaller.
-        for threshold in (target, target // 4):
+        least = min(least, target)
+        for threshold in (least, least // 4):
             try:
                 program = _program(graph, target, most, threshold, backward=backward, compiles=compiles)
             except CannotTile:
-                if threshold == target:
+                if threshold == least:
                     raise
                 continue
             taken = program.taken_bytes = taken_bytes(program, args, backward=backward)
@@ -306,6 +307,8 @@ def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
 
     def length_within(is_backward: bool) -> int:
         length = loop.stage.cut.length
+        if loop.compiles:
+            length = max(1, min(length, length * TILE_BYTES // max(1, loop.product_bytes)))
         while length > 1:
             taken = _tile_bytes(loop, length, is_backward)
             if taken <= target:
