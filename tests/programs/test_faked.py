@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _thread
 import copy
+import io
+import pickle
 import random
 import threading
 import time
@@ -19,7 +21,7 @@ from torch._inductor.compile_worker.timer import Timer
 from torch.amp import GradScaler
 
 import effops
-from effops.programs.capture.untouched import EscapedTensor
+from effops.programs.capture.ended import EscapedTensor
 
 
 class Training:
@@ -237,6 +239,15 @@ def test_a_tensor_that_escapes_raises() -> None:
         lambda: torch.ones(3, 2) + made,
         lambda: made.sum().item(),
         lambda: nn.Linear(2, 1)(made),
+        lambda: made.numpy(),
+        lambda: numpy.asarray(made),
+        lambda: made.tolist(),
+        lambda: f"{made:.3f}",
+        lambda: copy.deepcopy(made),
+        lambda: copy.copy(made),
+        lambda: pickle.dumps(made),
+        lambda: torch.save(made, io.BytesIO()),
+        lambda: torch.from_dlpack(made),
     ):
         with pytest.raises(EscapedTensor, match=r"^budget: a tensor that was made on fake tensors .* \(3, 2\)"):
             use()

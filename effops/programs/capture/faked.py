@@ -27,10 +27,11 @@ from effops.prediction.observed_forms import SUMS_IN_PLACE
 from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES, SKIPPED_INITIALISATION
 from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError, without_logged_failures
 from effops.programs.capture.assumed_values import INTEGER, OF_ARRAY, OF_INTEGER, AssumedValues, CannotFollow, at
+from effops.programs.capture.ended import EndingMode
 from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import raised_at
 from effops.programs.capture.reads import READ_IN_PYTHON
-from effops.programs.capture.untouched import ZEROED, EndingMode, VersionedRecorder, untouched
+from effops.programs.capture.untouched import ZEROED, VersionedRecorder, untouched
 from effops.pytorch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -156,7 +157,7 @@ def faked(
                 raise
             raise told from error
         finally:
-            mode.has_ended = True
+            mode.end()
             observed.unknown |= recorder.unknown
 
 

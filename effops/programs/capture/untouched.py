@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
+from effops.programs.capture.ended import EndingMode
 from effops.pytorch import (
     FakeTensor,
     FakeTensorMode,
@@ -30,33 +31,7 @@ from effops.pytorch import (
     _TorchDispatchModeKey,
     _unsafe_set_version_counter,
     is_functorch_wrapped_tensor,
-    tree_leaves,
 )
-
-
-class EscapedTensor(RuntimeError):  # noqa: N818, it names the tensor
-    """A tensor that was made on fake tensors is used after that run has ended."""
-
-
-class EndingMode(FakeTensorMode):
-    """A fake mode that ends: its tensors have no values, and cannot be used with real ones."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.cache_enabled = False
-        self._allow_unsafe_data_ptr_access = False  # what stands at that address is no value
-        self.name, self.has_ended = name, False
-        self.zeroed: list[Any] = []  # modules and optimizers whose gradients were dropped, which no operator tells
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.has_ended and func is not torch.ops.prim.device.default:
-            shapes = [tuple(one.shape) for one in tree_leaves(args) if isinstance(one, FakeTensor)]
-            used = ".item()" if func is torch.ops.aten._local_scalar_dense.default else func
-            raise EscapedTensor(
-                f"{self.name}: a tensor that was made on fake tensors must not be used after them; {used} got one of "
-                f"shape {shapes[0] if shapes else ()}, which has no values; make it again outside"
-            )
-        return super().dispatch(func, types, args, kwargs or {})
 
 
 @contextmanager
