@@ -40,10 +40,8 @@ def check(loop: Loop, tensors: Sequence[Tensor]) -> None:
     exact = copy.copy(whole)
     exact.bodies, exact.body_of = {}, lambda graph: _graph_in_float64(_without_chance(graph))
     rounded = [_with_roundings(one) for one in some]
-    found, *others, expected = (
-        _results(one, given)
-        for one, given in ((tiles, some), (whole, some), (whole, rounded), (exact, [in_float64(one) for one in some]))
-    )
+    runs = (tiles, some), (whole, some), (whole, rounded), (exact, [in_float64(one) for one in some])
+    found, *others, expected = (_results(one, given, with_roundings=given is rounded) for one, given in runs)
     if len({len(found), len(expected), *map(len, others)}) > 1:
         _raise(loop, "this loop", f"{len(found)} results and gradients", f"{len(expected)}")
     for number, (own, right, *one_piece) in enumerate(zip(found, expected, *others)):
@@ -59,8 +57,8 @@ def _part_of(loop: Loop, length: int, tile: int) -> Loop:
     return own
 
 
-def _results(loop: Loop, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """The results, and the gradients for upstream gradients that are the same for all loops.
+def _results(loop: Loop, tensors: Sequence[Tensor], *, with_roundings: bool) -> list[Tensor | None]:
+    """The results, and the gradients for upstream gradients that are the same for all loops, but for roundings.
 
     Where the whole is a single tile, it runs without the loop.
     """
@@ -76,6 +74,8 @@ def _results(loop: Loop, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         return [*results]
     generator = torch.Generator().manual_seed(0)
     upstream = [torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one) for one in outputs]
+    if with_roundings:
+        upstream = [_with_roundings(one) for one in upstream]
     with torch.no_grad():
         return [*results, *torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)]
 
