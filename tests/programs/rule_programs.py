@@ -209,6 +209,12 @@ PROGRAMS = {
         False,
         aten.max_pool2d_with_indices(images.detach(), [2, 2])[1],
     ),
+    "max_unpool2d.default": lambda images: aten.max_unpool2d(
+        *aten.max_pool2d_with_indices(images.sin(), [2, 2]), images.shape[2:]
+    ),
+    "max_unpool3d.default": lambda volumes: aten.max_unpool3d(
+        *aten.max_pool3d_with_indices(volumes.sin(), [2, 2, 2]), volumes.shape[2:], [2, 2, 2], [0, 0, 0]
+    ),
     "avg_pool2d.default": lambda images: aten.avg_pool2d(images.sin(), [3, 3], [1, 1], [1, 1]),
     "avg_pool3d.default": lambda volumes: aten.avg_pool3d(volumes.sin(), [3, 3, 3], [1, 1, 1], [1, 1, 1]),
     "max_pool2d_with_indices.default": lambda images: aten.max_pool2d_with_indices(images.sin(), [2, 2]),

@@ -40,6 +40,8 @@ RULES = {
     aten.max_pool2d_with_indices.default: before(2),
     aten.max_pool3d_with_indices.default: before(3),
     aten.max_pool2d_with_indices_backward.default: before_of_all(2),
+    aten.max_unpool2d.default: before_of_all(2),
+    aten.max_unpool3d.default: before_of_all(3),
     aten._adaptive_avg_pool2d.default: before(2),
     aten._adaptive_avg_pool3d.default: before(3),
     aten.adaptive_max_pool2d.default: before(2),
