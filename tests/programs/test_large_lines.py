@@ -108,6 +108,37 @@ def test_small_is_not_named() -> None:
     assert not effops.lint(distances, a, a, least="1 MiB", times=200).findings
 
 
+def test_what_a_loop_reads_part_by_part() -> None:
+    """A turn could make its part. What a product, a caller or other turns have made is given to the loop."""
+
+    def crf(emissions: Tensor, transitions: Tensor) -> Tensor:
+        potentials = emissions[:, :, None, :] + transitions
+        alpha = emissions[:, 0]
+        for step in range(potentials.shape[1]):
+            alpha = torch.logsumexp(alpha.unsqueeze(2) + potentials[:, step], dim=1)
+        return alpha.logsumexp(1)
+
+    def recurrent(x: Tensor, inner: nn.Linear, outer: nn.Linear) -> Tensor:
+        inputs, states = inner(x), x.new_zeros(*x.shape[:2], 64)
+        for step in range(x.shape[1]):
+            states[:, step] = inputs[:, step].tanh()[:, :64]
+        total = x.new_zeros(len(x))
+        for step in range(x.shape[1]):
+            total = total + states[:, step].mean(-1)
+        return total
+
+    for wanted in (False, True):
+        args = torch.empty(8, 64, 128, requires_grad=wanted), torch.empty(128, 128, requires_grad=wanted)
+        report = effops.lint(crf, *args, fixes=False)
+        assert [one.place.source for one in report.findings if one.place] == ["emissions[:, :, None, :] + transitions"]
+        assert report.findings[0].now_bytes == 4 * 8 * 64 * 128 * 128
+    assert not effops.lint(
+        recurrent, torch.empty(8, 256, 8), nn.Linear(8, 512), nn.Linear(64, 8), least="1 MiB"
+    ).findings
+    given = torch.empty(8, 64, 128, 128)
+    assert not effops.lint(lambda: sum(given[:, step].amax(-1).sum() for step in range(64))).findings
+
+
 def test_a_line_that_is_accepted() -> None:
     def nearest(points: Tensor, centres: Tensor) -> Tensor:
         squares = (points[:, None] - centres).square()

@@ -25,10 +25,10 @@ class EndingMode(FakeTensorMode):
         self.name, self.has_ended = name, False
         self.zeroed: list[Any] = []  # modules and optimizers whose gradients were dropped, which no operator tells
 
-    def end(self) -> None:
-        """Have each use of the mode's tensors raise from now on, also those that are no operators."""
+    def end(self, escapes: bool) -> None:
+        """Have each use of the mode's tensors raise from now on; also those that are no operators, if any escapes."""
         self.has_ended = True
-        for one in gc.get_objects():
+        for one in gc.get_objects() if escapes else ():
             if type(one) is FakeTensor and one.fake_mode is self:
                 one.__class__ = _Ended
 

@@ -109,12 +109,13 @@ def faked(
     device: str | None = None,
     program: str = "function",
     alone: bool = False,
+    escapes: bool = True,
 ) -> Iterator[AssumedValues]:
     """A context in which everything runs on fake tensors. `name` begins its errors.
 
     With `device`, "cpu" or "cuda", the program may name "cuda", which then is the device that is predicted; errors call
     it a `program`. Without it the program has the names of this machine. `alone` says that no other thread draws random
-    numbers meanwhile.
+    numbers meanwhile, and `escapes` that tensors may be left to somebody, who is to be told that they have no values.
     """
     mode = EndingMode(name)
     recorder = (
@@ -157,7 +158,7 @@ def faked(
                 raise
             raise told from error
         finally:
-            mode.end()
+            mode.end(escapes)
             observed.unknown |= recorder.unknown
 
 

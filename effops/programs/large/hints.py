@@ -26,6 +26,8 @@ def hint(found: Found, slices: int, trials: int) -> str:
 def _remedies(found: Found) -> list[str]:
     """What takes less in this program, of what a user can do by hand."""
     remedies = []
+    if found.top.in_parts:
+        remedies.append("making in each turn of the loop the part that it reads, in place of all parts before it")
     function = accepted_by_tiled(found)
     if function is not None:
         remedies.append(f"`effops.tiled` of `{function}`, which accepts it and checks its results when it first runs")

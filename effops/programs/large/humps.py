@@ -21,6 +21,7 @@ HEAD_TIMES = 4.0  # the weight of a language model's head is large itself
 SEED_SHARE = 256  # what is kept of a loop over chunks is large in sum alone
 REDUCED_TIMES = 4  # a reducer's results are so many times smaller than what it reads, at least
 NEAR_TIMES = 4  # members lie within so many times of each other
+STEPS_BEHIND = 4  # a turn of a loop reduces the part that it reads in so many operators, at most
 READ_SHARE = 4  # a reducer reads at least one in so many bytes of a tensor, or few of it are ever read
 # Whose results are what a program wants of its operands, not a step on the way.
 TRANSFORMS = {
@@ -60,13 +61,15 @@ LOSSES = {"_log_softmax", "nll_loss_forward", "logsumexp"}
 class Hump:
     """Storages that are large between small ones, for one reducing call.
 
-    If the hump `is_of_result`, this call makes what the program returns, and need not reduce anything.
+    If the hump `is_of_result`, this call makes what the program returns, and need not reduce anything. If it is
+    `in_parts`, a loop reads it part by part, and this call reduces the first one.
     """
 
     members: list[Storage]
     roots: list[Storage]
     reducer: Call
     is_of_result: bool = False
+    in_parts: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -166,7 +169,7 @@ def find(
     """The humps of a program that matter, the largest first. `end` is the tick at which its forward pass ended."""
     results = {id(storage): storage for storage in returned}
     groups: dict[tuple[CallSite, str], Found] = defaultdict(Found)
-    for hump in _humps(program, least_bytes / SEED_SHARE):
+    for hump in (*_humps(program, least_bytes / SEED_SHARE), *_humps_of_parts(program, least_bytes)):
         maker = hump.largest.maker
         assert maker is not None
         if not _is_wanted(hump, results.keys()):
@@ -218,6 +221,33 @@ def _humps(program: Observed, least: float) -> Iterator[Hump]:
                 hump = through
         if hump.members:
             yield hump
+
+
+def _humps_of_parts(program: Observed, least: float) -> Iterator[Hump]:
+    """What a loop reads part by part, and reduces in each turn: the turn could make its part."""
+    for storage in program.storages.values():
+        if storage.nbytes < least or not _is_made(storage):
+            continue
+        for call in (one for one in storage.readers if not one.in_backward and _is_read_in_turns(storage, one)):
+            part = max(read.nbytes for read in call.reads if read.storage is storage)
+            reducer = _reducer_behind(call, part) if READ_SHARE * part <= storage.nbytes else None
+            hump = None if reducer is None else _walk([storage], reducer, through_products=False)
+            if hump is not None and hump.members:
+                hump.in_parts = True
+                yield hump
+            break  # the other turns are like the first one
+
+
+def _reducer_behind(call: Call, nbytes: int) -> Call | None:
+    """The operator, here or behind, whose results are much smaller than a part that is read; None if it stays large."""
+    for _ in range(STEPS_BEHIND):
+        if call.result_bytes * REDUCED_TIMES <= nbytes:
+            return call
+        readers = [one for made in (*call.makes, *call.writes) for one in made.readers if one.tick > call.tick]
+        if not readers or readers[0].in_backward:
+            return None
+        call = readers[0]
+    return None
 
 
 def _humps_of_results(results: Mapping[int, Storage], times: float) -> Iterator[Hump]:

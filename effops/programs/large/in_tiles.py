@@ -162,8 +162,11 @@ def _trial(found: Found, whole: Whole) -> Trial | None:
 def _wholes(found: Found) -> Iterator[Whole]:
     """The user's functions that make what is large, and reduce it, of tensors that they are given; innermost first.
 
+    None where a loop of the user's reads it part by part, since tiles of all turns take long to plan.
     Where the user's code is no such function, but calls one of a library, that is taken.
     """
+    if found.top.in_parts:
+        return
     members = sorted(found.top.members, key=lambda one: one.allocation.born)
     makers = [one.maker.scopes for one in members if one.maker is not None]
     for last in found.top.reducer.scopes:

@@ -296,7 +296,7 @@ def at_full_size(function: Function, found: Slice) -> FullSize:
 def observed_on_fakes(make: Callable[[], Made], call: Callable[[Made], Any]) -> FullSize:
     """What a call takes, and its backward pass, on fake arguments that are made in a fake mode. Its results count."""
     observed = Observed(scope_bytes=math.inf)
-    with faked("lint", observed, probe=False):
+    with faked("lint", observed, probe=False, escapes=False):
         made = make()
         begin = len(observed.calls)
         results = tensors_of(call(made))
