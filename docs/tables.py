@@ -8,6 +8,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,8 @@ LARGEST = AMD / "memory-largest-2026-11-22.json"
 LINTED = AMD.with_name("amd-epyc-1-thread") / "lint-of-models-2026-11-26.json"
 FRONT_DOOR = AMD / "front-door-2026-11-26.json"
 CORPUS = AMD.with_name("amd-epyc-1-thread") / "corpus-2026-11-26.json"
+TILES = AMD / "tiles-2026-11-26.json"
+LARGE_TILES = AMD / "tiles-of-gigabytes-2026-11-27.json"
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
 MEASURES = ("temporary memory", "time", "times faster than naive", "error / budget")
@@ -258,6 +261,47 @@ def corpus_costs() -> str:
     return f"{table(('program', *names), lines)}\n\n{measured_on(CORPUS)}"
 
 
+def tiles() -> str:
+    """What `tiled` accepts of the corpus, and its times: a line for each half, budget and number of threads."""
+    of_corpus = [row for row in content(TILES)["rows"] if "half" in row]
+    rows = sorted(of_corpus, key=itemgetter("half", "budget", "threads"))
+    lines = []
+    for (half, budget, threads), group in groupby(rows, itemgetter("half", "budget", "threads")):
+        own = list(group)
+        cut = [row for row in own if row["status"] == "tiles"]
+        cells = []
+        for name, most in (("forward", 1.2), ("both", 1.5)):
+            found = [row[name] for row in cut if row[name] is not None]
+            fast = sum(one <= most for one in found)
+            cells += [f"{median(found):.2f}", f"{fast} of {len(found)}", f"{max(found):.2f}"]
+        accepted = sum(row["taken_bytes"] is not None for row in own)
+        above = sum(row["taken_bytes"] > parse_bytes(budget) for row in cut)
+        lines.append(
+            (
+                half.replace("_", " "),
+                budget,
+                str(threads),
+                f"{accepted} of {len(own)}",
+                str(above),
+                str(len(cut)),
+                *cells,
+            )
+        )
+    passes = (f"{what} {name}" for name in ("forward", "both") for what in ("median", "within", "most"))
+    titles = ("half", "budget", "threads", "accepted", "above it", "cut", *passes)
+    return f"{table(titles, lines)}\n\n{measured_on(TILES)}"
+
+
+def tiles_of_gigabytes() -> str:
+    """Programs whose intermediates take gigabytes: a line for each pass and form, with what it takes and its time."""
+    lines = [
+        (row["program"], row["pass"], row["form"], format_bytes(row["taken_bytes"]), f"{row['time_s']:.2f} s")
+        for row in content(LARGE_TILES)["rows"]
+    ]
+    titles = ("program", "pass", "form", "takes", "time")
+    return f"{table(titles, lines)}\n\n{measured_on(LARGE_TILES)}"
+
+
 def front_door() -> str:
     """A line for each of README's commands and each cache of wheels."""
 
@@ -295,5 +339,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "lint_of_models": lint_of_models,
     "front_door": front_door,
     "corpus_recall": corpus_recall,
+    "tiles": tiles,
+    "tiles_of_gigabytes": tiles_of_gigabytes,
     "corpus_costs": corpus_costs,
 }

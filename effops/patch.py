@@ -70,6 +70,7 @@ class Patch:
         self._undo(stacklevel=2)
 
     def _undo(self, stacklevel: int) -> None:
+        """The same. `stacklevel` is that of a warning in the caller: 2 names the line that called the caller."""
         replacement = _replacements.pop(self._target, None)
         if replacement is not None:
             replacement.undo()

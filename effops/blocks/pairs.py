@@ -29,9 +29,9 @@ class Scores(ABC):
         return column_blocks(self.plan, self.extents, self.extents.batch)
 
     def fold(self, bias: Tensor) -> bool:
-        """Add `bias`, which broadcasts to the scores, to all that are evaluated, and return True; or do not.
+        """Take a bias that broadcasts to the scores into all that are evaluated. Returns whether these scores did.
 
-        Scores do where that costs less than to add it to every block.
+        They do where that costs less than to add it to every block, which is up to the caller otherwise.
         """
         return False
 

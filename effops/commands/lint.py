@@ -41,7 +41,7 @@ def lint(options: argparse.Namespace) -> int:
         else:  # the script's own
             traceback.print_exception(type(error), error, own_traceback(error))
         return FAILED
-    report = report_of_block(run.observed, run.values, least, options.times)
+    report = report_of_block(run.observed, run.values, least, options.times, fixes=not options.no_fixes)
     try:
         _show(report, run, options)
     except OSError as error:

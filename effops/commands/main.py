@@ -57,6 +57,7 @@ def lint_arguments(parser: argparse.ArgumentParser) -> None:
         "--times", type=float, default=8.0, metavar="N", help="as large as what goes in and comes out, at least (8)"
     )
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="optimizer steps after which it stops (1)")
+    parser.add_argument("--no-fixes", action="store_true", help="look for no fixes, which takes less time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help='that is predicted, and "cuda" means')
     parser.add_argument("--json", metavar="FILE", help="write the same as JSON there; - for standard output")
     parser.add_argument("--format", choices=("text", "github"), default="text", help="github: annotations of lines")

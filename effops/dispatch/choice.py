@@ -83,11 +83,12 @@ class _ThreadState(threading.local):
 class _Entry:
     """One entry into a `use_variant`.
 
-    It may be left in another thread or context than it was entered in: a generator can be closed anywhere.
+    It may be left in another thread or context than it was entered in: a generator can be closed anywhere. So it keeps
+    `vars(_in_thread)` of the thread that entered, by which any thread can change that one's state.
     """
 
     owner: use_variant
-    thread_state: dict[str, Any]  # the attributes of `_ThreadState` in the thread that entered
+    thread_state: dict[str, Any]
     is_in_task: bool
     is_active: bool = True
 

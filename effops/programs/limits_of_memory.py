@@ -141,7 +141,8 @@ class budget(metaclass=EnteredWhenCalled):
 
     What counts is the highest sum, at any moment, of live storages that a call allocated and does not return: its
     results, and with backward the gradients, are not counted. Arguments are not counted; what is kept for backward is,
-    and so is a new optimizer state. In a `with` block what is alive at its end counts as returned.
+    and so is a new optimizer state. In a `with` block what is alive at its end counts as returned. A backward pass
+    counts where it runs inside: one that runs behind a function is not predicted.
 
     **As a decorator** it predicts once for each signature, raises before anything runs, and then runs for real. The
     signature is: shapes, strides, dtypes, devices and `requires_grad` of tensors; train or eval of all modules among

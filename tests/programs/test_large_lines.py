@@ -108,6 +108,21 @@ def test_small_is_not_named() -> None:
     assert not effops.lint(distances, a, a, least="1 MiB", times=200).findings
 
 
+def test_other_lines_at_the_peak() -> None:
+    def step(points: Tensor, centres: Tensor, x: Tensor) -> Tensor:
+        kept = x + 1
+        distances = (points[:, None] - centres).square().sum(-1)
+        return distances.amin(1).sum() + kept.sum()
+
+    report = effops.lint(step, torch.empty(2048, 16), torch.empty(1024, 16), torch.empty(2**24), fixes=False)
+    assert [one.place.source for one in report.findings if one.place] == ["points[:, None] - centres"]
+    assert {place.source: held for place, held in report.others.items()} == {"x + 1": 2**26}
+    assert "other lines that hold much at the peak:\n  64.0 MiB  " in str(report)
+    assert [one["bytes"] for one in report.to_json()["others"]] == [2**26]
+    report = effops.lint(step, torch.empty(8192, 16), torch.empty(1024, 16), torch.empty(2**24), fixes=False)
+    assert not report.others  # less than a tenth
+
+
 def test_what_a_loop_reads_part_by_part() -> None:
     """A turn could make its part. What a product, a caller or other turns have made is given to the loop."""
 

@@ -190,6 +190,17 @@ def test_what_stands_behind_the_last_step_is_told(script, capsys):
     assert "did not run" not in told
 
 
+def test_fixes_can_be_left_out(script, capsys):
+    path = script(
+        "import torch\nx, y = torch.randn(512, 1, 64), torch.randn(512, 64)\nprint((x * y).sum(-1).amax(1))\n"
+    )
+    assert main(["lint", "--least", "1MiB", "--no-fixes", path]) == 0
+    told = capsys.readouterr().out
+    assert "1 finding;" in told
+    assert "no fix" not in told
+    assert "in place of" not in told
+
+
 def test_what_stands_behind_a_step_in_functions(script, tmp_path):
     """The rest of each function that has led to the step counts, and no branch that was not taken."""
     (tmp_path / "loops.py").write_text(

@@ -26,8 +26,8 @@ def check_pairs(function: str, mask: Tensor, query: Tensor, key: Tensor) -> None
     if not widens(mask.shape, pairs):
         return
     remedy = reshaped("attn_mask", mask.shape, lambda shape: not widens(shape, pairs))
-    before = min(query.ndim, key.ndim) > 2 and (query.shape[-3], key.shape[-3])
-    if before and tuple(mask.shape[-2:]) == before:
+    axes_before = (query.shape[-3], key.shape[-3]) if min(query.ndim, key.ndim) > 2 else ()
+    if tuple(mask.shape[-2:]) == axes_before:  # positions, where heads should stand
         remedy = "give tensor.transpose(-3, -2) of the others if their heads follow their positions"
     remedy = remedy or masking_keys("attn_mask", mask.shape, pairs[1], query.ndim)
     raise ValueError(

@@ -23,6 +23,7 @@ from effops.text import counted, format_bytes
 UNSEEN_BRANCH = "only one branch was followed: numbers that are read are NaN here, and comparisons with them are false"
 FIELDS_OF_FIX = "how", "code", "imports", "lines", "after_bytes", "why"
 ACCEPTED = re.compile(r"#\s*effops:\s*accept\b")
+OTHERS, OTHERS_SHARE = 3, 0.1  # lines beside the findings that are told, and what each holds of the peak at least
 SIGNS = {"mul": "*", "add": "+", "sub": "-", "div": "/"}
 
 
@@ -113,6 +114,7 @@ class LintReport:
             and what the other one takes is not known
         has_ended: whether the block of `with effops.lint() as report:` has, before which nothing is found
         accepted: what the comment `# effops: accept`, in its line, takes out of `findings`; no fix was looked for
+        others: of the lines that no finding names, those that hold most at the peak, and their bytes
     """
 
     findings: Sequence[Finding] = ()
@@ -123,6 +125,7 @@ class LintReport:
     unseen: Sequence[Place] = ()
     has_ended: bool = True
     accepted: Sequence[Finding] = ()
+    others: Mapping[Place, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if not self.has_ended:
@@ -138,6 +141,9 @@ class LintReport:
                 f"no fix was found for {without} of them: one must give the same results and gradients in half the "
                 "bytes; it is looked for in the statement that makes the tensor and those up to the one that reduces it"
             )
+        if self.others:
+            shown = [f"  {format_bytes(held)}  {place}: {source_line(place)}" for place, held in self.others.items()]
+            parts.append("\n".join(["other lines that hold much at the peak:", *shown]))
         if self.accepted:
             parts.append("\n".join(f"accepted: {one.place}: {format_bytes(one.now_bytes)}" for one in self.accepted))
         if self.unseen:
@@ -160,6 +166,7 @@ class LintReport:
             "unknown": list(self.unknown),
             "unseen": [_placed(place) for place in self.unseen],
             "accepted": [one.to_json() for one in self.accepted],
+            "others": [{**_placed(place), "bytes": held} for place, held in self.others.items()],
         }
 
     def github(self) -> str:
@@ -221,8 +228,30 @@ def report_of(
     unseen = list({(one.file, one.line): one for one in branches}.values())
     rest = {key: count for key, count in assumed.items() if key[0] not in UNSEEN or key[1] is None}
     return LintReport(
-        findings, peak, _by_lines(rest), tuple(sorted(observed.unknown)), with_fixes, unseen, accepted=accepted
+        findings,
+        peak,
+        _by_lines(rest),
+        tuple(sorted(observed.unknown)),
+        with_fixes,
+        unseen,
+        accepted=accepted,
+        others=_others(observed, [*findings, *accepted], tick, peak),
     )
+
+
+def _others(observed: Observed, findings: Sequence[Finding], tick: int, peak: int) -> dict[Place, int]:
+    """The lines that hold most at the peak, of those that are not named, and their bytes."""
+    named = {(place.file, place.line) for one in findings for place in (one.place, one.library, *one.lines) if place}
+    held: Counter[tuple[str, int]] = Counter()
+    places: dict[tuple[str, int], Place] = {}
+    for storage in observed.storages.values():
+        place = None if storage.maker is None else storage.maker.site.place
+        if place is not None and storage.allocation.is_there(tick):
+            held[place.file, place.line] += storage.nbytes
+            places.setdefault((place.file, place.line), place)
+    least = max(humps.LEAST_BYTES, OTHERS_SHARE * peak)
+    most = [(line, nbytes) for line, nbytes in held.most_common() if line not in named and nbytes >= least]
+    return {places[line]: nbytes for line, nbytes in most[:OTHERS]}
 
 
 def _is_accepted(found: humps.Found) -> bool:

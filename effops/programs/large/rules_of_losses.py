@@ -25,7 +25,7 @@ def linear_cross_entropy(reader: Reader, node: ast.expr, trial: Trial) -> Propos
     arguments = ", ".join([hidden.rows, hidden.weight, targets, *hidden.bias, *rest])
     chunks = "options=torch.nn.LinearCrossEntropyOptions()"
     why = (
-        "the logits are made in chunks, with their gradients at once; backward runs once, and not twice differentiated"
+        "the logits are made in chunks, with their gradients at once, for one backward pass that is not differentiated"
     )
     yield LIBRARY, f"torch.nn.functional.linear_cross_entropy({arguments}, {chunks})", why
 

@@ -60,29 +60,63 @@ class Cut:
 
 def follow(region: Sequence[Node], start: Node, axis: int) -> Cut:
     """The cut along an axis of a node. It raises if a node needs the whole axis."""
-    cut = Cut(region, shape_of(start)[axis])
-    inside, bound = set(region), dict[Node, Binding]()
-    todo: list[Node] = []
+    following = _Following(region, shape_of(start)[axis])
+    following.place(start, Along(axis, 1))
+    while following.todo:
+        following.pass_on(following.todo.pop())
+    return following.cut
 
-    def put(node: Node, along: Along) -> None:
-        if node in cut.combined or cut.placed.get(node, along) != along:
+
+class _Following:
+    """A cut that grows from node to node.
+
+    Attributes:
+        bound: the binding of each node that has been told its axes; it can have one alone
+        todo: the nodes whose axis is known, and from which it is to be passed on
+    """
+
+    def __init__(self, region: Sequence[Node], length: int) -> None:
+        self.cut = Cut(region, length)
+        self.inside, self.bound = set(region), dict[Node, Binding]()
+        self.todo: list[Node] = []
+
+    def pass_on(self, node: Node) -> None:
+        """Tell the operands and the readers of a node which of their axes is that of the node."""
+        along = self.cut.placed[node]
+        own = next((one for one in bindings(node) if one.axis == along.axis), None)
+        if own is None:
+            raise Blocked(node, why_none(node) or "needs the whole axis")
+        self.bind(node, own, _times(along, own.stretch, node))
+        for user in node.users:
+            if user not in self.inside:
+                continue
+            for number, operand in enumerate(operands_of(user)):
+                if operand is node:
+                    binding, stretch = _binding_that_reads(user, number, along.axis)
+                    self.bind(user, binding, _times(along, stretch, user))
+
+    def place(self, node: Node, along: Along) -> None:
+        """Tell a node its axis."""
+        if node in self.cut.combined or self.cut.placed.get(node, along) != along:
             raise Blocked(node, "would be cut along two axes at once")
-        if node not in cut.placed:
-            cut.placed[node] = along
-            todo.append(node)
+        if node not in self.cut.placed:
+            self.cut.placed[node] = along
+            self.todo.append(node)
 
-    def bind(node: Node, binding: Binding, times: int) -> None:
-        if bound.setdefault(node, binding) != binding:
+    def bind(self, node: Node, binding: Binding, times: int) -> None:
+        """Cut a node along the axes of a binding. One index of the cut is `times` indices of the binding."""
+        cut = self.cut
+        if self.bound.setdefault(node, binding) != binding:
             raise Blocked(node, "would be cut along two axes at once")
         operands = operands_of(node)
         for number, source, stretch in binding.operands:
             along = Along(source, stretch * times)
-            if operands[number] in inside:
-                put(operands[number], along)
+            if operands[number] in self.inside:
+                self.place(operands[number], along)
             else:
                 cut.sliced[node, number] = along
         if binding.axis is not None:
-            put(node, Along(binding.axis, binding.stretch * times))
+            self.place(node, Along(binding.axis, binding.stretch * times))
             if binding.combined:  # a cumulative operator
                 cut.carried.add(node)
         else:
@@ -91,27 +125,12 @@ def follow(region: Sequence[Node], start: Node, axis: int) -> Cut:
                 if cut.combined.setdefault(result, binding.combined) != binding.combined:
                     raise Blocked(node, "would be reduced in two ways")
 
-    def times_of(along: Along, stretch: int, node: Node) -> int:
-        if along.stretch % stretch:
-            raise Blocked(node, "splits the axis")
-        return along.stretch // stretch
 
-    put(start, Along(axis, 1))
-    while todo:
-        node = todo.pop()
-        along = cut.placed[node]
-        own = next((one for one in bindings(node) if one.axis == along.axis), None)
-        if own is None:
-            raise Blocked(node, why_none(node) or "needs the whole axis")
-        bind(node, own, times_of(along, own.stretch, node))
-        for user in node.users:
-            if user not in inside:
-                continue
-            for number, operand in enumerate(operands_of(user)):
-                if operand is node:
-                    binding, stretch = _binding_that_reads(user, number, along.axis)
-                    bind(user, binding, times_of(along, stretch, user))
-    return cut
+def _times(along: Along, stretch: int, node: Node) -> int:
+    """How many indices of a node's binding one of the cut takes, where the binding takes `stretch` of the axis."""
+    if along.stretch % stretch:
+        raise Blocked(node, "splits the axis")
+    return along.stretch // stretch
 
 
 def _binding_that_reads(node: Node, number: int, axis: int) -> tuple[Binding, int]:
