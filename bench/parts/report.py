@@ -27,6 +27,7 @@ from effops.text import counted, format_bytes
 from .comparison import Found, Row
 from .expected import Workload
 
+ROOT = Path(__file__).resolve().parents[2]
 LEAST_WIDTH = 80  # what every table fits into
 PROSE_WIDTH = 100  # the longest line that is read with ease
 ANY_WIDTH = 1000
@@ -121,11 +122,10 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """The checkout's commit, with "-dirty" after it if tracked files differ; None outside of a checkout."""
-    root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
         ).stdout.strip()
 
     try:
@@ -143,9 +143,9 @@ def json_row(row: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Any]) -> None:
-    """Write the header and a dataclass for each row."""
+    """Write the header and a dataclass for each row. Files of the repository are named by their place in it."""
     content = {"header": dict(head), "rows": [json_row(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    path.write_text(json.dumps(content, indent=1, allow_nan=False).replace(f"{ROOT}/", "") + "\n")
 
 
 def heading(head: Mapping[str, Any], width: int) -> str:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from effops import measure
 from effops.commands.main import Parser
 from effops.text import format_bytes, parse_bytes
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 BUDGETS = "16 MiB", "64 MiB"
 ROWS, FEATURES, WORDS = 4096, 1024, 32000  # of a language model's head
@@ -150,7 +148,7 @@ def rows_of(half: str, program: Program, threads: int, budgets: Sequence[str]) -
                 continue
             taken = measured_bytes(form, arguments)
         except effops.CannotTile as refusal:
-            rows[budget] = replace(base, status="refused", note=str(refusal).replace(f"{ROOT}/", ""))
+            rows[budget] = replace(base, status="refused", note=str(refusal))
             continue
         except Exception as error:  # what one program cannot run does not end the table
             rows[budget] = replace(base, status=type(error).__name__, note=" ".join(str(error).split())[:300])

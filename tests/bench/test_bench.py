@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -476,3 +477,15 @@ def test_stacks_name_the_lines(bench: Bench, capsys: pytest.CaptureFixture[str])
     assert "inside naive:" in printed
     assert "aten::mul" in printed
     assert "row_sum_naive" in printed
+
+
+def test_files_of_the_repository_are_named_by_their_place(bench: ModuleType, tmp_path: Path) -> None:
+    @dataclass
+    class Row:
+        note: str
+
+    report, file = importlib.import_module("parts.report"), tmp_path / "result.json"
+    report.write_json(file, {}, [Row(f"in {report.ROOT}/bench/run.py:1")])
+    assert json.loads(file.read_text())["rows"] == [{"note": "in bench/run.py:1"}]
+    results = (Path(report.ROOT) / "bench" / "results").rglob("*.json")
+    assert not [one for one in results if re.search(r"(?<![\w.])/(work|home|root|tmp)/", one.read_text())]
