@@ -14,6 +14,7 @@ from effops.blocks import additive, distances, softmax
 from effops.measure import Pass, memory
 from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import power_spherical
+from effops.prediction.inside import _onednn_dtypes
 from effops.reference import error_ratio, gradient_error_ratio, reference_of, tried_ops
 
 from ..support.layouts import has_own_memory, odd_where_single, strided
@@ -418,6 +419,9 @@ def explained(name, dtype, needs_grad, device):
     return effops.explain(op.function, *small_workload(op, dtype, needs_grad, device)).variants
 
 
+BY_ONEDNN = "aten::mm", "aten::bmm", "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
 @pytest.mark.turns(7)
 @pytest.mark.each_value(all=True)
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["inference", "training"])
@@ -433,12 +437,13 @@ def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, d
     assert report.output_bytes == measured.output_bytes
     if variant == "compile":
         assert report.unknown == "TorchInductor"
-    if report.unknown and variant != "compile":  # where oneDNN multiplies, it takes memory that no rule predicts
-        assert (variant, report.unknown) == ("sdpa", "aten::_scaled_dot_product_flash_attention_for_cpu")
-        assert dtype == torch.bfloat16
-        assert report.temporary_bytes <= measured.temporary_bytes
-    else:
-        assert abs(report.temporary_bytes - measured.temporary_bytes) <= max(2**16, 0.1 * measured.temporary_bytes)
+    if report.unknown and variant != "compile":
+        assert dtype in _onednn_dtypes()
+        assert report.unknown in BY_ONEDNN
+    is_close = abs(report.temporary_bytes - measured.temporary_bytes) <= max(2**16, 0.1 * measured.temporary_bytes)
+    # Where oneDNN multiplies, for Inductor too, it takes memory that no rule predicts.
+    may_take_more = bool(report.unknown) and dtype in _onednn_dtypes()
+    assert is_close or (may_take_more and report.temporary_bytes <= measured.temporary_bytes)
     assert abs(report.saved_bytes - measured.saved_bytes) <= max(2**16, 0.1 * measured.saved_bytes)
 
 

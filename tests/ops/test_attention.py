@@ -444,7 +444,7 @@ def test_fused_kernels_under_masks_of_any_dtype_and_shape(dtype, device, generat
             if report.unknown:  # where oneDNN multiplies, it takes memory that no rule predicts
                 assert (chosen.chosen, dtype) == ("sdpa", torch.bfloat16)
                 assert report.unknown == "aten::_scaled_dot_product_flash_attention_for_cpu"
-                assert f"{report.unknown} allocate inside" in str(chosen)
+                assert f"{report.unknown} allocates inside" in str(chosen)
                 assert report.temporary_bytes <= measured, (shape, mask.dtype)
             else:
                 assert abs(report.temporary_bytes - measured) <= max(2**16, 0.1 * measured), (shape, mask.dtype)
