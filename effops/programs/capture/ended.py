@@ -48,7 +48,7 @@ class EndingMode(FakeTensorMode):
 
 
 def _raising(used: str) -> Callable[..., Any]:
-    def use(self: FakeTensor, *args: Any, **options: Any) -> Any:
+    def use(self: _Ended, *args: Any, **options: Any) -> Any:
         raise self.fake_mode.escaped(used, tuple(self.shape))
 
     return use
@@ -57,6 +57,7 @@ def _raising(used: str) -> Callable[..., Any]:
 class _Ended(FakeTensor):
     """A tensor of a run that has ended."""
 
+    fake_mode: EndingMode
     numpy = _raising(".numpy()")
     __array__ = _raising("numpy.asarray")
     __deepcopy__ = _raising("copy.deepcopy")
