@@ -31,6 +31,7 @@ FRONT_DOOR = AMD / "front-door-2026-11-26.json"
 CORPUS = AMD.with_name("amd-epyc-1-thread") / "corpus-2026-11-26.json"
 TILES = AMD / "tiles-2026-11-26.json"
 LARGE_TILES = AMD / "tiles-of-gigabytes-2026-11-27.json"
+HEAD_IN_TILES = AMD / "head-in-tiles-2026-11-27.json"
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
 MEASURES = ("temporary memory", "time", "times faster than naive", "error / budget")
@@ -292,14 +293,14 @@ def tiles() -> str:
     return f"{table(titles, lines)}\n\n{measured_on(TILES)}"
 
 
-def tiles_of_gigabytes() -> str:
+def forms_of_programs(result: Path) -> str:
     """Programs whose intermediates take gigabytes: a line for each pass and form, with what it takes and its time."""
     lines = [
         (row["program"], row["pass"], row["form"], format_bytes(row["taken_bytes"]), f"{row['time_s']:.2f} s")
-        for row in content(LARGE_TILES)["rows"]
+        for row in content(result)["rows"]
     ]
     titles = ("program", "pass", "form", "takes", "time")
-    return f"{table(titles, lines)}\n\n{measured_on(LARGE_TILES)}"
+    return f"{table(titles, lines)}\n\n{measured_on(result)}"
 
 
 def front_door() -> str:
@@ -340,6 +341,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "front_door": front_door,
     "corpus_recall": corpus_recall,
     "tiles": tiles,
-    "tiles_of_gigabytes": tiles_of_gigabytes,
+    "tiles_of_gigabytes": partial(forms_of_programs, LARGE_TILES),
+    "head_in_tiles": partial(forms_of_programs, HEAD_IN_TILES),
     "corpus_costs": corpus_costs,
 }
