@@ -293,12 +293,12 @@ def large_rows(
     passes = {}
     for form, one in forms.items():
         try:
-            both(one, *args)
+            both(one, *args)  # warms up
         except effops.CannotTile as refusal:  # what one form cannot run does not end the table
             print(f"{name}, {form}: {refusal}")
         else:
             passes[form] = measure.Pass(partial(both, one), args)
-    timings = measure.times(passes, repeats=7, least_repeats=3, budget_s=4.0, warmup=1)
+    timings = measure.times(passes, repeats=7, least_repeats=3, budget_s=4.0, warmup=0)
     rows = []
     for form, one in passes.items():
         taken = measure.memory(one).temporary_bytes

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from effops.prediction.inside import caution
 from effops.prediction.timeline import Allocation, highest
 from effops.programs.capture.assumed_values import AssumedValues
 from effops.programs.capture.faked import faked
-from effops.programs.capture.observed import Call, Observed
+from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import Place
 from effops.programs.signatures import IteratorGivenError, signature
 from effops.pytorch import (
@@ -331,36 +329,14 @@ class _Followed(AbstractContextManager["_Followed"]):
         records = self.records
         counted = [one for one in records if one.nbytes and id(one) not in returned]
         report.peak_bytes, tick = highest(counted)
-        report.lines = self._lines(one for one in counted if one.is_there(tick))
+        at_peak = self.observed.bytes_by_line(one for one in counted if one.is_there(tick))
+        report.lines = [LargeLine(place, nbytes) for place, nbytes in at_peak]
         report.returned_bytes = sum(one.nbytes for one in records if id(one) in returned)
         report.assumed = dict(self.values.assumed)
 
     def name_unknown(self, report: MemoryReport) -> None:
         """Name what may take more than is counted, after the run has ended, which gathers these names."""
         report.unknown = tuple(sorted(self.observed.unknown))
-
-    def _lines(self, allocations: Iterable[Allocation]) -> list[LargeLine]:
-        sums: defaultdict[tuple[str, int] | None, int] = defaultdict(int)
-        # Of a line's expressions the longest, which has the others inside.
-        places: dict[tuple[str, int] | None, Place | None] = {None: None}
-        for one in allocations:
-            call = self._call_of(one)
-            place = None if call is None else call.site.place
-            line = place and (place.file, place.line)
-            sums[line] += one.nbytes
-            if place is not None:
-                places[line] = max(places.get(line) or place, place, key=lambda one: len(one.source))
-        found = [LargeLine(places[line], nbytes) for line, nbytes in sums.items()]
-        return sorted(found, key=lambda one: -one.nbytes)
-
-    def _call_of(self, allocation: Allocation) -> Call | None:
-        """The operator that made a storage, or that allocated memory inside."""
-        storage = self.observed.storages.get(id(allocation))
-        if storage is not None:
-            return storage.maker
-        # What an operator allocates inside is no storage. It is born before that operator is noted.
-        index = bisect_left(self.observed.calls, allocation.born, key=lambda call: call.tick)
-        return self.observed.calls[index] if index < len(self.observed.calls) else None
 
 
 def _tensors_of(value: Any) -> list[Tensor]:

@@ -441,8 +441,9 @@ def test_predicted_bytes_are_the_measured_ones(op, variant, dtype, needs_grad, d
         assert dtype in _onednn_dtypes()
         assert report.unknown in BY_ONEDNN
     is_close = abs(report.temporary_bytes - measured.temporary_bytes) <= max(2**16, 0.1 * measured.temporary_bytes)
-    # Where oneDNN multiplies, for Inductor too, it takes memory that no rule predicts.
-    may_take_more = bool(report.unknown) and dtype in _onednn_dtypes()
+    # Where oneDNN multiplies, it takes memory that no rule predicts. Inductor leaves the products of einsum to it.
+    by_onednn = report.unknown in BY_ONEDNN or (variant, op.name) == ("compile", "einsum")
+    may_take_more = by_onednn and dtype in _onednn_dtypes()
     assert is_close or (may_take_more and report.temporary_bytes <= measured.temporary_bytes)
     assert abs(report.saved_bytes - measured.saved_bytes) <= max(2**16, 0.1 * measured.saved_bytes)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from effops.prediction.allocations import Workspace
 from effops.prediction.outcomes import OperatorCall
 from effops.prediction.recorder import Recorder
 from effops.prediction.timeline import Allocation
-from effops.programs.capture.places import CallSite, CallSites
+from effops.programs.capture.places import CallSite, CallSites, Place
 from effops.programs.capture.scopes import Scope, outermost, scopes
 from effops.pytorch import FakeTensor, tree_leaves
 
@@ -154,6 +155,29 @@ class Observed:
                 storage.readers.append(noted)
                 storage.turns[site, noted.name] += not in_backward
         self.calls.append(noted)
+
+    def bytes_by_line(self, allocations: Iterable[Allocation]) -> list[tuple[Place | None, int]]:
+        """The bytes of what each line made, the most first; None for what no line is known of."""
+        sums: defaultdict[tuple[str, int] | None, int] = defaultdict(int)
+        # Of a line's expressions the longest, which has the others inside.
+        places: dict[tuple[str, int] | None, Place | None] = {None: None}
+        for one in allocations:
+            call = self._call_of(one)
+            place = None if call is None else call.site.place
+            line = place and (place.file, place.line)
+            sums[line] += one.nbytes
+            if place is not None:
+                places[line] = max(places.get(line) or place, place, key=lambda one: len(one.source))
+        return sorted(((places[line], nbytes) for line, nbytes in sums.items()), key=lambda one: -one[1])
+
+    def _call_of(self, allocation: Allocation) -> Call | None:
+        """The operator that made a storage, or that allocated memory inside."""
+        storage = self.storages.get(id(allocation))
+        if storage is not None:
+            return storage.maker
+        # What an operator allocates inside is no storage. It is born before that operator is noted.
+        index = bisect_left(self.calls, allocation.born, key=lambda call: call.tick)
+        return self.calls[index] if index < len(self.calls) else None
 
     def storage_of(self, tensor: Tensor) -> Storage:
         assert self.recorder is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -242,16 +243,15 @@ def report_of(
 def _others(observed: Observed, findings: Sequence[Finding], tick: int, peak: int) -> dict[Place, int]:
     """The lines that hold most at the peak, of those that are not named, and their bytes."""
     named = {(place.file, place.line) for one in findings for place in (one.place, one.library, *one.lines) if place}
-    held: Counter[tuple[str, int]] = Counter()
-    places: dict[tuple[str, int], Place] = {}
-    for storage in observed.storages.values():
-        place = None if storage.maker is None else storage.maker.site.place
-        if place is not None and storage.allocation.is_there(tick):
-            held[place.file, place.line] += storage.nbytes
-            places.setdefault((place.file, place.line), place)
+    made = [one for one in observed.storages.values() if one.maker is not None and one.allocation.is_there(tick)]
+    held = observed.bytes_by_line(one.allocation for one in made)
     least = max(humps.LEAST_BYTES, OTHERS_SHARE * peak)
-    most = [(line, nbytes) for line, nbytes in held.most_common() if line not in named and nbytes >= least]
-    return {places[line]: nbytes for line, nbytes in most[:OTHERS]}
+    most = {
+        place: nbytes
+        for place, nbytes in held
+        if place is not None and (place.file, place.line) not in named and nbytes >= least
+    }
+    return dict(itertools.islice(most.items(), OTHERS))
 
 
 def _is_accepted(found: humps.Found) -> bool:

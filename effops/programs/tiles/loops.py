@@ -298,9 +298,8 @@ class Loop:
         """What a tile of this length runs."""
         is_fake = any(isinstance(one, FakeTensor) for one in parts)
         compiles = self.compiles and self.nested is None and not self.drawing and not is_fake
-        requires_grad = torch.is_grad_enabled() and any(
-            one.requires_grad for one in parts
-        )  # what is whole may forward too
+        # What a tile reads whole may require gradients in the forward pass, too.
+        requires_grad = torch.is_grad_enabled() and any(one.requires_grad for one in parts)
         key = length, requires_grad, compiles, backward
         if key not in self.bodies:
             graph = self.body_of(self.graph(length, backward=backward))
