@@ -267,7 +267,6 @@ PROGRAMS = {
     "native_layer_norm.default": lambda x, row: aten.native_layer_norm(x.sin(), [36], row, None, 1e-5),
     # index
     "constant_pad_nd.default": lambda x: aten.constant_pad_nd(x.sin(), [0, 0, 24, 24], 0.5),
-    "repeat.default": lambda x: aten.repeat(x.sin(), [1, 2, 1]),
     "gather.default": lambda x, index: aten.gather(x.sin(), 1, index),
     "gather.default of fewer": lambda x, short_index: aten.gather(x.sin(), 1, short_index),
     "index_select.default": lambda x, numbers: aten.index_select(x.sin(), 1, numbers),

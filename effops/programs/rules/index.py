@@ -136,18 +136,8 @@ def padded(node: Node) -> Iterator[Binding]:
             yield Binding((Place(0, axis),), axis)
 
 
-def repeated(node: Node) -> Iterator[Binding]:
-    """Axes with a repeat count of 1. Those that the operand lacks come first."""
-    shape, source = shape_of(node), shape_of(operands_of(node)[0])
-    lacking = len(shape) - len(source)
-    for axis, count in enumerate(argument(node, "repeats")):
-        if count == 1 and axis >= lacking and shape[axis] != 1:
-            yield Binding((Place(0, axis - lacking),), axis)
-
-
 RULES = {
     aten.constant_pad_nd.default: padded,
-    aten.repeat.default: repeated,
     aten.gather.default: gathered,
     aten.index_select.default: selected,
     aten.embedding.default: embedded,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import threading
@@ -21,10 +22,10 @@ from effops.programs.capture.captured import Captured
 from effops.programs.capture.places import raised_at
 from effops.programs.rules.draws import give_seeds
 from effops.programs.tiles.modes import ModesAside, is_predicted
-from effops.programs.tiles.plans import Program, program_of, taken_bytes
+from effops.programs.tiles.plans import Program, program_of, taken_bytes, with_less_again
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.report import TilesReport, report_of
-from effops.programs.tiles.traced import refuse_what_autograd_would_lose, traced
+from effops.programs.tiles.traced import has_softmax, refuse_what_autograd_would_lose, traced
 from effops.pytorch import (
     FakeTensor,
     _are_functorch_transforms_active,
@@ -56,7 +57,7 @@ class Tiled:
         functools.update_wrapper(self, fn)
         self.fn, self.budget, self.compiles, self.verify, self.randomness = fn, budget, compiles, verify, randomness
         self.captured = Captured(fn, self._run)
-        self.programs: dict[Any, tuple[Program | None, int]] = {}
+        self.programs: dict[Any, tuple[Program | None, int] | CannotTile] = {}
         self.lock, self.asked, self.modes = threading.RLock(), _Asked(), ModesAside()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,13 +112,21 @@ class Tiled:
         planned = self.programs.get(key)
         if planned is None:
             with self.lock:
-                planned = self.programs.get(key) or self._planned(graph, args)
+                planned = self.programs.get(key) or self._planned_or_refused(graph, args)
                 self.programs[key] = planned
+        if isinstance(planned, CannotTile):
+            raise copy.copy(planned)  # whose traceback holds no tensors
         program, as_it_is_bytes = planned
         if self.asked.is_set:
             raise _Answer(Planned(program, as_it_is_bytes, graph, args))
         with self.modes.again():
             return graph.forward(*args) if program is None else program(*args)  # type: ignore[no-any-return]
+
+    def _planned_or_refused(self, graph: GraphModule, args: Sequence[Any]) -> tuple[Program | None, int] | CannotTile:
+        try:
+            return self._planned(graph, args)
+        except CannotTile as refusal:
+            return copy.copy(refusal)
 
     def _planned(self, graph: GraphModule, args: Sequence[Any]) -> tuple[Program | None, int]:
         """The program for arguments like these, or None if the function keeps the budget as it is, and its bytes so."""
@@ -132,11 +141,15 @@ class Tiled:
         try:
             program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
         except CannotTile as error:
+            if not has_softmax(found):
+                raise
             try:
                 found = self._traced(graph, args, takes_softmax_apart=True)
                 program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
             except CannotTile:
                 raise error from None
+        if backward:
+            program = with_less_again(program, args, self.budget, as_it_is_bytes)
         if not self.verify:
             program.unchecked.clear()
         return program, as_it_is_bytes

@@ -31,6 +31,7 @@ TILE_BYTES = 2**22  # of a tile at most, since smaller ones stay in the cache
 LEAST_TILE_BYTES = 2**14
 DEEPEST = 3  # cuts within tiles
 LEAST_RUN = 16  # elements of a tile that lie side by side, below which operators are slow
+TRIES = 3  # to leave out cuts
 SEEDS = 4  # the largest nodes of a region whose axes are tried
 
 
@@ -165,25 +166,69 @@ def program_of(
     least = max(LEAST_TILE_BYTES, min(TILE_BYTES, budget // 4))  # of nodes that are cut
     # What is compiled makes few nodes beside products: the cache holds longer tiles, whose calls take less time.
     target, most = max(least, budget // 2) if compiles else least, budget * 3 // 4
-    taken = 0
-    while target >= LEAST_TILE_BYTES:
+
+    def in_tiles_of(size: int) -> Program:
+        """A program whose tiles take at most `size`: it keeps the budget, or takes little."""
+        least_of_size, found = min(least, size), list[Program]()
         # Many small nodes may be what takes the budget: they are cut before tiles become smaller.
-        least = min(least, target)
-        for threshold in (least, least // 4):
+        for threshold in (least_of_size, least_of_size // 4):
             try:
-                program = _program(graph, target, most, threshold, backward=backward, compiles=compiles)
+                program = _program(graph, size, most * size // target, threshold, backward=backward, compiles=compiles)
             except CannotTile:
-                if threshold == least:
+                if not found:
                     raise
-                continue
-            taken = program.taken_bytes = taken_bytes(program, args, backward=backward)
-            if taken <= budget:
-                return program
-        target, most = target // 2, most // 2
-    raise CannotTile(
-        f"the budget must suffice for the smallest tiles; got {format_bytes(budget)}",
-        remedy=f"give at least {format_bytes(taken)}, which they take",
-    )
+                break
+            program.taken_bytes = taken_bytes(program, args, backward=backward)
+            found.append(program)
+            if program.taken_bytes <= budget:
+                break
+        return min(found, key=lambda one: one.taken_bytes)
+
+    program = in_tiles_of(target)
+    if program.taken_bytes <= budget:
+        return program
+    smallest: Program | CannotTile
+    try:
+        smallest = in_tiles_of(LEAST_TILE_BYTES)
+    except CannotTile as refusal:  # larger ones may do, for which nodes that cannot be cut are small
+        smallest = refusal
+    if isinstance(smallest, Program) and smallest.taken_bytes > budget:
+        raise CannotTile(
+            f"the budget must suffice for the smallest tiles; got {format_bytes(budget)}",
+            remedy=f"give at least {format_bytes(smallest.taken_bytes)}, which they take",
+        )
+    in_vain = 0  # halvings that brought nothing
+    while target > 2 * LEAST_TILE_BYTES and in_vain < 2:
+        target, most, before = target // 2, most // 2, program.taken_bytes
+        program = in_tiles_of(target)
+        if program.taken_bytes <= budget:
+            return program
+        in_vain = in_vain + 1 if program.taken_bytes >= before and isinstance(smallest, CannotTile) else 0
+    if isinstance(smallest, CannotTile):
+        raise smallest
+    return smallest
+
+
+def with_less_again(program: Program, args: Sequence[Any], budget: int, as_it_is_bytes: int) -> Program:
+    """The program with as many of its last cuts left out as the budget allows: backward need not compute those again.
+
+    Args:
+        as_it_is_bytes: what a call and its backward pass take where all are left out, which is more than the budget
+    """
+    cuts = list(dict.fromkeys(id(step.stage.cut) for step in program.steps if isinstance(step, Loop)))
+    few, few_bytes, many, many_bytes = 0, program.taken_bytes, len(cuts), as_it_is_bytes
+    for _ in range(TRIES):
+        count = few + (many - few) * (budget - few_bytes) // (many_bytes - few_bytes)
+        if count == few:
+            break
+        left_out = cuts[-count:]
+        other = Program(program.module, [one for one in program.loops if id(one.stage.cut) not in left_out])
+        other.taken_bytes = taken_bytes(other, args, backward=True)
+        if other.taken_bytes <= budget:
+            program, few, few_bytes = other, count, other.taken_bytes
+        else:
+            many, many_bytes = count, other.taken_bytes
+    return program
 
 
 def _program(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 
 class CannotTile(NotImplementedError):  # noqa: N818
@@ -31,6 +33,10 @@ class CannotTile(NotImplementedError):  # noqa: N818
         self.line, self.library_line, self.remedy = line, library_line, remedy
         parts = [f"tiled: {reason}", f"in {line}" if line else "", remedy]
         super().__init__("; ".join(part for part in parts if part))
+
+    def __reduce__(self) -> Any:  # for pickle and copy, which would give the message as the reason
+        names = "reason", "operator", "shapes", "line", "library_line", "remedy"
+        return functools.partial(type(self), **{name: getattr(self, name) for name in names}), ()
 
 
 class TilesDiffer(RuntimeError):  # noqa: N818

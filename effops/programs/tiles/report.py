@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from effops.programs.rules.binding import shape_of
@@ -55,7 +56,7 @@ class TilesReport:
             return f"runs as it is: it takes {taken}, and the budget is {budget}"
         if not self.loops:
             return f"products of matrices, and no tiles: {taken} within {budget}; as it is {as_it_is}"
-        header = "axis", "tile", "tile of backward", "largest intermediate", "combined", "line"
+        header = "axis", "tile", "tile of backward", "largest intermediate", "combined", "times", "line"
         rows = [
             (
                 f"{one.length:,}",
@@ -63,9 +64,10 @@ class TilesReport:
                 f"{one.backward_tile:,}",
                 str(one.largest),
                 "+".join(one.combined),
+                f"{times:,}" if times > 1 else "",
                 one.line,
             )
-            for one in self.loops
+            for one, times in Counter(self.loops).items()
         ]
         count = counted(len(self.loops), "loops")
         title = f"{count} over tiles: {taken} within {budget}; as it is {as_it_is}"

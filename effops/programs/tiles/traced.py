@@ -262,6 +262,14 @@ def _squeezed(x: Tensor, dims: Sequence[int]) -> Tensor:
     return found
 
 
+def _repeated(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    """Each copy of the whole along an axis of its own, which can be cut; then the two are joined."""
+    shape = [1] * (len(repeats) - x.dim()) + [*x.shape]
+    apart = x.view([size for own in shape for size in (1, own)])
+    copies = apart.expand([size for pair in zip(repeats, shape) for size in pair])
+    return copies.clone(memory_format=torch.contiguous_format).view([a * b for a, b in zip(repeats, shape)])
+
+
 def _eye(n: int, m: int | None = None, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
     rows, columns = (torch.arange(size, device=device) for size in (n, n if m is None else m))
     return (rows[:, None] == columns).to(dtype or torch.get_default_dtype())
@@ -295,6 +303,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _new(torch.zeros),
     aten.min.default: lambda x: torch.amin(x, tuple(range(x.dim()))),
     aten.max.default: lambda x: torch.amax(x, tuple(range(x.dim()))),
+    aten.repeat.default: _repeated,
     aten.copy.default: lambda target, source, non_blocking=False: source.to(target.dtype).expand(target.shape),
     aten.eye.default: _eye,
     aten.eye.m: _eye,
@@ -305,3 +314,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.squeeze.dims: _squeezed,
 }
 OF_SOFTMAX: dict[Any, Callable[..., Any]] = {aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax}
+
+
+def has_softmax(graph: GraphModule) -> bool:
+    """Whether a graph would be another one if softmax were taken apart."""
+    return any(node.target in OF_SOFTMAX for node in graph.graph.nodes)
