@@ -67,6 +67,7 @@ from torch.autograd import (
 )
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.init import _no_grad_trunc_normal_
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.types import _size
@@ -101,6 +102,7 @@ __all__ = [
     "_ConvBackend",
     "_DisableTorchDispatch",
     "_ExperimentalConfig",
+    "_LazyGraphModule",
     "_TorchDispatchModeKey",
     "_are_functorch_transforms_active",
     "_create_grouped_mm_output_tensor",

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch._inductor import metrics
 from torch.nn import functional
+from torch.utils._device import DeviceContext
+from torch.utils.flop_counter import FlopCounterMode
 
 import effops
 from effops.measure import Pass, memory
@@ -506,6 +508,22 @@ def test_where_a_call_is_refused(generator):
     leaf = x.requires_grad_()
     with pytest.raises(NotImplementedError, match="create_graph"):
         torch.autograd.grad(tiled(leaf, y).sum(), leaf, create_graph=True)
+
+
+def test_modes_of_the_user_see_the_tiles(generator):
+    """A counter of operations around the first call, which captures the function, and around a later one."""
+    x, y = points(280, 210, 6, generator)
+    tiled = effops.tiled(lambda x, y: (x @ y.mT).exp().sum(1), budget=2**16)
+    counts = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            tiled(x, y)
+        counts.append(counter.get_total_flops())
+    assert counts[1] == 2 * 280 * 210 * 6
+    assert counts[0] >= counts[1]  # the first call compares tiles, too
+    torch.testing.assert_close(tiled(x, y), (x @ y.mT).exp().sum(1))
+    with FlopCounterMode(display=False), DeviceContext("cpu"), pytest.raises(effops.CannotTile, match="FunctionMode"):
+        tiled(x, y)
 
 
 def test_distributions_keep_their_validation(generator, monkeypatch):

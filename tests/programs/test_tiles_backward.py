@@ -54,13 +54,18 @@ def matrices(generator, *shapes):
     return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
+def two_sums(pairs):
+    """Forward computes the gradients where there is one number alone."""
+    return torch.stack([pairs.sum(), pairs.sum()])
+
+
 @pytest.mark.parametrize(
     ("function", "operators"),
     [
-        (lambda x, y: functional.softplus(x @ y.mT).sum(), (aten.softplus.default, aten.sum.default)),
+        (lambda x, y: two_sums(functional.softplus(x @ y.mT)), (aten.softplus.default, aten.sum.default)),
         (lambda x, y: functional.softplus(3 * (x @ y.mT), 2.0, 5.0).sum(1), (aten.softplus.default,)),
         (lambda x, y: (x @ y.mT - 1).square().sum(0, keepdim=True), (aten.pow.Tensor_Scalar,)),
-        (lambda x, y: (x @ y.mT).sin().sum((0, 1)), (aten.sum.dim_IntList,)),
+        (lambda x, y: (x @ y.mT).sin().unflatten(1, (4, -1)).sum((0, 2)), (aten.sum.dim_IntList,)),
         (lambda x, y: (x @ y.mT).sin().sum(1, dtype=torch.float64), (aten.sum.dim_IntList,)),
         (lambda x, y: torch.logsumexp(x @ y.mT, 1), (aten.logsumexp.default, aten.amax.default)),
         (lambda x, y: torch.logsumexp(x @ y.mT, (0, 1)), (aten.logsumexp.default, aten.amax.default)),

@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 from torch.fx import GraphModule
 from torch.fx.experimental import _config as shapes_config
 
-from effops.pytorch import tree_leaves
+from effops.pytorch import _LazyGraphModule, tree_leaves
 
 MOST_CAPTURES, MANY_CAPTURES = 64, 8
 Run = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]
@@ -51,6 +51,7 @@ class Captured:
 
     def _backend(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs.append(graph)
+        _LazyGraphModule.force_recompile(graph)  # else its first call runs the hooks that all modules have
         return lambda *args: self.run(graph, args)
 
 

@@ -12,8 +12,9 @@ from torch.fx import GraphModule
 
 from effops.numerics.precision import in_float64
 from effops.programs.rules.draws import constant, drawn
-from effops.programs.tiles.loops import Loop, Tiles, device_of, part
+from effops.programs.tiles.loops import Loop, Tiles, device_of
 from effops.programs.tiles.refusals import TilesDiffer
+from effops.programs.tiles.results import part
 from effops.programs.tiles.traced import lines_of
 
 LENGTHS = (7, 5, 3)  # of the part, cut into three tiles

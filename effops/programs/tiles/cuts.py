@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch.fx import Node
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
 
-from effops.programs.rules.binding import Binding, is_item, operands_of, shape_of
+from effops.programs.rules.binding import Binding, is_item, is_without_gradients, operands_of, shape_of, value_of
 from effops.programs.rules.draws import seed_of
 from effops.programs.rules.table import bindings, why_none
 from effops.programs.rules.view import RULES as VIEWS
+
+WIDE = {torch.float32, torch.float64, torch.bfloat16}  # their range leaves room for a factor
 
 
 class Along(NamedTuple):
@@ -212,3 +216,52 @@ def stages_of(cut: Cut) -> list[Stage]:
         Stage(cut, [one for one in outputs if reductions_before[one] == count])
         for count in sorted({reductions_before[one] for one in outputs})
     ]
+
+
+def down_to_a_number(graph: Graph, cut: Cut, taken: Collection[Node], leaves: Collection[Node]) -> Cut | None:
+    """The same cut through all that comes after it, if that adds up to one number that has gradients.
+
+    Args:
+        taken: the nodes of all cuts, of which no other may come after it
+        leaves: the inputs that require gradients
+    """
+    region = set(cut.region)
+    after, differentiable = set(region), set(leaves)
+    for node in graph.nodes:
+        if node.op == "call_function" and any(one in after for one in node.all_input_nodes):
+            after.add(node)
+        if _has_gradients(node, differentiable):
+            differentiable.add(node)
+    seed = next((node for node, along in cut.placed.items() if _is_whole(node, along.axis, cut)), None)
+    if seed is None or not (after - region).isdisjoint(taken):
+        return None
+    try:
+        longer = follow([node for node in graph.nodes if node in after], seed, cut.placed[seed].axis)
+    except Blocked:
+        return None
+    stages = stages_of(longer)
+    return longer if len(stages) == 1 and _ends_in_a_number(stages[0], differentiable) else None
+
+
+def _is_whole(node: Node, axis: int, cut: Cut) -> bool:
+    """Whether an axis of a node is that of the cut, neither joined with others nor stretched."""
+    return shape_of(node)[axis] == cut.length
+
+
+def _ends_in_a_number(stage: Stage, differentiable: Collection[Node]) -> bool:
+    ends = [node for node in stage.outputs if node in differentiable]
+    if len(ends) != 1 or stage.cut.combined.get(ends[0]) != "sum" or stage.cut.carried:
+        return False
+    (end,) = map(value_of, ends)
+    values = [value_of(node) for node in (*stage.nodes, *(node for node, _ in stage.inputs))]
+    floats = {one.dtype for one in values if isinstance(one, Tensor) and one.is_floating_point()}
+    return bool(end.numel() == 1 and end.is_floating_point() and floats <= WIDE)
+
+
+def _has_gradients(node: Node, differentiable: Collection[Node]) -> bool:
+    has_any = any(one in differentiable for one in node.all_input_nodes)
+    if not has_any or is_without_gradients(node) or node.target is torch.ops.aten.detach.default:
+        return False
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return any(isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex()) for one in values)

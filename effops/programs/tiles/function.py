@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from effops.programs.capture.captured import Captured
 from effops.programs.capture.places import raised_at
 from effops.programs.rules.draws import give_seeds
-from effops.programs.tiles.modes import ModesAside, is_predicted
+from effops.programs.tiles.modes import ModesAside, watched
 from effops.programs.tiles.plans import Program, program_of, taken_bytes, with_less_again
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.report import TilesReport, report_of
@@ -61,8 +61,9 @@ class Tiled:
         self.lock, self.asked, self.modes = threading.RLock(), _Asked(), ModesAside()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_predicted():
-            with self.modes.set_aside():
+        is_predicted, has_modes = watched()
+        if has_modes:
+            with self.modes.set_aside(with_functions=is_predicted):
                 return self._called(args, kwargs)
         return self._called(args, kwargs)
 
@@ -134,7 +135,7 @@ class Tiled:
             raise _not_dense(args)
         found = self._traced(graph, args)
         backward = torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in args)
-        as_it_is_bytes = taken_bytes(graph, args, backward=backward)
+        as_it_is_bytes = taken_bytes(graph.forward, args, backward=backward)
         if as_it_is_bytes <= self.budget:
             return None, as_it_is_bytes
         refuse_what_autograd_would_lose(graph)
@@ -244,7 +245,8 @@ def tiled(
     """The same function within a memory budget: where it would take more, it runs tile by tile.
 
     Its operators run on a part of the axes that none of them mixes, or whose reductions can be combined. Backward
-    computes each tile again: only arguments, results and gradients are kept, and totals of what is combined.
+    computes each tile again: only arguments, results and gradients are kept, and totals of what is combined. A cut that
+    ends in one number, as a loss does, has its gradients computed forward.
 
     Args:
         fn: a function of tensors, or a module, whose parameters count as arguments. Arguments and results may be

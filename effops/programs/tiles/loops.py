@@ -13,9 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from effops.dispatch.native import without_hooks
-from effops.numerics.precision import CPU, arithmetic_dtype, without_autocast
+from effops.numerics.precision import CPU, without_autocast
 from effops.prediction.allocations import fake_mode
-from effops.programs.rules.binding import argument, is_item, is_without_gradients, nbytes_of, operands_of
+from effops.programs.rules.binding import argument, is_without_gradients, nbytes_of, operands_of
 from effops.programs.rules.draws import new_seed, seed_of, seeded
 from effops.programs.rules.product import contracted
 from effops.programs.rules.reduction import LOG_SUMS, log_sum_exp
@@ -33,6 +33,7 @@ from effops.programs.tiles.gradients import (
     product,
     unread,
 )
+from effops.programs.tiles.results import Results, part, shape_for, stretch_of
 from effops.pytorch import FakeTensor, _disable_current_modes
 
 aten = torch.ops.aten
@@ -47,17 +48,17 @@ class Loop:
         length: how many of them a tile has forward
         backward_length: the same in backward, which holds what autograd saves of a tile
         compiles: whether Inductor compiles a tile
+        differentiates: whether forward computes the gradients too, which the one number that has them scales
     """
 
-    def __init__(self, stage: Stage, *, compiles: bool = False) -> None:
-        self.stage, self.compiles = stage, compiles
+    def __init__(self, stage: Stage, *, compiles: bool = False, differentiates: bool = False) -> None:
+        self.stage, self.compiles, self.differentiates = stage, compiles, differentiates
         self.whole = self.length = self.backward_length = stage.cut.length
         self.combiners: list[Combiner | None] = [
             COMBINERS[stage.cut.combined[node]](node) if node in stage.cut.combined else None for node in stage.outputs
         ]
         self.carrying = [node for node in stage.nodes if node in stage.cut.carried]
         self.drawing = [node for node in stage.nodes if seed_of(node) is not None]
-        self._stretches = [_stretch(stage, node) for node in stage.outputs]
         self.nested: Callable[[GraphModule, Sequence[Tensor]], Body] | None = None
         self.body_of: Callable[[GraphModule], GraphModule] = lambda graph: graph
         self.bodies: dict[tuple[int, bool, bool, bool], Body] = {}
@@ -71,7 +72,7 @@ class Loop:
     @property
     def keeps_lengths(self) -> bool:
         """Whether tiles must be the same forward and backward."""
-        return bool(self.carrying or self.drawing)
+        return bool(self.carrying or self.drawing or self.differentiates)
 
     def first_carried(self, device: Any) -> list[Tensor]:
         """What the first tile is given of one before it, for all nodes that go on from it."""
@@ -90,7 +91,7 @@ class Loop:
     @property
     def known(self) -> dict[Node, int]:
         """The results that backward is given, and their places: the derivatives of their operators read them."""
-        return self._log_sums if self.is_lean else {}
+        return self._log_sums if self.is_lean and not self.differentiates else {}
 
     @functools.cached_property
     def _log_sums(self) -> dict[Node, int]:
@@ -102,6 +103,8 @@ class Loop:
     def _unread(self) -> set[Node]:
         """The nodes whose values backward does not need."""
         outputs = zip(self.stage.outputs, self.combiners)
+        if self.differentiates:
+            return unread(self.stage.nodes, self.stage.outputs)
         read = {node for node, combiner in outputs if combiner is not None and type(combiner) is not Combiner}
         return unread(self.stage.nodes, read - self._log_sums.keys())
 
@@ -155,7 +158,7 @@ class Loop:
                 for (node, along), is_wanted in zip(self.stage.inputs, key):
                     shape = shape_for(node.meta["val"], along, 1)
                     parts.append(torch.empty(shape, dtype=node.meta["val"].dtype).requires_grad_(is_wanted))
-                found = iter(self.graph(1)(*parts, *self.first_carried("cpu")))
+                found = iter(self.graph(1).forward(*parts, *self.first_carried("cpu")))
                 flags = []
                 for combiner in self.combiners:
                     first, *_ = [next(found) for _ in range(1 if combiner is None else combiner.count)]
@@ -168,38 +171,26 @@ class Loop:
         for start in range(0, self.whole, length):
             yield start, min(length, self.whole - start)
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
-        """The results, the totals of those that are combined, and what each tile leaves to the next one."""
-        results: list[Tensor | None] = [None] * len(self.combiners)
-        totals: list[list[Tensor]] = [[] for _ in self.combiners]
-        dtypes: dict[int, torch.dtype] = {}
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Results, list[Tensor]]:
+        """The results, and what each tile leaves to the next one."""
+        results = Results(self.stage, self.combiners, self.whole)
         carried, left = self.first_carried(device_of(tensors)), list[Tensor]()
-        outputs = [*zip(self.stage.outputs, self.combiners, self._stretches)]
         for start, length in _seen(self.tiles(self.length), tensors):
             parts = [*self._parts(tensors, start, length), *carried]
-            found = iter(self.body(length, parts)(*parts))
-            for place, (node, combiner, stretch) in enumerate(outputs):
-                if combiner is None:
-                    computed = next(found)
-                    result = results[place]
-                    along = self.stage.cut.placed[node]
-                    if result is None:
-                        results[place] = result = self._empty(node, along, computed)
-                    part(result, along, start, length).copy_(computed)
-                else:
-                    own = [next(found) for _ in range(combiner.count)]
-                    own = combiner.numbered(own, start * stretch)
-                    dtypes[place] = _dtype_of(node, own[0])
-                    if totals[place]:
-                        combiner.add(totals[place], own)
-                    else:
-                        totals[place] = combiner.start(own)
-            carried = self._leave(list(found), left, start // self.length)
+            found = self.body(length, parts)(*parts)
+            carried = self._leave(results.add(found, start, length), left, start // self.length)
             del found, parts
-        for place, combiner in enumerate(self.combiners):
-            if combiner is not None:
-                results[place] = combiner.result(totals[place], dtypes[place])
-        return [one for one in results if one is not None], totals, left
+        return results, left
+
+    def forward_with_gradients(
+        self, tensors: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> tuple[Results, list[Tensor | None]]:
+        """The results, and the gradients of the tensors that are wanted if that of the result is 1."""
+        results, end = Results(self.stage, self.combiners, self.whole), self.differentiable(wanted).index(True)
+        value = self.stage.outputs[end].meta["val"]
+        one = torch.ones(value.shape, dtype=value.dtype, device=device_of(tensors))
+        upstream = [one if place == end else None for place in range(len(self.combiners))]
+        return results, self.backward(tensors, [() for _ in upstream], [], upstream, wanted, results)
 
     def _parts(self, tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
         """What a tile reads: parts of tensors, and a seed of its own."""
@@ -215,12 +206,6 @@ class Loop:
             left += [one.new_empty((count, *one.shape)) for one in carried]
         return [of_all[tile].copy_(one) for of_all, one in zip(left, carried)]
 
-    def _empty(self, node: Node, along: Along, part: Tensor) -> Tensor:
-        """Memory for a result, with the strides that the function gives it."""
-        value = node.meta["val"]
-        shape = shape_for(value, along, self.whole)
-        return torch.empty_strided(shape, value.stride(), dtype=part.dtype, device=part.device)
-
     def backward(
         self,
         tensors: Sequence[Tensor],
@@ -228,14 +213,16 @@ class Loop:
         left: Sequence[Tensor],
         upstream: Sequence[Tensor | None],
         wanted: Sequence[bool],
+        results: Results | None = None,
     ) -> list[Tensor | None]:
-        """The gradients of the tensors that are wanted."""
+        """The gradients of the tensors that are wanted. Those of `results` are put there where they are not known."""
         inputs = self.stage.inputs
         sums = [GradientSum(one) for one in tensors]
         summed = [sums[place] for place in self.summed]
         first = self.first_carried(device_of(tensors))
         of_carried: list[Tensor | None] = [None for _ in first]  # gradients, from the tile behind
-        for start, length in reversed([*_seen(self.tiles(self.backward_length), tensors)]):
+        tiles = [*_seen(self.tiles(self.backward_length), tensors)]
+        for start, length in reversed(tiles) if self.carrying else tiles:
             carried = [one[start // self.length - 1] for one in left] if start else first
             parts = [
                 one.detach().requires_grad_(is_wanted)
@@ -245,6 +232,8 @@ class Loop:
             with torch.enable_grad():
                 known = self._known_parts(kept, start, length)
                 found = list(self.body(length, parts, backward=self.is_lean)(*parts, *summed, *known))
+            if results is not None:
+                results.add([own.detach() for own in found], start, length)
             outputs, gradients = self._upstream_of_tile(found, kept, upstream, start, length)
             for own, pulled_back in zip(found[len(found) - len(first) :], of_carried):
                 if pulled_back is not None and own.requires_grad:
@@ -278,8 +267,7 @@ class Loop:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The results of a tile through which gradients flow, and their gradients."""
         outputs, gradients, at = [], [], 0
-        of_outputs = zip(self.stage.outputs, self.combiners, self._stretches)
-        for place, (node, combiner, stretch) in enumerate(of_outputs):
+        for place, (node, combiner) in enumerate(zip(self.stage.outputs, self.combiners)):
             count = 1 if combiner is None else combiner.count
             own, gradient = [*found[at : at + count]], upstream[place]
             at += count
@@ -288,7 +276,7 @@ class Loop:
             if combiner is None:
                 gradient = part(gradient, self.stage.cut.placed[node], start, length)
             elif node not in self.known:
-                own = combiner.numbered(own, start * stretch)
+                own = combiner.numbered(own, start * stretch_of(self.stage, node))
                 gradient = combiner.pulled_back(gradient, own, kept[place])
             outputs.append(own[0])
             gradients.append(gradient)
@@ -302,11 +290,11 @@ class Loop:
         requires_grad = torch.is_grad_enabled() and any(one.requires_grad for one in parts)
         key = length, requires_grad, compiles, backward
         if key not in self.bodies:
-            graph = self.body_of(self.graph(length, backward=backward))
+            graph = self.body_of(self.graph(length, backward=backward))  # run without hooks that all modules have
             if self.nested is not None:
                 self.bodies[key] = self.nested(graph, parts)
             else:
-                self.bodies[key] = lookup_backend("inductor")(graph, list(parts)) if compiles else graph
+                self.bodies[key] = lookup_backend("inductor")(graph, list(parts)) if compiles else graph.forward
         return self.bodies[key]
 
     def graph(self, length: int, *, backward: bool = False) -> GraphModule:
@@ -373,15 +361,22 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loop: Loop, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, totals, left = loop.forward(tensors)
+        wanted, left = ctx.needs_input_grad[1:], list[Tensor]()
+        differentiable = loop.differentiable(wanted)
+        ctx.gradients = None
+        if loop.differentiates and any(differentiable):
+            with without_hooks():
+                of_tiles, ctx.gradients = loop.forward_with_gradients(tensors, wanted)
+        else:
+            of_tiles, left = loop.forward(tensors)
+        results = of_tiles.all()
         kept: list[Sequence[Tensor]] = [
-            () if combiner is None else combiner.kept(own) for own, combiner in zip(totals, loop.combiners)
+            () if combiner is None else combiner.kept(own) for own, combiner in zip(of_tiles.totals, loop.combiners)
         ]
         for place in loop.known.values():
             if loop.combiners[place] is None:
                 kept[place] = [results[place]]
         ctx.loop, ctx.counts = loop, [len(one) for one in kept]
-        differentiable = loop.differentiable(ctx.needs_input_grad[1:])
         ctx.mark_non_differentiable(*(one for one, is_one in zip(results, differentiable) if not is_one))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *(one for own in kept for one in own), *left)
@@ -395,37 +390,15 @@ class Tiles(torch.autograd.Function):
                 "tiled for that"
             )
         loop, count = ctx.loop, len(ctx.loop.stage.inputs)
+        gradients, ctx.gradients = ctx.gradients, None  # a second backward pass computes them again
+        if gradients is not None:
+            (factor,) = [one for one in upstream if one is not None]
+            return None, *(None if one is None else one.mul_(factor.reshape(())) for one in gradients)
         saved = ctx.saved_tensors
         rest = iter(saved[count:])
         kept = [[next(rest) for _ in range(number)] for number in ctx.counts]
         with without_autocast(saved[0].device):
             return None, *loop.backward(saved[:count], kept, [*rest], upstream, ctx.needs_input_grad[1:])
-
-
-def shape_for(value: Tensor, along: Along | None, length: int) -> list[int]:
-    """The shape of the part of a tensor that has some indices of the cut."""
-    shape = list(value.shape)
-    if along is not None:
-        shape[along.axis] = length * along.stretch
-    return shape
-
-
-def part(tensor: Tensor, along: Along | None, start: int, length: int) -> Tensor:
-    if along is None:
-        return tensor
-    return tensor.narrow(along.axis, start * along.stretch, length * along.stretch)
-
-
-def _stretch(stage: Stage, node: Node) -> int:
-    """How many indices of the axis that a node reduces are one of the cut; 1 if it reduces none."""
-    along = stage.along_of(operands_of(node)[0] if is_item(node) else node, 0) if node in stage.cut.combined else None
-    return 1 if along is None else along.stretch
-
-
-def _dtype_of(node: Node, part: Tensor) -> torch.dtype:
-    """The dtype of what is combined of parts, which may be wider than it, as all are in a check."""
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype if dtype.is_floating_point and part.dtype == arithmetic_dtype(dtype) else part.dtype
 
 
 def _detached(graph: Graph, node: Node, made: Node) -> Node:

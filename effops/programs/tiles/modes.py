@@ -1,7 +1,7 @@
-"""Calls of `tiled` inside of a run on fake tensors, as those of lint, budgets and predictions of training memory.
+"""Calls of `tiled` under modes, as those of lint, budgets, predictions of training memory, and counters of operations.
 
-PyTorch's front end captures nothing under modes. So those of the run are set aside for the capture, and are there again
-for the program: they see its tiles.
+PyTorch's front end captures nothing under them. So they are set aside for the capture, and are there again for the
+program: they see its tiles.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from effops.prediction.allocations import Allocations
 from effops.pytorch import (
@@ -24,11 +24,19 @@ from effops.pytorch import (
 )
 
 
-def is_predicted() -> bool:
-    """Whether what runs here is only to tell how many bytes it takes."""
+class Watched(NamedTuple):
+    """Who sees the operators of a call: prediction, on fake tensors, or modes of the user."""
+
+    is_predicted: bool
+    has_modes: bool
+
+
+def watched() -> Watched:
     if not _len_torch_dispatch_stack():  # as in most calls
-        return False
-    return any(isinstance(mode, Allocations) for mode in _get_current_dispatch_mode_stack())
+        return Watched(False, False)
+    modes = _get_current_dispatch_mode_stack()
+    is_predicted = any(isinstance(mode, Allocations) for mode in modes)
+    return Watched(is_predicted, is_predicted or not any(mode.is_infra_mode() for mode in modes))
 
 
 class ModesAside(threading.local):
@@ -38,11 +46,11 @@ class ModesAside(threading.local):
     functions: Sequence[Any] = ()
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """No mode is active inside."""
-        before = self.dispatch, self.functions
+    def set_aside(self, *, with_functions: bool) -> Iterator[None]:
+        """No dispatch mode is active inside, nor, if those of functions are set aside too, is any mode."""
+        before, count = (self.dispatch, self.functions), _len_torch_function_stack() if with_functions else 0
         with ExitStack() as stack:
-            self.functions = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
+            self.functions = [_pop_torch_function_stack() for _ in range(count)]
             for mode in self.functions:
                 stack.callback(_push_on_torch_function_stack, mode)
             self.dispatch = stack.enter_context(_disable_current_modes())

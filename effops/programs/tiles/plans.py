@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from effops.programs.rules.binding import is_without_gradients, nbytes_of, opera
 from effops.programs.rules.draws import draws_of, seed_of
 from effops.programs.rules.table import why_none
 from effops.programs.tiles.checks import check
-from effops.programs.tiles.cuts import Blocked, Cut, follow, stages_of
-from effops.programs.tiles.loops import Body, Loop, Tiles, shape_for
+from effops.programs.tiles.cuts import Blocked, Cut, down_to_a_number, follow, stages_of
+from effops.programs.tiles.loops import Body, Loop, Tiles
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.regions import Region, regions
+from effops.programs.tiles.results import shape_for
 from effops.programs.tiles.traced import refused_at
 from effops.pytorch import DynamicOutputShapeException, FakeTensor, _disable_current_modes
 from effops.text import format_bytes
@@ -167,13 +168,21 @@ def program_of(
     # What is compiled makes few nodes beside products: the cache holds longer tiles, whose calls take less time.
     target, most = max(least, budget // 2) if compiles else least, budget * 3 // 4
 
+    inputs = (node for node in graph.graph.nodes if node.op == "placeholder")
+    leaves = [node for node, one in zip(inputs, args) if backward and isinstance(one, Tensor) and one.requires_grad]
+
     def in_tiles_of(size: int) -> Program:
         """A program whose tiles take at most `size`: it keeps the budget, or takes little."""
         least_of_size, found = min(least, size), list[Program]()
-        # Many small nodes may be what takes the budget: they are cut before tiles become smaller.
-        for threshold in (least_of_size, least_of_size // 4):
+        # Gradients that forward computes may be too many to be kept. Many small nodes may be what takes the budget:
+        # they are cut before tiles become smaller.
+        for threshold, ends in ((least_of_size, True), (least_of_size, False), (least_of_size // 4, True)):
+            if not ends and not any(loop.differentiates for loop in found[-1].loops):
+                continue
+            sizes = size, most * size // target, threshold
+            given = leaves if ends else ()
             try:
-                program = _program(graph, size, most * size // target, threshold, backward=backward, compiles=compiles)
+                program = _program(graph, *sizes, backward=backward, compiles=compiles, leaves=given)
             except CannotTile:
                 if not found:
                     raise
@@ -232,14 +241,29 @@ def with_less_again(program: Program, args: Sequence[Any], budget: int, as_it_is
 
 
 def _program(
-    graph: GraphModule, target: int, most: int, threshold: int, *, backward: bool, compiles: bool, depth: int = 0
+    graph: GraphModule,
+    target: int,
+    most: int,
+    threshold: int,
+    *,
+    backward: bool,
+    compiles: bool,
+    leaves: Collection[Node] = (),
+    depth: int = 0,
 ) -> Program:
     """A program whose tiles take at most `target` bytes, and no node outside of a loop more than `threshold`.
 
     Where each tile reads more than that whole, as a large weight, tiles are as large as what is read, up to `most`.
+    Where a cut can go on to a number, such as a loss, forward computes the gradients of `leaves` too.
     """
-    found = regions(graph.graph, threshold, backward=backward)
-    loops = [Loop(stage, compiles=compiles) for region in found for stage in stages_of(_best(region, target))]
+    cuts = [_best(region, target) for region in regions(graph.graph, threshold, backward=backward)]
+    taken = {node for cut in cuts for node in cut.region}
+    longer = [down_to_a_number(graph.graph, cut, taken, leaves) if leaves else None for cut in cuts]
+    loops = [
+        Loop(stage, compiles=compiles, differentiates=end is not None)
+        for cut, end in zip(cuts, longer)
+        for stage in stages_of(end or cut)
+    ]
     alike: dict[str, Loop] = {}
     for loop in loops:
         first = alike.setdefault(loop.pattern, loop)
@@ -384,7 +408,7 @@ def _tile_bytes(loop: Loop, length: int, backward: bool) -> int:
     if is_lean:
         args += [None for _ in loop.summed]
         args += [_tile_of(node.meta["val"], loop.stage.cut.placed.get(node), length, False) for node in loop.known]
-    return taken_bytes(graph, args, backward=backward, with_results=True)
+    return taken_bytes(graph.forward, args, backward=backward, with_results=True)
 
 
 def _tile_of(value: Tensor, along: Any, length: int, backward: bool) -> Tensor:
