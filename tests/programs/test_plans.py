@@ -76,3 +76,51 @@ def test_a_refusal_is_planned_once(monkeypatch, generator):
         assert str(other) == str(refusal.value)
         names = "reason", "operator", "shapes", "line", "library_line", "remedy"
         assert [getattr(other, name) for name in names] == [getattr(refusal.value, name) for name in names]
+
+
+def bells(x, y):
+    return (x[:, None] - y).square().sum(-1).neg().exp().sum(0)
+
+
+def log_sums(x, y):
+    pairs = (x[:, None] * y).sum(-1).tanh()
+    return torch.cat([torch.logsumexp(pairs, 0), torch.logsumexp(pairs, 1), pairs.amax(1)])
+
+
+def weighted(x, y):
+    return torch.softmax(x @ y.mT, 0) @ y
+
+
+@pytest.mark.parametrize("function", [bells, log_sums, weighted])
+def test_tiles_whose_graphs_fit_are_kept(function, generator):
+    """Backward computes again only those tiles for whose graphs the budget has no room."""
+    x, y = (torch.randn(rows, 6, generator=generator).requires_grad_() for rows in (600, 500))
+    upstream = torch.randn(function(x, y).shape, generator=generator)
+
+    def both(one):
+        return lambda x, y: torch.autograd.grad(one(x, y), (x, y), upstream)
+
+    shares = []
+    for budget in (2**18, 2**20, 2**21):
+        tiled = effops.tiled(function, budget=budget)
+        for _ in range(2):  # the first call compares tiles, too
+            for own, other in zip(both(tiled)(x, y), both(function)(x, y), strict=True):
+                torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+        assert memory(Pass(both(tiled), (x, y)), warmup=0).temporary_bytes <= budget
+        loops = tiled.planned(x, y).program.loops
+        shares.append(
+            sum(loop.kept_tiles for loop in loops) / sum(len([*loop.tiles(loop.backward_length)]) for loop in loops)
+        )
+    assert 0 <= shares[0] < shares[1] < shares[2] <= 1
+
+
+def test_kept_tiles_are_computed_again_for_a_second_backward_pass(generator):
+    x, y = (torch.randn(rows, 6, generator=generator).requires_grad_() for rows in (600, 500))
+    tiled = effops.tiled(bells, budget=2**20)
+    assert any(loop.kept_tiles for loop in tiled.planned(x, y).program.loops)
+    result = tiled(x, y).sum()
+    first = torch.autograd.grad(result, (x, y), retain_graph=True)
+    for own, other in zip(first, torch.autograd.grad(result, (x, y)), strict=True):
+        torch.testing.assert_close(own, other)
+    with torch.no_grad():
+        torch.testing.assert_close(tiled(x, y), bells(x, y))

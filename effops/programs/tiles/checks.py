@@ -54,7 +54,7 @@ def _part_of(loop: Loop, length: int, tile: int) -> Loop:
     own = copy.copy(loop)
     own.bodies, own.compiles = {}, False  # Inductor compiles no rule, and takes seconds
     own.whole, own.length, own.backward_length = length, tile, tile
-    own.body_of = _without_chance
+    own.body_of, own.kept_tiles = _without_chance, min(own.kept_tiles, 1)  # of both kinds
     return own
 
 

@@ -245,7 +245,7 @@ def tiled(
     """The same function within a memory budget: where it would take more, it runs tile by tile.
 
     Its operators run on a part of the axes that none of them mixes, or whose reductions can be combined. Backward
-    computes each tile again: only arguments, results and gradients are kept, and totals of what is combined. A cut that
+    computes again those tiles for which the budget has no room: of them arguments and totals alone are kept. A cut that
     ends in one number, as a loss does, has its gradients computed forward.
 
     Args:

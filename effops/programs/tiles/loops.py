@@ -1,10 +1,10 @@
-"""A loop over the tiles of a stage, forward and backward. Backward computes each tile again."""
+"""A loop over the tiles of a stage, forward and backward. Backward computes again the tiles that are not kept."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class Loop:
         backward_length: the same in backward, which holds what autograd saves of a tile
         compiles: whether Inductor compiles a tile
         differentiates: whether forward computes the gradients too, which the one number that has them scales
+        kept_tiles: of how many tiles, the last ones, forward keeps what their gradients read
     """
 
     def __init__(self, stage: Stage, *, compiles: bool = False, differentiates: bool = False) -> None:
@@ -59,6 +60,7 @@ class Loop:
         ]
         self.carrying = [node for node in stage.nodes if node in stage.cut.carried]
         self.drawing = [node for node in stage.nodes if seed_of(node) is not None]
+        self.kept_tiles = 0
         self.nested: Callable[[GraphModule, Sequence[Tensor]], Body] | None = None
         self.body_of: Callable[[GraphModule], GraphModule] = lambda graph: graph
         self.bodies: dict[tuple[int, bool, bool, bool], Body] = {}
@@ -166,21 +168,34 @@ class Loop:
             self._differentiable[key] = tuple(flags)
         return self._differentiable[key]
 
-    def tiles(self, length: int) -> Iterator[tuple[int, int]]:
-        """The first index and the number of indices of each tile; all but the last have `length`."""
-        for start in range(0, self.whole, length):
-            yield start, min(length, self.whole - start)
+    def tiles(self, length: int, end: int | None = None) -> Iterator[tuple[int, int]]:
+        """The first index and the number of indices of each tile up to an end; all but the last have `length`."""
+        end = self.whole if end is None else end
+        for start in range(0, end, length):
+            yield start, min(length, end - start)
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Results, list[Tensor]]:
-        """The results, and what each tile leaves to the next one."""
-        results = Results(self.stage, self.combiners, self.whole)
+    def forward(
+        self, tensors: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> tuple[Results, list[Tensor], dict[int, Kept]]:
+        """The results, what each tile leaves to the next one, and the tiles of backward that are kept, by their start.
+
+        Those that are kept are the last ones; the first index of them all is that where tiles of forward end.
+        """
+        results, graphs = Results(self.stage, self.combiners, self.whole), dict[int, Kept]()
         carried, left = self.first_carried(device_of(tensors)), list[Tensor]()
-        for start, length in _seen(self.tiles(self.length), tensors):
+        last = [*self.tiles(self.backward_length)][-self.kept_tiles :] if self.kept_tiles and any(wanted) else []
+        end = last[0][0] if last else self.whole
+        for start, length in _seen(self.tiles(self.length, end), tensors):
             parts = [*self._parts(tensors, start, length), *carried]
             found = self.body(length, parts)(*parts)
             carried = self._leave(results.add(found, start, length), left, start // self.length)
             del found, parts
-        return results, left
+        for start, length in last:
+            parts = self._leaves(tensors, start, length, wanted)
+            with torch.enable_grad():
+                graphs[start] = kept = Kept(parts, list(self.body(length, parts)(*parts)))
+            results.add([own.detach() for own in kept.found], start, length)
+        return results, left, graphs
 
     def forward_with_gradients(
         self, tensors: Sequence[Tensor], wanted: Sequence[bool]
@@ -199,6 +214,11 @@ class Loop:
             for one, (node, along) in zip(tensors, self.stage.inputs)
         ]
 
+    def _leaves(self, tensors: Sequence[Tensor], start: int, length: int, wanted: Sequence[bool]) -> list[Tensor]:
+        """What a tile reads, as leaves of a graph of its own."""
+        parts = zip(self._parts(tensors, start, length), wanted)
+        return [one.detach().requires_grad_(is_wanted) for one, is_wanted in parts]
+
     def _leave(self, carried: list[Tensor], left: list[Tensor], tile: int) -> list[Tensor]:
         """Put what a tile carries to the next one into the memory for that of all tiles."""
         if not left:
@@ -214,27 +234,36 @@ class Loop:
         upstream: Sequence[Tensor | None],
         wanted: Sequence[bool],
         results: Results | None = None,
+        graphs: dict[int, Kept] | None = None,
     ) -> list[Tensor | None]:
-        """The gradients of the tensors that are wanted. Those of `results` are put there where they are not known."""
+        """The gradients of the tensors that are wanted.
+
+        Results are put into `results` where they are not known. Of `graphs` each is taken out when it is used.
+        """
         inputs = self.stage.inputs
         sums = [GradientSum(one) for one in tensors]
         summed = [sums[place] for place in self.summed]
         first = self.first_carried(device_of(tensors))
         of_carried: list[Tensor | None] = [None for _ in first]  # gradients, from the tile behind
-        tiles = [*_seen(self.tiles(self.backward_length), tensors)]
+        graphs = graphs or {}
+        tiles = [*self.tiles(self.backward_length)]
+        again = [*_seen(iter(tiles[: len(tiles) - len(graphs)]), tensors)]
+        tiles = tiles[len(tiles) - len(graphs) :] + again
         for start, length in reversed(tiles) if self.carrying else tiles:
-            carried = [one[start // self.length - 1] for one in left] if start else first
-            parts = [
-                one.detach().requires_grad_(is_wanted)
-                for one, is_wanted in zip(self._parts(tensors, start, length), wanted)
-            ]
-            parts += [one.detach().requires_grad_(one.is_floating_point()) for one in carried]
-            with torch.enable_grad():
-                known = self._known_parts(kept, start, length)
-                found = list(self.body(length, parts, backward=self.is_lean)(*parts, *summed, *known))
+            is_kept = start in graphs
+            if is_kept:
+                parts, found = graphs.pop(start)
+            else:
+                carried = [one[start // self.length - 1] for one in left] if start else first
+                parts = self._leaves(tensors, start, length, wanted)
+                parts += [one.detach().requires_grad_(one.is_floating_point()) for one in carried]
+                with torch.enable_grad():
+                    known = self._known_parts(kept, start, length)
+                    found = list(self.body(length, parts, backward=self.is_lean)(*parts, *summed, *known))
             if results is not None:
                 results.add([own.detach() for own in found], start, length)
-            outputs, gradients = self._upstream_of_tile(found, kept, upstream, start, length)
+            known_nodes = {} if is_kept else self.known
+            outputs, gradients = self._upstream_of_tile(found, kept, upstream, start, length, known_nodes)
             for own, pulled_back in zip(found[len(found) - len(first) :], of_carried):
                 if pulled_back is not None and own.requires_grad:
                     outputs.append(own)
@@ -264,6 +293,7 @@ class Loop:
         upstream: Sequence[Tensor | None],
         start: int,
         length: int,
+        known: Collection[Node],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The results of a tile through which gradients flow, and their gradients."""
         outputs, gradients, at = [], [], 0
@@ -275,7 +305,7 @@ class Loop:
                 continue
             if combiner is None:
                 gradient = part(gradient, self.stage.cut.placed[node], start, length)
-            elif node not in self.known:
+            elif node not in known:
                 own = combiner.numbered(own, start * stretch_of(self.stage, node))
                 gradient = combiner.pulled_back(gradient, own, kept[place])
             outputs.append(own[0])
@@ -356,6 +386,13 @@ class Loop:
         return GraphModule({}, graph)
 
 
+class Kept(NamedTuple):
+    """What a tile reads and what it finds, with the graph between them."""
+
+    parts: list[Tensor]
+    found: list[Tensor]
+
+
 class Tiles(torch.autograd.Function):
     """A loop, as autograd sees it: its inputs are saved, and totals of what is combined."""
 
@@ -363,12 +400,13 @@ class Tiles(torch.autograd.Function):
     def forward(ctx: Any, loop: Loop, *tensors: Tensor) -> tuple[Tensor, ...]:
         wanted, left = ctx.needs_input_grad[1:], list[Tensor]()
         differentiable = loop.differentiable(wanted)
-        ctx.gradients = None
+        ctx.gradients, ctx.graphs = None, {}
         if loop.differentiates and any(differentiable):
             with without_hooks():
                 of_tiles, ctx.gradients = loop.forward_with_gradients(tensors, wanted)
         else:
-            of_tiles, left = loop.forward(tensors)
+            with without_hooks():
+                of_tiles, left, ctx.graphs = loop.forward(tensors, wanted)
         results = of_tiles.all()
         kept: list[Sequence[Tensor]] = [
             () if combiner is None else combiner.kept(own) for own, combiner in zip(of_tiles.totals, loop.combiners)
@@ -398,7 +436,8 @@ class Tiles(torch.autograd.Function):
         rest = iter(saved[count:])
         kept = [[next(rest) for _ in range(number)] for number in ctx.counts]
         with without_autocast(saved[0].device):
-            return None, *loop.backward(saved[:count], kept, [*rest], upstream, ctx.needs_input_grad[1:])
+            wanted = ctx.needs_input_grad[1:]
+            return None, *loop.backward(saved[:count], kept, [*rest], upstream, wanted, graphs=ctx.graphs)
 
 
 def _detached(graph: Graph, node: Node, made: Node) -> Node:

@@ -33,6 +33,9 @@ LEAST_TILE_BYTES = 2**14
 DEEPEST = 3  # cuts within tiles
 LEAST_RUN = 16  # elements of a tile that lie side by side, below which operators are slow
 TRIES = 3  # to leave out cuts
+NEARLY = 0.9  # of a budget that is used
+MARGIN = 1.03  # for what does not grow in proportion
+LEAST_SHARE = 0.03  # of the tiles that are worth another try
 SEEDS = 4  # the largest nodes of a region whose axes are tried
 
 
@@ -228,7 +231,7 @@ def with_less_again(program: Program, args: Sequence[Any], budget: int, as_it_is
     few, few_bytes, many, many_bytes = 0, program.taken_bytes, len(cuts), as_it_is_bytes
     for _ in range(TRIES):
         count = few + (many - few) * (budget - few_bytes) // (many_bytes - few_bytes)
-        if count == few:
+        if count == few or few_bytes > NEARLY * budget:
             break
         left_out = cuts[-count:]
         other = Program(program.module, [one for one in program.loops if id(one.stage.cut) not in left_out])
@@ -237,6 +240,25 @@ def with_less_again(program: Program, args: Sequence[Any], budget: int, as_it_is
             program, few, few_bytes = other, count, other.taken_bytes
         else:
             many, many_bytes = count, other.taken_bytes
+    return program if few else _with_kept_tiles(program, args, budget, as_it_is_bytes)
+
+
+def _with_kept_tiles(program: Program, args: Sequence[Any], budget: int, as_it_is_bytes: int) -> Program:
+    """The program with as many of the last tiles of each loop kept for backward as the budget allows."""
+    counts = {loop: len([*loop.tiles(loop.backward_length)]) for loop in program.loops if not loop.keeps_lengths}
+    own_bytes, kept = program.taken_bytes, 0.0
+    share = max(LEAST_SHARE, (budget - own_bytes) / (as_it_is_bytes - own_bytes))
+    for _ in range(TRIES if counts else 0):
+        for loop, count in counts.items():
+            loop.kept_tiles = int(share * count)
+        taken = taken_bytes(program, args, backward=True)
+        if taken <= budget:
+            kept, program.taken_bytes = share, taken
+        share = min(1.0, share * (budget - own_bytes) / max(1.0, (taken - own_bytes) * MARGIN))
+        if share - kept < LEAST_SHARE or budget >= taken > NEARLY * budget:
+            break
+    for loop, count in counts.items():
+        loop.kept_tiles = int(kept * count)
     return program
 
 
