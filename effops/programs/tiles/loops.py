@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ from effops.pytorch import FakeTensor, _disable_current_modes
 
 aten = torch.ops.aten
 Body = Callable[..., Sequence[Tensor]]
+Wanted = Literal["results", "gradients", "both"]  # of a tile
+RESULTS: Wanted = "results"
+GRADIENTS: Wanted = "gradients"
+BOTH: Wanted = "both"
 
 
 class Loop:
@@ -63,7 +67,7 @@ class Loop:
         self.kept_tiles = 0
         self.nested: Callable[[GraphModule, Sequence[Tensor]], Body] | None = None
         self.body_of: Callable[[GraphModule], GraphModule] = lambda graph: graph
-        self.bodies: dict[tuple[int, bool, bool, bool], Body] = {}
+        self.bodies: dict[tuple[int, bool, bool, Wanted], Body] = {}
         self._differentiable: dict[tuple[bool, ...], tuple[bool, ...]] = {}
 
     def run_like(self, other: Loop) -> None:
@@ -93,7 +97,7 @@ class Loop:
     @property
     def known(self) -> dict[Node, int]:
         """The results that backward is given, and their places: the derivatives of their operators read them."""
-        return self._log_sums if self.is_lean and not self.differentiates else {}
+        return self._log_sums if self.is_lean else {}
 
     @functools.cached_property
     def _log_sums(self) -> dict[Node, int]:
@@ -102,13 +106,12 @@ class Loop:
         return {node: place for node, place in found.items() if node.meta["val"].dtype in dtypes}
 
     @functools.cached_property
-    def _unread(self) -> set[Node]:
-        """The nodes whose values backward does not need."""
+    def _unread(self) -> dict[bool, set[Node]]:
+        """The nodes whose values are not needed: if all results are wanted besides gradients, and if none is."""
         outputs = zip(self.stage.outputs, self.combiners)
-        if self.differentiates:
-            return unread(self.stage.nodes, self.stage.outputs)
         read = {node for node, combiner in outputs if combiner is not None and type(combiner) is not Combiner}
-        return unread(self.stage.nodes, read - self._log_sums.keys())
+        of_gradients = unread(self.stage.nodes, read - self._log_sums.keys())
+        return {True: unread(self.stage.nodes, self.stage.outputs), False: of_gradients}
 
     @functools.cached_property
     def _whole_factors(self) -> list[int]:
@@ -174,14 +177,10 @@ class Loop:
         for start in range(0, end, length):
             yield start, min(length, end - start)
 
-    def forward(
-        self, tensors: Sequence[Tensor], wanted: Sequence[bool]
-    ) -> tuple[Results, list[Tensor], dict[int, Kept]]:
-        """The results, what each tile leaves to the next one, and the tiles of backward that are kept, by their start.
-
-        Those that are kept are the last ones; the first index of them all is that where tiles of forward end.
-        """
-        results, graphs = Results(self.stage, self.combiners, self.whole), dict[int, Kept]()
+    def forward(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Results, list[Tensor], Graphs]:
+        """The results, what each tile leaves to the next one, and the graphs of the tiles that are kept."""
+        results = Results(self.stage, self.combiners, self.whole)
+        graphs = Graphs([GradientSum(one) for one in tensors], {})
         carried, left = self.first_carried(device_of(tensors)), list[Tensor]()
         last = [*self.tiles(self.backward_length)][-self.kept_tiles :] if self.kept_tiles and any(wanted) else []
         end = last[0][0] if last else self.whole
@@ -192,9 +191,9 @@ class Loop:
             del found, parts
         for start, length in last:
             parts = self._leaves(tensors, start, length, wanted)
-            with torch.enable_grad():
-                graphs[start] = kept = Kept(parts, list(self.body(length, parts)(*parts)))
-            results.add([own.detach() for own in kept.found], start, length)
+            found = self._with_graph(length, parts, graphs.sums)
+            graphs.of_tiles[start] = parts, found
+            results.add([own.detach() for own in found], start, length)
         return results, left, graphs
 
     def forward_with_gradients(
@@ -219,6 +218,12 @@ class Loop:
         parts = zip(self._parts(tensors, start, length), wanted)
         return [one.detach().requires_grad_(is_wanted) for one, is_wanted in parts]
 
+    def _with_graph(self, length: int, parts: list[Tensor], sums: Sequence[GradientSum]) -> list[Tensor]:
+        """What a tile finds, with a graph of what gradients read."""
+        summed = [sums[place] for place in self.summed]
+        with torch.enable_grad():
+            return list(self.body(length, parts, BOTH if self.is_lean else RESULTS)(*parts, *summed))
+
     def _leave(self, carried: list[Tensor], left: list[Tensor], tile: int) -> list[Tensor]:
         """Put what a tile carries to the next one into the memory for that of all tiles."""
         if not left:
@@ -234,36 +239,37 @@ class Loop:
         upstream: Sequence[Tensor | None],
         wanted: Sequence[bool],
         results: Results | None = None,
-        graphs: dict[int, Kept] | None = None,
+        graphs: Graphs | None = None,
     ) -> list[Tensor | None]:
         """The gradients of the tensors that are wanted.
 
-        Results are put into `results` where they are not known. Of `graphs` each is taken out when it is used.
+        Results are put into `results` where they are not known. Each of `graphs` is taken out when it is used.
         """
         inputs = self.stage.inputs
-        sums = [GradientSum(one) for one in tensors]
+        sums, of_tiles = graphs or Graphs([GradientSum(one) for one in tensors], {})
         summed = [sums[place] for place in self.summed]
         first = self.first_carried(device_of(tensors))
         of_carried: list[Tensor | None] = [None for _ in first]  # gradients, from the tile behind
-        graphs = graphs or {}
         tiles = [*self.tiles(self.backward_length)]
-        again = [*_seen(iter(tiles[: len(tiles) - len(graphs)]), tensors)]
-        tiles = tiles[len(tiles) - len(graphs) :] + again
+        split = len(tiles) - len(of_tiles)
+        tiles = [*tiles[split:], *_seen(iter(tiles[:split]), tensors)]
         for start, length in reversed(tiles) if self.carrying else tiles:
-            is_kept = start in graphs
-            if is_kept:
-                parts, found = graphs.pop(start)
+            known: dict[Node, int] = {}
+            if start in of_tiles:
+                parts, found = of_tiles.pop(start)
+            elif results is not None:
+                parts = self._leaves(tensors, start, length, wanted)
+                found = self._with_graph(length, parts, sums)
+                results.add([own.detach() for own in found], start, length)
             else:
                 carried = [one[start // self.length - 1] for one in left] if start else first
                 parts = self._leaves(tensors, start, length, wanted)
                 parts += [one.detach().requires_grad_(one.is_floating_point()) for one in carried]
+                known = self.known
+                given = [*parts, *summed, *self._known_parts(kept, start, length)]
                 with torch.enable_grad():
-                    known = self._known_parts(kept, start, length)
-                    found = list(self.body(length, parts, backward=self.is_lean)(*parts, *summed, *known))
-            if results is not None:
-                results.add([own.detach() for own in found], start, length)
-            known_nodes = {} if is_kept else self.known
-            outputs, gradients = self._upstream_of_tile(found, kept, upstream, start, length, known_nodes)
+                    found = list(self.body(length, parts, GRADIENTS if self.is_lean else RESULTS)(*given))
+            outputs, gradients = self._upstream_of_tile(found, kept, upstream, start, length, known)
             for own, pulled_back in zip(found[len(found) - len(first) :], of_carried):
                 if pulled_back is not None and own.requires_grad:
                     outputs.append(own)
@@ -312,25 +318,26 @@ class Loop:
             gradients.append(gradient)
         return outputs, gradients
 
-    def body(self, length: int, parts: Sequence[Tensor], *, backward: bool = False) -> Body:
+    def body(self, length: int, parts: Sequence[Tensor], wanted: Wanted = RESULTS) -> Body:
         """What a tile of this length runs."""
         is_fake = any(isinstance(one, FakeTensor) for one in parts)
         compiles = self.compiles and self.nested is None and not self.drawing and not is_fake
         # What a tile reads whole may require gradients in the forward pass, too.
         requires_grad = torch.is_grad_enabled() and any(one.requires_grad for one in parts)
-        key = length, requires_grad, compiles, backward
+        key = length, requires_grad, compiles, wanted
         if key not in self.bodies:
-            graph = self.body_of(self.graph(length, backward=backward))  # run without hooks that all modules have
+            graph = self.body_of(self.graph(length, wanted))  # run without hooks that all modules have
             if self.nested is not None:
                 self.bodies[key] = self.nested(graph, parts)
             else:
                 self.bodies[key] = lookup_backend("inductor")(graph, list(parts)) if compiles else graph.forward
         return self.bodies[key]
 
-    def graph(self, length: int, *, backward: bool = False) -> GraphModule:
+    def graph(self, length: int, wanted: Wanted = RESULTS) -> GraphModule:
         """The nodes of the stage for a tile. Sizes among arguments become those of the tile.
 
-        With `backward` it computes what gradients need, and takes the sums of `summed` and the values of `known` too.
+        For gradients it takes the sums of `summed` too, and for gradients alone the values of `known`, and computes
+        nothing else.
         """
         stage, graph = self.stage, Graph()
         slots = {one: graph.placeholder(f"input_{number}") for number, one in enumerate(stage.inputs)}
@@ -341,10 +348,11 @@ class Loop:
             for number, node in enumerate(self.carrying)
         }
         summed, known, ignored = dict[Node, Node](), dict[Node, Node](), set[Node]()
-        if backward:
+        if wanted != RESULTS:
             summed = {slots[stage.inputs[place]]: graph.placeholder(f"sum_{place}") for place in self.summed}
+            ignored = self._unread[wanted == BOTH]
+        if wanted == GRADIENTS:
             known = {node: graph.placeholder(f"known_{place}") for node, place in self.known.items()}
-            ignored = self._unread
         left: list[Node] = []  # to the next tile
         copied: dict[Node, Node] = {}
         for node in stage.nodes:
@@ -362,7 +370,7 @@ class Loop:
             elif node in known:
                 is_part = node.target is log_sum_exp
                 made = graph.call_function(known_log_sum, (args[0], known[node], *args[1:]), {"is_part": is_part})
-            elif backward and is_plain_product(node) and node.meta["val"].is_floating_point():
+            elif wanted != RESULTS and is_plain_product(node) and node.meta["val"].is_floating_point():
                 made = product(graph, args, summed, is_read=node not in ignored)
             elif node in ignored and node.target in UNREAD:
                 made = graph.call_function(UNREAD[node.target], args, kwargs)
@@ -386,11 +394,11 @@ class Loop:
         return GraphModule({}, graph)
 
 
-class Kept(NamedTuple):
-    """What a tile reads and what it finds, with the graph between them."""
+class Graphs(NamedTuple):
+    """The graphs of some tiles, by their first index: what each reads and finds; and the sums of their gradients."""
 
-    parts: list[Tensor]
-    found: list[Tensor]
+    sums: list[GradientSum]
+    of_tiles: dict[int, tuple[list[Tensor], list[Tensor]]]
 
 
 class Tiles(torch.autograd.Function):
@@ -400,7 +408,7 @@ class Tiles(torch.autograd.Function):
     def forward(ctx: Any, loop: Loop, *tensors: Tensor) -> tuple[Tensor, ...]:
         wanted, left = ctx.needs_input_grad[1:], list[Tensor]()
         differentiable = loop.differentiable(wanted)
-        ctx.gradients, ctx.graphs = None, {}
+        ctx.gradients, ctx.graphs = None, None
         if loop.differentiates and any(differentiable):
             with without_hooks():
                 of_tiles, ctx.gradients = loop.forward_with_gradients(tensors, wanted)
@@ -436,8 +444,8 @@ class Tiles(torch.autograd.Function):
         rest = iter(saved[count:])
         kept = [[next(rest) for _ in range(number)] for number in ctx.counts]
         with without_autocast(saved[0].device):
-            wanted = ctx.needs_input_grad[1:]
-            return None, *loop.backward(saved[:count], kept, [*rest], upstream, wanted, graphs=ctx.graphs)
+            wanted, (graphs, ctx.graphs) = ctx.needs_input_grad[1:], (ctx.graphs, None)
+            return None, *loop.backward(saved[:count], kept, [*rest], upstream, wanted, graphs=graphs)
 
 
 def _detached(graph: Graph, node: Node, made: Node) -> Node:

@@ -20,7 +20,7 @@ from effops.programs.rules.draws import draws_of, seed_of
 from effops.programs.rules.table import why_none
 from effops.programs.tiles.checks import check
 from effops.programs.tiles.cuts import Blocked, Cut, down_to_a_number, follow, stages_of
-from effops.programs.tiles.loops import Body, Loop, Tiles
+from effops.programs.tiles.loops import BOTH, GRADIENTS, RESULTS, Body, Loop, Tiles
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.regions import Region, regions
 from effops.programs.tiles.results import shape_for
@@ -421,7 +421,8 @@ def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
 def _tile_bytes(loop: Loop, length: int, backward: bool) -> int:
     """What a tile allocates at most."""
     is_lean = backward and loop.is_lean
-    graph = loop.graph(length, backward=is_lean)
+    wanted = (BOTH if loop.differentiates else GRADIENTS) if is_lean else RESULTS
+    graph = loop.graph(length, wanted)
     args: list[Any] = [
         _tile_of(node.meta["val"], along, length, backward and place not in loop.summed)
         for place, (node, along) in enumerate(loop.stage.inputs)
@@ -429,6 +430,7 @@ def _tile_bytes(loop: Loop, length: int, backward: bool) -> int:
     args += [_tile_of(one, None, length, backward) for one in loop.first_carried("meta")]
     if is_lean:
         args += [None for _ in loop.summed]
+    if wanted == GRADIENTS:
         args += [_tile_of(node.meta["val"], loop.stage.cut.placed.get(node), length, False) for node in loop.known]
     return taken_bytes(graph.forward, args, backward=backward, with_results=True)
 
