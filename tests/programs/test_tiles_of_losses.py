@@ -157,3 +157,53 @@ def test_hooks_see_what_backward_keeps(generator):
         tiled(*args).backward()
     assert {*seen} == {(), (32, 700), (1200,), (1200, 1), (1200, 32)}
     check([one.grad for one in args[:2]], gradients(head, args))
+
+
+@pytest.mark.parametrize("factor", [1.0, torch.inf, torch.nan])
+def test_what_no_gradient_reaches_stays_zero(factor, generator):
+    """A mean of no losses has an infinite factor, and gradients of 0 are not to become NaN."""
+    hidden, weight, target = operands(generator)
+    tiled = effops.tiled(head, budget=BUDGET)
+    for own, other in zip(
+        gradients(tiled, (hidden, weight, torch.full_like(target, 3)), factor),
+        gradients(head, (hidden, weight, torch.full_like(target, 3)), factor),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, other, equal_nan=True)
+
+    def gaps(hidden, weight):
+        return functional.relu(hidden[:, :1] - weight[:, 0]).mean()
+
+    args = hidden, weight
+    tiled = effops.tiled(gaps, budget=BUDGET)
+    for own, other in zip(gradients(tiled, args, factor), gradients(gaps, args, factor), strict=True):
+        torch.testing.assert_close(own, other, equal_nan=True)
+
+
+def test_changes_in_place_are_seen(generator):
+    args = operands(generator)
+    for changed in args[:2]:
+        loss = effops.tiled(head, budget=BUDGET)(*args)
+        with torch.no_grad():
+            changed.mul_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Stop(torch.autograd.Function):
+    """Passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return None
+
+
+def test_no_gradient_of_the_loss(generator):
+    hidden, weight, target = operands(generator)
+    (Stop.apply(effops.tiled(head, budget=BUDGET)(hidden, weight, target)) + hidden.sum()).backward()
+    assert weight.grad is None
+    assert torch.equal(hidden.grad, torch.ones_like(hidden))

@@ -147,8 +147,8 @@ class Tiled:
             try:
                 found = self._traced(graph, args, takes_softmax_apart=True)
                 program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
-            except CannotTile:
-                raise error from None
+            except CannotTile as other:  # tells more where a larger budget is all that it needs
+                raise error if other.operator else other from None
         if backward:
             program = with_less_again(program, args, self.budget, as_it_is_bytes)
         if not self.verify:

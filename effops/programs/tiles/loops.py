@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.fx.node import map_arg
 
 from effops.dispatch.native import without_hooks
 from effops.numerics.precision import CPU, without_autocast
+from effops.numerics.values import observed
 from effops.prediction.allocations import fake_mode
 from effops.programs.rules.binding import argument, is_without_gradients, nbytes_of, operands_of
 from effops.programs.rules.draws import new_seed, seed_of, seeded
@@ -411,13 +413,13 @@ class Tiles(torch.autograd.Function):
         ctx.gradients, ctx.graphs = None, None
         if loop.differentiates and any(differentiable):
             with without_hooks():
-                of_tiles, ctx.gradients = loop.forward_with_gradients(tensors, wanted)
+                found, ctx.gradients = loop.forward_with_gradients(tensors, wanted)
         else:
             with without_hooks():
-                of_tiles, left, ctx.graphs = loop.forward(tensors, wanted)
-        results = of_tiles.all()
+                found, left, ctx.graphs = loop.forward(tensors, wanted)
+        results = found.all()
         kept: list[Sequence[Tensor]] = [
-            () if combiner is None else combiner.kept(own) for own, combiner in zip(of_tiles.totals, loop.combiners)
+            () if combiner is None else combiner.kept(own) for own, combiner in zip(found.totals, loop.combiners)
         ]
         for place in loop.known.values():
             if loop.combiners[place] is None:
@@ -437,10 +439,13 @@ class Tiles(torch.autograd.Function):
             )
         loop, count = ctx.loop, len(ctx.loop.stage.inputs)
         gradients, ctx.gradients = ctx.gradients, None  # a second backward pass computes them again
-        if gradients is not None:
-            (factor,) = [one for one in upstream if one is not None]
+        saved = ctx.saved_tensors  # raises if one was changed in place
+        factor = next((one for one in upstream if one is not None), None)
+        if factor is None:
+            return (None,) * (1 + count)
+        # An infinite factor, as of a mean of nothing, would make NaN of gradients of 0: they are computed with it.
+        if gradients is not None and (factor.is_meta or observed(factor.abs().amax(), ordinary=1.0) < math.inf):
             return None, *(None if one is None else one.mul_(factor.reshape(())) for one in gradients)
-        saved = ctx.saved_tensors
         rest = iter(saved[count:])
         kept = [[next(rest) for _ in range(number)] for number in ctx.counts]
         with without_autocast(saved[0].device):
