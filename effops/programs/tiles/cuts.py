@@ -232,7 +232,7 @@ def down_to_a_number(graph: Graph, cut: Cut, taken: Collection[Node], leaves: Co
             after.add(node)
         if _has_gradients(node, differentiable):
             differentiable.add(node)
-    seed = next((node for node, along in cut.placed.items() if _is_whole(node, along.axis, cut)), None)
+    seed = next((node for node, along in cut.placed.items() if along.stretch == 1), None)
     if seed is None or not (after - region).isdisjoint(taken):
         return None
     try:
@@ -241,11 +241,6 @@ def down_to_a_number(graph: Graph, cut: Cut, taken: Collection[Node], leaves: Co
         return None
     stages = stages_of(longer)
     return longer if len(stages) == 1 and _ends_in_a_number(stages[0], differentiable) else None
-
-
-def _is_whole(node: Node, axis: int, cut: Cut) -> bool:
-    """Whether an axis of a node is that of the cut, neither joined with others nor stretched."""
-    return shape_of(node)[axis] == cut.length
 
 
 def _ends_in_a_number(stage: Stage, differentiable: Collection[Node]) -> bool:

@@ -108,12 +108,12 @@ class Loop:
         return {node: place for node, place in found.items() if node.meta["val"].dtype in dtypes}
 
     @functools.cached_property
-    def _unread(self) -> dict[bool, set[Node]]:
-        """The nodes whose values are not needed: if all results are wanted besides gradients, and if none is."""
+    def _unread(self) -> dict[Wanted, set[Node]]:
+        """The nodes whose values are not needed, for gradients alone and with all results."""
         outputs = zip(self.stage.outputs, self.combiners)
         read = {node for node, combiner in outputs if combiner is not None and type(combiner) is not Combiner}
         of_gradients = unread(self.stage.nodes, read - self._log_sums.keys())
-        return {True: unread(self.stage.nodes, self.stage.outputs), False: of_gradients}
+        return {GRADIENTS: of_gradients, BOTH: unread(self.stage.nodes, self.stage.outputs)}
 
     @functools.cached_property
     def _whole_factors(self) -> list[int]:
@@ -179,10 +179,9 @@ class Loop:
         for start in range(0, end, length):
             yield start, min(length, end - start)
 
-    def forward(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Results, list[Tensor], Graphs]:
-        """The results, what each tile leaves to the next one, and the graphs of the tiles that are kept."""
+    def forward(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Results, list[Tensor], Graphs | None]:
+        """The results, what each tile leaves to the next one, and the graphs of the tiles that are kept, if any are."""
         results = Results(self.stage, self.combiners, self.whole)
-        graphs = Graphs([GradientSum(one) for one in tensors], {})
         carried, left = self.first_carried(device_of(tensors)), list[Tensor]()
         last = [*self.tiles(self.backward_length)][-self.kept_tiles :] if self.kept_tiles and any(wanted) else []
         end = last[0][0] if last else self.whole
@@ -191,9 +190,11 @@ class Loop:
             found = self.body(length, parts)(*parts)
             carried = self._leave(results.add(found, start, length), left, start // self.length)
             del found, parts
+        graphs = Graphs([GradientSum(one) for one in tensors], {}) if last else None
         for start, length in last:
+            assert graphs is not None
             parts = self._leaves(tensors, start, length, wanted)
-            found = self._with_graph(length, parts, graphs.sums)
+            found = self._with_graph(BOTH, length, parts, graphs.sums)
             graphs.of_tiles[start] = parts, found
             results.add([own.detach() for own in found], start, length)
         return results, left, graphs
@@ -220,11 +221,18 @@ class Loop:
         parts = zip(self._parts(tensors, start, length), wanted)
         return [one.detach().requires_grad_(is_wanted) for one, is_wanted in parts]
 
-    def _with_graph(self, length: int, parts: list[Tensor], sums: Sequence[GradientSum]) -> list[Tensor]:
+    def _with_graph(
+        self,
+        wanted: Wanted,
+        length: int,
+        parts: Sequence[Tensor],
+        sums: Sequence[GradientSum],
+        known: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
         """What a tile finds, with a graph of what gradients read."""
         summed = [sums[place] for place in self.summed]
         with torch.enable_grad():
-            return list(self.body(length, parts, BOTH if self.is_lean else RESULTS)(*parts, *summed))
+            return list(self.body(length, parts, wanted if self.is_lean else RESULTS)(*parts, *summed, *known))
 
     def _leave(self, carried: list[Tensor], left: list[Tensor], tile: int) -> list[Tensor]:
         """Put what a tile carries to the next one into the memory for that of all tiles."""
@@ -249,7 +257,6 @@ class Loop:
         """
         inputs = self.stage.inputs
         sums, of_tiles = graphs or Graphs([GradientSum(one) for one in tensors], {})
-        summed = [sums[place] for place in self.summed]
         first = self.first_carried(device_of(tensors))
         of_carried: list[Tensor | None] = [None for _ in first]  # gradients, from the tile behind
         tiles = [*self.tiles(self.backward_length)]
@@ -261,16 +268,14 @@ class Loop:
                 parts, found = of_tiles.pop(start)
             elif results is not None:
                 parts = self._leaves(tensors, start, length, wanted)
-                found = self._with_graph(length, parts, sums)
+                found = self._with_graph(BOTH, length, parts, sums)
                 results.add([own.detach() for own in found], start, length)
             else:
                 carried = [one[start // self.length - 1] for one in left] if start else first
                 parts = self._leaves(tensors, start, length, wanted)
                 parts += [one.detach().requires_grad_(one.is_floating_point()) for one in carried]
                 known = self.known
-                given = [*parts, *summed, *self._known_parts(kept, start, length)]
-                with torch.enable_grad():
-                    found = list(self.body(length, parts, GRADIENTS if self.is_lean else RESULTS)(*given))
+                found = self._with_graph(GRADIENTS, length, parts, sums, self._known_parts(kept, start, length))
             outputs, gradients = self._upstream_of_tile(found, kept, upstream, start, length, known)
             for own, pulled_back in zip(found[len(found) - len(first) :], of_carried):
                 if pulled_back is not None and own.requires_grad:
@@ -352,7 +357,7 @@ class Loop:
         summed, known, ignored = dict[Node, Node](), dict[Node, Node](), set[Node]()
         if wanted != RESULTS:
             summed = {slots[stage.inputs[place]]: graph.placeholder(f"sum_{place}") for place in self.summed}
-            ignored = self._unread[wanted == BOTH]
+            ignored = self._unread[wanted]
         if wanted == GRADIENTS:
             known = {node: graph.placeholder(f"known_{place}") for node, place in self.known.items()}
         left: list[Node] = []  # to the next tile
@@ -411,11 +416,10 @@ class Tiles(torch.autograd.Function):
         wanted, left = ctx.needs_input_grad[1:], list[Tensor]()
         differentiable = loop.differentiable(wanted)
         ctx.gradients, ctx.graphs = None, None
-        if loop.differentiates and any(differentiable):
-            with without_hooks():
+        with without_hooks():
+            if loop.differentiates and any(differentiable):
                 found, ctx.gradients = loop.forward_with_gradients(tensors, wanted)
-        else:
-            with without_hooks():
+            else:
                 found, left, ctx.graphs = loop.forward(tensors, wanted)
         results = found.all()
         kept: list[Sequence[Tensor]] = [

@@ -209,10 +209,10 @@ def program_of(
             f"the budget must suffice for the smallest tiles; got {format_bytes(budget)}",
             remedy=f"give at least {format_bytes(smallest.taken_bytes)}, which they take",
         )
-    in_vain = 0  # halvings that brought nothing
-    while target > 2 * LEAST_TILE_BYTES and in_vain < 2:
-        target, most, before = target // 2, most // 2, program.taken_bytes
-        program = in_tiles_of(target)
+    size, in_vain = target, 0  # halvings that brought nothing
+    while size > 2 * LEAST_TILE_BYTES and in_vain < 2:
+        size, before = size // 2, program.taken_bytes
+        program = in_tiles_of(size)
         if program.taken_bytes <= budget:
             return program
         in_vain = in_vain + 1 if program.taken_bytes >= before and isinstance(smallest, CannotTile) else 0
