@@ -2,13 +2,16 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
+from torch.nn import functional
 
 import effops
 from effops.measure import Pass, memory
 from effops.programs.tiles import function as planning
+from effops.text import parse_bytes
 
 
 def chain(scores, transitions):
@@ -124,3 +127,33 @@ def test_kept_tiles_are_computed_again_for_a_second_backward_pass(generator):
         torch.testing.assert_close(own, other)
     with torch.no_grad():
         torch.testing.assert_close(tiled(x, y), bells(x, y))
+
+
+def test_a_budget_that_is_named_suffices(generator):
+    """Short tiles of a cumulative sum leave more to the tiles behind them than longer ones take."""
+
+    def squares_so_far(x):
+        return (x[:, :, None] * x[:, None]).cumsum(0).square().sum((1, 2))
+
+    x = torch.randn(3000, 40, generator=generator)
+    refusal = effops.explain(effops.tiled(squares_so_far, budget="256 KiB"), x)
+    (named,) = re.findall(r"give at least ([\d.]+ \w+)", str(refusal))
+    tiled = effops.tiled(squares_so_far, budget=named)
+    torch.testing.assert_close(tiled(x), squares_so_far(x))
+    assert memory(Pass(tiled, (x,)), warmup=0).temporary_bytes <= parse_bytes(named, "") < 2**21
+
+
+def test_what_pytorch_takes_apart_is_cut(generator):
+    """PyTorch has this loss as one operator, which had no rule."""
+
+    def loss(a, b):
+        scores = a @ b.T
+        targets = (scores > 0).float()
+        return functional.binary_cross_entropy_with_logits(scores, targets, pos_weight=torch.tensor(2.0))
+
+    args = [torch.randn(size, 8, generator=generator).requires_grad_() for size in (700, 600)]
+    tiled = effops.tiled(loss, budget="512 KiB")
+    expected = torch.autograd.grad(loss(*args), args)
+    for own, other in zip(torch.autograd.grad(tiled(*args), args), expected):
+        torch.testing.assert_close(own, other)
+    assert effops.explain(tiled, *args).loops

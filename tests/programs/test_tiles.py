@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import metrics
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils._device import DeviceContext
 from torch.utils.flop_counter import FlopCounterMode
@@ -508,6 +509,11 @@ def test_where_a_call_is_refused(generator):
     leaf = x.requires_grad_()
     with pytest.raises(NotImplementedError, match="create_graph"):
         torch.autograd.grad(tiled(leaf, y).sum(), leaf, create_graph=True)
+    out = tiled(leaf, y)
+    with pytest.raises(NotImplementedError, match=r"got a batch of them.*call it once for each"):
+        torch.autograd.grad(out, leaf, torch.ones(3, *out.shape), is_grads_batched=True)
+    with forward_ad.dual_level(), pytest.raises(effops.CannotTile, match="forward mode"):
+        tiled(forward_ad.make_dual(x.detach(), torch.ones_like(x)), y)
 
 
 def test_modes_of_the_user_see_the_tiles(generator):

@@ -25,6 +25,7 @@ OPERATORS = [
     aten.alias_copy.default,
     aten.as_strided_copy.default,
     aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
     aten.block_diag.default,
     aten.channel_shuffle.default,
     aten.diag_embed.default,

@@ -33,6 +33,7 @@ from effops.pytorch import (
     _get_tracing_state,
     _len_torch_function_stack,
     _TorchDispatchModeKey,
+    forward_ad,
 )
 from effops.text import check_flags, parse_bytes, tells_wrong_arguments
 
@@ -199,6 +200,11 @@ def _why_not_here() -> tuple[str, str] | None:
         return "a call inside torch.compile is not cut", "call tiled outside, or leave it out"
     if _are_functorch_transforms_active():
         return "a call inside a transform of torch.func is not cut", "apply the transform inside of the function"
+    if forward_ad._current_level >= 0:
+        return (
+            "a call that is differentiated in forward mode is not cut",
+            "call the function without tiled, or use backward",
+        )
     if _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None or _get_tracing_state() is not None:
         return "a call that is traced is not cut", "trace the function without tiled"
     if eval_frame._stance.stance != "default":

@@ -36,7 +36,7 @@ from effops.programs.tiles.gradients import (
     unread,
 )
 from effops.programs.tiles.results import Results, part, shape_for, stretch_of
-from effops.pytorch import FakeTensor, _disable_current_modes
+from effops.pytorch import FakeTensor, _disable_current_modes, is_legacy_batchedtensor
 
 aten = torch.ops.aten
 Body = Callable[..., Sequence[Tensor]]
@@ -89,12 +89,12 @@ class Loop:
     @property
     def is_lean(self) -> bool:
         """Whether backward runs a graph of its own, without what gradients do not read."""
-        return self.nested is None and not self.compiles
+        return self.nested is None
 
     @property
     def summed(self) -> list[int]:
         """The inputs that all tiles read whole, to whose gradient products add theirs where it is summed up."""
-        return self._whole_factors if self.is_lean else []
+        return self._whole_factors if self.is_lean and not self.compiles else []
 
     @property
     def known(self) -> dict[Node, int]:
@@ -230,9 +230,9 @@ class Loop:
         known: Sequence[Tensor] = (),
     ) -> list[Tensor]:
         """What a tile finds, with a graph of what gradients read."""
-        summed = [sums[place] for place in self.summed]
+        given = [*parts, *[sums[place] for place in self.summed], *known]
         with torch.enable_grad():
-            return list(self.body(length, parts, wanted if self.is_lean else RESULTS)(*parts, *summed, *known))
+            return list(self.body(length, given, wanted if self.is_lean else RESULTS)(*given))
 
     def _leave(self, carried: list[Tensor], left: list[Tensor], tile: int) -> list[Tensor]:
         """Put what a tile carries to the next one into the memory for that of all tiles."""
@@ -325,8 +325,9 @@ class Loop:
             gradients.append(gradient)
         return outputs, gradients
 
-    def body(self, length: int, parts: Sequence[Tensor], wanted: Wanted = RESULTS) -> Body:
-        """What a tile of this length runs."""
+    def body(self, length: int, given: Sequence[Any], wanted: Wanted = RESULTS) -> Body:
+        """What a tile of this length runs on what it is given."""
+        parts = [one for one in given if isinstance(one, Tensor)]
         is_fake = any(isinstance(one, FakeTensor) for one in parts)
         compiles = self.compiles and self.nested is None and not self.drawing and not is_fake
         # What a tile reads whole may require gradients in the forward pass, too.
@@ -440,6 +441,11 @@ class Tiles(torch.autograd.Function):
             raise NotImplementedError(
                 "tiled: gradients must not be differentiated again; got create_graph=True; call the function without "
                 "tiled for that"
+            )
+        if any(is_legacy_batchedtensor(one) for one in upstream if one is not None):
+            raise NotImplementedError(
+                "tiled: backward must get one gradient; got a batch of them, as of is_grads_batched=True; call it once "
+                "for each"
             )
         loop, count = ctx.loop, len(ctx.loop.stage.inputs)
         gradients, ctx.gradients = ctx.gradients, None  # a second backward pass computes them again

@@ -199,26 +199,34 @@ def program_of(
     program = in_tiles_of(target)
     if program.taken_bytes <= budget:
         return program
-    smallest: Program | CannotTile
     try:
-        smallest = in_tiles_of(LEAST_TILE_BYTES)
+        smallest: Program | CannotTile = in_tiles_of(LEAST_TILE_BYTES)
     except CannotTile as refusal:  # larger ones may do, for which nodes that cannot be cut are small
         smallest = refusal
-    if isinstance(smallest, Program) and smallest.taken_bytes > budget:
-        raise CannotTile(
-            f"the budget must suffice for the smallest tiles; got {format_bytes(budget)}",
-            remedy=f"give at least {format_bytes(smallest.taken_bytes)}, which they take",
-        )
-    size, in_vain = target, 0  # halvings that brought nothing
-    while size > 2 * LEAST_TILE_BYTES and in_vain < 2:
-        size, before = size // 2, program.taken_bytes
-        program = in_tiles_of(size)
+    least_bytes = math.inf if isinstance(smallest, CannotTile) else smallest.taken_bytes
+    if budget < least_bytes <= program.taken_bytes:
+        raise _too_little(budget, least_bytes)
+    # What each tile leaves to the next one takes less in longer tiles.
+    factor = 2.0 if program.taken_bytes < least_bytes < math.inf else 0.5
+    size, in_vain = target * factor, 0  # sizes that brought nothing
+    while 2 * LEAST_TILE_BYTES <= size <= 2 * TILE_BYTES and (least_bytes <= budget or in_vain < 2):
+        before, program = program, in_tiles_of(int(size))
         if program.taken_bytes <= budget:
             return program
-        in_vain = in_vain + 1 if program.taken_bytes >= before and isinstance(smallest, CannotTile) else 0
+        in_vain += program.taken_bytes >= before.taken_bytes
+        least_bytes, size = min(least_bytes, program.taken_bytes), size * factor
     if isinstance(smallest, CannotTile):
         raise smallest
-    return smallest
+    if smallest.taken_bytes <= budget:
+        return smallest
+    raise _too_little(budget, int(least_bytes))
+
+
+def _too_little(budget: int, least_bytes: int) -> CannotTile:
+    return CannotTile(
+        f"the budget must suffice for the tiles; got {format_bytes(budget)}",
+        remedy=f"give at least {format_bytes(least_bytes)}, which they take",
+    )
 
 
 def with_less_again(program: Program, args: Sequence[Any], budget: int, as_it_is_bytes: int) -> Program:
