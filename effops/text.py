@@ -42,10 +42,13 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in justified)
 
 
-def format_bytes(count: float, digits: int = 1) -> str:
-    """A number of bytes for people: 33554432 -> '32.0 MiB'."""
+def format_bytes(count: float, digits: int = 1, *, rounds_up: bool = False) -> str:
+    """A number of bytes for people: 33554432 -> '32.0 MiB'. Where it `rounds_up`, the text is no fewer bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        text = f"{count:.{0 if unit == 'B' else digits}f}"
+        own_digits = 0 if unit == "B" else digits
+        if rounds_up:
+            count = math.ceil(count * 10**own_digits) / 10**own_digits
+        text = f"{count:.{own_digits}f}"
         if abs(float(text)) < 1024:
             return f"{text} {unit}"
         count /= 1024

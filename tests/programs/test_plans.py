@@ -129,18 +129,36 @@ def test_kept_tiles_are_computed_again_for_a_second_backward_pass(generator):
         torch.testing.assert_close(tiled(x, y), bells(x, y))
 
 
-def test_a_budget_that_is_named_suffices(generator):
-    """Short tiles of a cumulative sum leave more to the tiles behind them than longer ones take."""
+def squares_so_far(x):
+    """Short tiles leave more to the tiles behind them than longer ones take."""
+    return (x[:, :, None] * x[:, None]).cumsum(0).square().sum((1, 2))
 
-    def squares_so_far(x):
-        return (x[:, :, None] * x[:, None]).cumsum(0).square().sum((1, 2))
 
-    x = torch.randn(3000, 40, generator=generator)
-    refusal = effops.explain(effops.tiled(squares_so_far, budget="256 KiB"), x)
-    (named,) = re.findall(r"give at least ([\d.]+ \w+)", str(refusal))
-    tiled = effops.tiled(squares_so_far, budget=named)
-    torch.testing.assert_close(tiled(x), squares_so_far(x))
-    assert memory(Pass(tiled, (x,)), warmup=0).temporary_bytes <= parse_bytes(named, "") < 2**21
+def nearest_three(x):
+    return torch.cdist(x, x[:500]).sort(dim=1)[0][:, :3]
+
+
+@pytest.mark.parametrize("function", [squares_so_far, nearest_three])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_budget_that_is_named_suffices(function, is_trained, generator):
+    x = torch.randn(3000 if function is squares_so_far else 600, 40, generator=generator).requires_grad_(is_trained)
+
+    def both(function):
+        def run(x):
+            out = function(x)
+            return out, *(torch.autograd.grad(out.sum(), x) if is_trained else ())
+
+        return run
+
+    for budget in ("256 KiB", "512 KiB", "1 MiB"):
+        refusal = effops.explain(effops.tiled(function, budget=budget), x)
+        if isinstance(refusal, effops.CannotTile):
+            (named,) = re.findall(r"give at least ([\d.]+ \w+)", str(refusal))
+            tiled = effops.tiled(function, budget=named)
+            for own, other in zip(both(tiled)(x), both(function)(x), strict=True):
+                assert (own - other).abs().max() <= 1e-4 * other.abs().max()
+            taken = memory(Pass(both(tiled), (x,)), warmup=0).temporary_bytes
+            assert taken <= parse_bytes(named, "") + 4 * x.shape[0] * is_trained < 2**22  # and the sum's gradient
 
 
 def test_what_pytorch_takes_apart_is_cut(generator):

@@ -510,9 +510,11 @@ def test_where_a_call_is_refused(generator):
     with pytest.raises(NotImplementedError, match="create_graph"):
         torch.autograd.grad(tiled(leaf, y).sum(), leaf, create_graph=True)
     out = tiled(leaf, y)
-    with pytest.raises(NotImplementedError, match=r"got a batch of them.*call it once for each"):
-        torch.autograd.grad(out, leaf, torch.ones(3, *out.shape), is_grads_batched=True)
-    with forward_ad.dual_level(), pytest.raises(effops.CannotTile, match="forward mode"):
+    with pytest.raises(NotImplementedError, match=r"got a batch, as.*call it once for each"):
+        torch.autograd.grad(out, leaf, torch.ones(3, *out.shape), retain_graph=True, is_grads_batched=True)
+    with pytest.raises(NotImplementedError, match="got a batch"):
+        torch.vmap(lambda dout: torch.autograd.grad(out, leaf, dout, retain_graph=True))(torch.ones(3, *out.shape))
+    with forward_ad.dual_level(), pytest.raises(effops.CannotTile, match="forward-mode"):
         tiled(forward_ad.make_dual(x.detach(), torch.ones_like(x)), y)
 
 

@@ -19,6 +19,7 @@ from effops.programs.tiles.traced import lines_of
 
 LENGTHS = (7, 5, 3)  # of the part, cut into three tiles
 LARGEST = 2**21  # bytes of the part's intermediates
+FINEST = 2.0**-36  # what is told apart of float64: its exact results have the roundings of the whole
 WORSE = 4  # times the error of the whole that tiles may have
 
 
@@ -102,7 +103,7 @@ def _compare(
     same = torch.equal(patterns[0], patterns[1]) or torch.equal(patterns[0], patterns[2])
     known = patterns[0] & patterns[1] & patterns[2] & rounded.isfinite()
     error, *of_whole = (_largest((one.to(torch.float64) - right)[known]) for one in (own, other, rounded))
-    rounding = torch.finfo(own.dtype).eps * math.sqrt(loop.whole) * _largest(right[known])
+    rounding = max(FINEST, torch.finfo(own.dtype).eps) * math.sqrt(loop.whole) * _largest(right[known])
     if not same or not error <= WORSE * (max(of_whole) + rounding):
         _raise(loop, _name(loop, number), f"an error of {error:.3g}", f"one of {max(of_whole):.3g}")
 

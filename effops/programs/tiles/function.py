@@ -202,7 +202,7 @@ def _why_not_here() -> tuple[str, str] | None:
         return "a call inside a transform of torch.func is not cut", "apply the transform inside of the function"
     if forward_ad._current_level >= 0:
         return (
-            "a call that is differentiated in forward mode is not cut",
+            "a call under forward-mode differentiation is not cut",
             "call the function without tiled, or use backward",
         )
     if _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None or _get_tracing_state() is not None:

@@ -36,7 +36,7 @@ from effops.programs.tiles.gradients import (
     unread,
 )
 from effops.programs.tiles.results import Results, part, shape_for, stretch_of
-from effops.pytorch import FakeTensor, _disable_current_modes, is_legacy_batchedtensor
+from effops.pytorch import FakeTensor, _disable_current_modes, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 aten = torch.ops.aten
 Body = Callable[..., Sequence[Tensor]]
@@ -442,10 +442,10 @@ class Tiles(torch.autograd.Function):
                 "tiled: gradients must not be differentiated again; got create_graph=True; call the function without "
                 "tiled for that"
             )
-        if any(is_legacy_batchedtensor(one) for one in upstream if one is not None):
+        given = [one for one in upstream if one is not None]
+        if any(is_legacy_batchedtensor(one) or is_functorch_wrapped_tensor(one) for one in given):
             raise NotImplementedError(
-                "tiled: backward must get one gradient; got a batch of them, as of is_grads_batched=True; call it once "
-                "for each"
+                "tiled: backward must get one gradient; got a batch, as of is_grads_batched=True; call it once for each"
             )
         loop, count = ctx.loop, len(ctx.loop.stage.inputs)
         gradients, ctx.gradients = ctx.gradients, None  # a second backward pass computes them again

@@ -167,16 +167,18 @@ def program_of(
     refuse_randomness(graph)
     if depth:
         return _program(graph, budget, budget, budget, backward=backward, compiles=compiles, depth=depth)
-    least = max(LEAST_TILE_BYTES, min(TILE_BYTES, budget // 4))  # of nodes that are cut
+    # Sizes are powers of two, so that a larger budget tries those of a smaller one again.
+    least = 2 ** int(math.log2(max(LEAST_TILE_BYTES, min(TILE_BYTES, budget // 4))))  # of nodes that are cut
     # What is compiled makes few nodes beside products: the cache holds longer tiles, whose calls take less time.
-    target, most = max(least, budget // 2) if compiles else least, budget * 3 // 4
+    target = max(least, budget // 2) if compiles else least
+    most = 3 * target if target < TILE_BYTES else max(target, budget * 3 // 4)
 
     inputs = (node for node in graph.graph.nodes if node.op == "placeholder")
     leaves = [node for node, one in zip(inputs, args) if backward and isinstance(one, Tensor) and one.requires_grad]
 
     def in_tiles_of(size: int) -> Program:
         """A program whose tiles take at most `size`: it keeps the budget, or takes little."""
-        least_of_size, found = min(least, size), list[Program]()
+        least_of_size, found = min(least, size) if compiles else size, list[Program]()
         # Gradients that forward computes may be too many to be kept. Many small nodes may be what takes the budget:
         # they are cut before tiles become smaller.
         for threshold, ends in ((least_of_size, True), (least_of_size, False), (least_of_size // 4, True)):
@@ -204,28 +206,29 @@ def program_of(
     except CannotTile as refusal:  # larger ones may do, for which nodes that cannot be cut are small
         smallest = refusal
     least_bytes = math.inf if isinstance(smallest, CannotTile) else smallest.taken_bytes
-    if budget < least_bytes <= program.taken_bytes:
-        raise _too_little(budget, least_bytes)
-    # What each tile leaves to the next one takes less in longer tiles.
-    factor = 2.0 if program.taken_bytes < least_bytes < math.inf else 0.5
-    size, in_vain = target * factor, 0  # sizes that brought nothing
-    while 2 * LEAST_TILE_BYTES <= size <= 2 * TILE_BYTES and (least_bytes <= budget or in_vain < 2):
-        before, program = program, in_tiles_of(int(size))
-        if program.taken_bytes <= budget:
-            return program
-        in_vain += program.taken_bytes >= before.taken_bytes
-        least_bytes, size = min(least_bytes, program.taken_bytes), size * factor
+    least_bytes, suffices = min(least_bytes, program.taken_bytes), least_bytes <= budget
+    # Smaller ones may do where the smallest are refused, and longer ones where each leaves something to the next one.
+    leaves_rows = any(loop.carrying for loop in program.loops)
+    factors = [0.5] * (suffices or leaves_rows or isinstance(smallest, CannotTile)) + [2.0] * leaves_rows
+    for factor in factors:
+        size, in_vain, before = target * factor, 0, program.taken_bytes
+        while 2 * LEAST_TILE_BYTES <= size <= TILE_BYTES and (suffices or in_vain < 2):
+            other = in_tiles_of(int(size))
+            if other.taken_bytes <= budget:
+                return other
+            in_vain, before = in_vain + (other.taken_bytes >= before), other.taken_bytes
+            least_bytes, size = min(least_bytes, other.taken_bytes), size * factor
     if isinstance(smallest, CannotTile):
         raise smallest
-    if smallest.taken_bytes <= budget:
+    if suffices:
         return smallest
-    raise _too_little(budget, int(least_bytes))
+    raise _too_little(budget, least_bytes)
 
 
 def _too_little(budget: int, least_bytes: int) -> CannotTile:
     return CannotTile(
         f"the budget must suffice for the tiles; got {format_bytes(budget)}",
-        remedy=f"give at least {format_bytes(least_bytes)}, which they take",
+        remedy=f"give at least {format_bytes(least_bytes, rounds_up=True)}, which they take",
     )
 
 
