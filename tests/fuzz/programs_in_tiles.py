@@ -133,8 +133,11 @@ class SumsMoved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        is_sum = func.overloadpacket in SUMS and isinstance(found, torch.Tensor) and found.is_floating_point()
-        return moved(found, self.generator) if is_sum else found
+        if func.overloadpacket not in SUMS or not isinstance(found, torch.Tensor) or not found.is_floating_point():
+            return found
+        # Terms cancel: a sum, or a variance, that should be 0 is as far from it as its terms have roundings.
+        terms = args[0].detach().abs().amax() ** (2 if func.overloadpacket is aten.var else 1)
+        return found + terms * (moved(torch.ones_like(found), self.generator) - 1)
 
 
 def close(found, expected, about):

@@ -17,6 +17,7 @@ OPERATORS = [
     aten._chunk_cat.default,
     aten._fused_rms_norm.default,
     aten._prelu_kernel.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._softmax_backward_data.default,
     aten._unsafe_index.Tensor,
     aten._unsafe_masked_index.default,
