@@ -222,7 +222,7 @@ def program_of(
         raise smallest
     if suffices:
         return smallest
-    raise _too_little(budget, least_bytes)
+    raise _too_little(budget, int(least_bytes))
 
 
 def _too_little(budget: int, least_bytes: int) -> CannotTile:
