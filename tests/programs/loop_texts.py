@@ -22,7 +22,7 @@ class Text(NamedTuple):
 
 TEXTS = [
     Text(
-        "the last tile is left out", loops.Loop, "tiles", "0, self.whole,", "0, self.whole - length,", ("place", "all")
+        "the last tile is left out", loops.Loop, "tiles", "0, end, length", "0, end - length, length", ("place", "all")
     ),
     Text(
         "the offset of numbers",
