@@ -32,6 +32,7 @@ CORPUS = AMD.with_name("amd-epyc-1-thread") / "corpus-2026-11-26.json"
 TILES = AMD / "tiles-2026-11-27.json"
 LARGE_TILES = AMD / "tiles-of-gigabytes-2026-11-27.json"
 HEAD_IN_TILES = AMD / "head-in-tiles-2026-11-27.json"
+BESIDE = [AMD / f"mixture-{load}-2026-11-27.json" for load in ("alone", "beside-processes", "beside-thread")]
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
 MEASURES = ("temporary memory", "time", "times faster than naive", "error / budget")
@@ -141,6 +142,25 @@ def ratios() -> str:
     first, *others = RATIOS
     links = "\n".join((measured_on(first).removesuffix("."), *(link(result, DOCS) for result in others)))
     return f"{table(('op', 'forward', 'forward and backward'), lines)}\n\n{links}."
+
+
+def beside() -> str:
+    """A line for each load, number of threads and pass of the mixture: milliseconds of its variants."""
+    lines = []
+    for result in BESIDE:
+        load = content(result)["header"].get("beside", "nothing")
+        for row in content(result)["rows"]:
+            if row["subject"] == "auto":
+                chunked = next(
+                    one["time_ms"]
+                    for one in content(result)["rows"]
+                    if one["subject"] == "chunked" and all(one[key] == row[key] for key in ("threads", "pass"))
+                )
+                times = (row["time_ms"], chunked, row["peers_ms"].get("compile"))
+                lines.append((load, str(row["threads"]), row["pass"], *(f"{ms:.0f} ms" if ms else "-" for ms in times)))
+    titles = "beside", "threads", "pass", "`cpp`", "`chunked`", "`compile`"
+    links = "\n".join((measured_on(BESIDE[0]).removesuffix("."), *(link(result, DOCS) for result in BESIDE[1:])))
+    return f"{table(titles, lines)}\n\n{links}."
 
 
 def mixture_memory() -> str:
@@ -322,6 +342,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "training": training,
     "mixture_memory": mixture_memory,
     "ratios": ratios,
+    "beside": beside,
     "all_ops": partial(comparison, ALL_OPS),
     "causal_8192": partial(comparison, AMD / "attention-2026-11-22.json"),
     "causal_4096": partial(comparison, AMD / "attention-head-2026-11-22.json"),

@@ -16,7 +16,7 @@ def test_every_folder_of_modules_is_a_package_of_the_wheel(monkeypatch):
     """A folder that setup.py or its own __init__.py leaves out is missing from the wheel, not from the checkout."""
     setuptools = pytest.importorskip("setuptools")
     named = []
-    monkeypatch.setattr(setuptools, "setup", lambda packages: named.extend(packages))
+    monkeypatch.setattr(setuptools, "setup", lambda packages, **others: named.extend(packages))
     monkeypatch.chdir(ROOT)
     runpy.run_path("setup.py")
     folders = {

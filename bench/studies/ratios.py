@@ -5,7 +5,7 @@ python bench/studies/ratios.py --json FILE
 A line is one call: the time of the automatic choice, its best peer, the ratio of the two, and the ratio of the
 automatic choice to itself, which tells how exact the ratios of this run are. The default sizes come first, and then
 each other case in one dtype and with one number of threads, by turns. What would begin after --minutes is left out, and
-the file tells what. It is written after every call.
+the file tells what. It is written after every call. `--beside` measures beside a load.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch
 from parts.arguments import file_to_write
 from parts.comparison import contenders_of, shortage
 from parts.expected import Workload
+from parts.load import beside, load
 from parts.peers import PEERS
 from parts.report import header, heading, write_json
 from parts.timeleft import TimeLeft, live_line
@@ -137,11 +138,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = list(chosen_steps(options))
     rows: list[Row] = []
     head = header(CPU, measure.copy_bandwidth_gbps(CPU))
+    if options.beside:
+        head["beside"] = options.beside
     console.print(heading(head, console.width))
     console.print(LINE.format(*TITLES))
     bench = Bench(options.repeats, options.budget)
     left = TimeLeft([SECONDS_PER_STEP] * len(steps))
-    with live_line(console) as progress:
+    with live_line(console) as progress, beside(options.beside):
         for number, step in enumerate(steps):
             if time.perf_counter() > end:
                 head["left_out"] = [str(one) for one in steps[number:]]
@@ -164,6 +167,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", action="append", metavar="CASE", help="a case, or several, as in the table")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: both")
     parser.add_argument("--threads", action="append", type=int, help="default: all cores, and one")
+    parser.add_argument("--beside", type=load, metavar="LOAD", help="processes:N that compute, or a thread that counts")
     parser.add_argument("--quick", action="store_true", help="default sizes in float32 on all cores")
     parser.add_argument("--minutes", type=float, default=28, help="begin nothing after so many, 28")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="timed runs, 15; fewer if slow")

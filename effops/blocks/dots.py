@@ -45,9 +45,14 @@ class DotMap:
     """The functions phi and normaliser of a score, and their derivatives: phi(t) = t, and no normaliser.
 
     Their argument is t = intercept + slope <x, loc>, which costs a matrix product nothing. Subclasses have others.
+
+    Attributes:
+        native: the name of phi among the maps in C++; empty if there is none
+        settings: the argument below which phi is constant, and below which it is NaN
     """
 
     intercept, slope = 0.0, 1.0
+    native, settings = "", (-math.inf, -math.inf)
 
     def value_(self, t: Tensor) -> None:
         """Overwrite the arguments t of a block with phi."""
@@ -136,7 +141,7 @@ def are_matrices(view: Tensor, batch: int, rows: int) -> bool:
     The axes of each role must collapse into one. The matrices must have a unit stride and must not overlap.
     """
     roles = (0, batch), (batch, batch + rows), (batch + rows, view.ndim)
-    which, matrix_rows, matrix_columns = (_collapse(view, range(*role)) for role in roles)
+    which, matrix_rows, matrix_columns = (collapse(view, range(*role)) for role in roles)
     if which is None or matrix_rows is None or matrix_columns is None:
         return False
     (height, row_stride), (width, column_stride) = matrix_rows, matrix_columns
@@ -145,7 +150,7 @@ def are_matrices(view: Tensor, batch: int, rows: int) -> bool:
     return by_rows or by_columns
 
 
-def _collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
+def collapse(view: Tensor, axes: range) -> tuple[int, int] | None:
     """The size and stride of some axes of a view as one axis, or None if they do not collapse into one."""
     size = stride = 1
     for axis in reversed(axes):

@@ -19,11 +19,12 @@ from effops.commands.speed import LEAST_GAIN, OpSpeed, speed_of
 from effops.dispatch.choice import choose
 from effops.dispatch.devices import never_run_on
 from effops.dispatch.op import Op, find_op
-from effops.dispatch.requirements import requires_inductor, requires_triton
+from effops.dispatch.requirements import library_description, requires_inductor, requires_triton
 from effops.measure import available_bytes, device_model, upstream_gradient
 from effops.reference import error_ratio, gradient_error_ratio, reference_of, tried_ops
 from effops.text import counted, format_bytes
 
+TURNS = 3  # lines that the names of variants take by turns
 SIGNS = {"ok": "ok", "failed": "FAIL", "unavailable": "-", "unchecked": "runs"}
 
 
@@ -162,6 +163,7 @@ def versions() -> dict[str, str | None]:
         "effops": effops.__version__,
         "torch": torch.__version__,
         "triton": str(triton.__version__) if triton else f"cannot be imported: {obstacle}",
+        "C++ library": library_description(),
         "opt_einsum": f"{importlib.metadata.version('opt_einsum')}; torch.einsum of three operands takes its paths too",
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -319,14 +321,14 @@ def _starred(found_ms: Mapping[str, float], automatic: str) -> dict[str, str]:
 
 
 def _matrix(rows: Iterable[Row]) -> Iterator[tuple[str, str | None]]:
-    """Lines and styles: ops by variants, whose names take turns on two lines, so that all fit 80 columns."""
+    """Lines and styles: ops by variants, whose names take turns on some lines, so that all fit 80 columns."""
     rows = list(rows)
     names = list(dict.fromkeys(name for _, cells, _ in rows for name in cells))
     first = max((len(op) for op, _, _ in rows), default=0)
     longest = max((len(cell) for _, cells, _ in rows for cell in cells.values()), default=0)
-    width = max(1 + longest, (2 + max(map(len, names), default=0)) // 2)  # a name may take two columns
-    for turn in (0, 1):
-        header = "".join(name.ljust(2 * width) for name in names[turn::2])
+    width = max(1 + longest, 1 + max(map(len, names), default=0) // TURNS)  # a name may take some columns
+    for turn in range(TURNS):
+        header = "".join(name.ljust(TURNS * width) for name in names[turn::TURNS])
         yield (" " * (first + 1 + turn * width) + header).rstrip(), None
     for op, cells, style in rows:
         line = "".join(cells.get(name, "").ljust(width) for name in names)

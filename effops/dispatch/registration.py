@@ -9,7 +9,7 @@ from torch import Tensor
 
 from effops.dispatch.custom_op import CustomOp, is_subclassed, requires_grad
 from effops.dispatch.op import Call, Cost, Op, Requirement, Variant, anywhere, untold
-from effops.dispatch.requirements import kernels_error, on_cuda, requires_triton
+from effops.dispatch.requirements import kernels_error, library_error, on_cuda, requires_cpp, requires_triton
 from effops.prediction.inside import predict_bytes
 
 
@@ -48,13 +48,34 @@ def add_kernels(
     A launch on fake tensors allocates its workspace and does not run. Nothing is predicted where the kernels cannot be
     imported, or do not take operands of this layout.
     """
-    predict = cost or functools.partial(allocated, op, custom)
-
-    def cost_if_launched(call: Any) -> Cost | None:
-        return None if kernels_error() or any(requirement(call) for requirement in requires) else predict(call)
-
+    predict = _unless(kernels_error, requires, cost or functools.partial(allocated, op, custom))
     requirements = [requires_triton, *requires]
-    add_custom_op(op, custom, variant, cost=cost_if_launched, requires=requirements, automatic=on_cuda, **options)
+    add_custom_op(op, custom, variant, cost=predict, requires=requirements, automatic=on_cuda, **options)
+
+
+def add_native(
+    op: Op,
+    custom: CustomOp,
+    variant: str = "cpp",
+    *,
+    cost: Callable[[Any], Cost] | None = None,
+    requires: Sequence[Requirement] = (),
+    **options: Any,
+) -> None:
+    """Register an operator made of C++ kernels, as `add_kernels` does. The automatic choice takes it on a CPU."""
+    predict = _unless(library_error, requires, cost or functools.partial(allocated, op, custom))
+    add_custom_op(op, custom, variant, cost=predict, requires=[requires_cpp, *requires], **options)
+
+
+def _unless(
+    error: Callable[[], str], requires: Sequence[Requirement], predict: Callable[[Any], Cost]
+) -> Callable[[Any], Cost | None]:
+    """What a call needs, where kernels can be run and take it."""
+
+    def cost(call: Any) -> Cost | None:
+        return None if error() or any(requirement(call) for requirement in requires) else predict(call)
+
+    return cost
 
 
 def allocated(op: Op, custom: CustomOp, call: Call) -> Cost:

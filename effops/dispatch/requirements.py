@@ -57,6 +57,35 @@ def requires_triton(call: Call) -> str:
     return f"needs effops.kernels, which cannot be imported: {error}" if error else ""
 
 
+def requires_cpp(call: Call) -> str:
+    if call.device.type != "cpu":
+        return f"needs CPU tensors, got {call.device.type}"
+    if is_compiling():
+        return "cannot be traced by torch.compile: call it outside of the compiled function"
+    error = library_error()
+    return f"needs the C++ library of effops, which {error}" if error else ""
+
+
+@functools.cache
+def library_error() -> str:
+    """Why the C++ kernels cannot be loaded; empty if they can."""
+    error = _import_error("effops.kernels.library")
+    if error:
+        return f"cannot be imported: {error}"
+    from effops.kernels import library
+
+    return library.obstacle()
+
+
+def library_description() -> str:
+    """Which C++ library is loaded, and what built it; or why none is."""
+    if library_error():
+        return f"none: it {library_error()}"
+    from effops.kernels import library
+
+    return library.description()
+
+
 def kernels_error() -> str:
     """Why the Triton kernels cannot be imported; empty if they can."""
     return _import_error("effops.kernels.pairs")

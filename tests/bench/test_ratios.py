@@ -2,8 +2,11 @@
 
 import importlib
 import json
+import subprocess
+import threading
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -76,3 +79,31 @@ def test_what_comes_too_late_is_told(ratios: ModuleType, tmp_path: Path) -> None
     ratios.main(["--op", "broadcast_dot", "--quick", "--minutes", "0", "--json", str(path)])
     content = json.loads(path.read_text())
     assert (len(content["header"]["left_out"]), content["rows"]) == (1, [])
+
+
+def test_a_load_begins_and_ends(ratios: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("parts.load")
+    begun: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            begun.append(self)
+
+    monkeypatch.setattr(module.subprocess, "Popen", Popen)
+    with module.beside("processes:1"):
+        assert [process.poll() for process in begun] == [None]
+    assert all(process.poll() is not None for process in begun)
+    threads = threading.active_count()
+    with module.beside("thread"):
+        assert threading.active_count() == threads + 1
+    assert threading.active_count() == threads
+    with module.beside(None):
+        assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("text", ["processes", "processes:0", "processes:two", "threads", ""])
+def test_a_load_that_is_none_is_refused(text: str, ratios: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ratios.main(["--beside", text])
+    assert "expected thread, or processes:N" in capsys.readouterr().err

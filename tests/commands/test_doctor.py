@@ -118,7 +118,7 @@ def test_right_variants_pass(doctor: Doctor, capsys: pytest.CaptureFixture[str])
     code, content = doctor()
     printed = capsys.readouterr()
     assert (code, content["passes"], printed.err) == (0, True, PROGRESS)
-    named = {"effops", "torch", "triton", "opt_einsum", "python", "system", "cuda", "rocm", "driver"}
+    named = {"effops", "torch", "triton", "C++ library", "opt_einsum", "python", "system", "cuda", "rocm", "driver"}
     assert named == content["versions"].keys()
     assert f"torch: {torch.__version__}" in printed.out
     (cpu,) = content["devices"]

@@ -132,6 +132,10 @@ class Density(Protocol):
     def forms(self) -> Mapping[str, Form]:
         """The scores by PyTorch operations: naive and, where it differs, einsum."""
 
+    @property
+    def native(self) -> Callable[[DensityCall], DotMap] | None:
+        """The map of the dot products of a call, if there is a C++ kernel of its mixtures."""
+
     def normaliser(self, scale: Tensor, dimension: int, /) -> Tensor:
         """A differentiable function of a float64 scale and the dimension: the part that depends on these alone."""
 

@@ -33,6 +33,7 @@ class Directional:
         normaliser: W, a function of a float64 scale and the dimension
         map: makes the `DotMap` of phi and W from the dimension, `floor` and `tolerance`
         kernel: the module of `effops.kernels` whose MAP has phi and W as Triton functions
+        is_native: whether the map has one in C++
         singular: whether phi is singular at t = 1 + <loc, x> = 0
         compiled_bytes_per_scale: as of every `Density`
     """
@@ -45,6 +46,7 @@ class Directional:
     kernel: str
     singular: bool
     compiled_bytes_per_scale: int
+    is_native: bool = False
     scale_dims: int = 0
     smallest: int = 2
 
@@ -94,6 +96,10 @@ class Directional:
                     "reorder the arguments, or give them by name"
                 )
         return remedy
+
+    @property
+    def native(self) -> Callable[[DensityCall], DotMap] | None:
+        return self.map_of if self.is_native else None
 
     def map_of(self, call: DensityCall) -> DotMap:
         return self.map(call.dimension, self.floor(call.arithmetic), self.tolerance(call))

@@ -17,6 +17,7 @@ from effops.dispatch.registration import add_custom_op, add_kernels
 from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import triton
 from effops.ops.densities.density import Density, DensityCall, Form, Wanted, plan_of, prepare
+from effops.ops.densities.layout import Layout
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
 
@@ -56,7 +57,7 @@ class LogProb:
         return DensityCall(loc, scale, x, plan_of(self.density, loc, scale, x), dtype)
 
     def requires_layout(self, call: DensityCall) -> str:
-        return triton.Layout.of_pairs(call.plan).obstacle(call.scale, self.density.scale_dims)
+        return Layout.of_pairs(call.plan).obstacle(call.scale, self.density.scale_dims)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:
         """The op as a form computes it: a function of the tensors of a call and of its `settings`."""
@@ -98,9 +99,9 @@ def tensor_dims(density: Density) -> dict[str, int]:
     return {"loc": 1, density.scale_name: density.scale_dims, "x": 1}
 
 
-def preference(density: Density) -> tuple[str, ...]:
+def preference(density: Density, *, is_native: bool = False) -> tuple[str, ...]:
     """The names of the variants, from the best on."""
-    everywhere = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
+    everywhere = ("triton", *["cpp"] * is_native, "chunked", "compile", "einsum", "torchscript", "naive")
     return tuple(name for name in everywhere if name != "einsum" or name in density.forms)
 
 

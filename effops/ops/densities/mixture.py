@@ -20,6 +20,7 @@ from torch import Tensor
 from effops.blocks import limits
 from effops.blocks import logsumexp as logsumexp_blocks
 from effops.blocks.cutting import broadcast_slice, fit, visited_pieces, whole
+from effops.blocks.dots import DotMap
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.weighted import Weighted
@@ -27,12 +28,13 @@ from effops.dispatch.arguments import check_devices, check_operand, check_order,
 from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
-from effops.dispatch.registration import add_custom_op, add_kernels, allocated, predicted
+from effops.dispatch.registration import add_custom_op, add_kernels, add_native, allocated, predicted
 from effops.dispatch.validation import Condition, below_infinity
 from effops.numerics.precision import autocast_enabled, promote
 from effops.numerics.shapes import do_broadcast
-from effops.ops.densities import triton
+from effops.ops.densities import cpp, triton
 from effops.ops.densities.density import Density, DensityCall, Form, plan_of, validated
+from effops.ops.densities.layout import Groups, Layout, component_groups
 from effops.ops.densities.log_prob import compiled_bytes, preference, scores, tensor_dims
 
 SUM_TOLERANCE = 0.01  # of numbers that are taken for weights if their sum is 1
@@ -76,6 +78,12 @@ class MixtureCall(DensityCall):
     @property
     def shape(self) -> Shape:
         return self.plan.without(self.axis).shape
+
+
+MapOf = Callable[[DensityCall], DotMap]
+WithoutStatistics = Callable[
+    [CustomOp, MixtureCall], Tensor
+]  # the result by an operator that holds no, or few, of them
 
 
 def statistics(values: Tensor, log_weights: Tensor, dim: int) -> Tensor:
@@ -148,15 +156,26 @@ class Mixture:
         self.op = Op(
             name,
             prepare=functools.partial(prepare_mixture, density, name),
-            preference=preference(density),
+            preference=preference(density, is_native=density.native is not None),
             core_dims={"log_weights": 0, **tensor_dims(density)},
             logsumexp=lambda call: call.axis,
             conditions=self.conditions,
         )
         compiled = functools.partial(compiled_bytes, density, reduced=True)
         add_forms(self.op, density.forms, self.composed, self.settings, compiled)
-        self._add(add_custom_op, "chunked", self.forward, self.backward)
-        self._add(add_kernels, "triton", self.triton_forward, self.triton_backward, requires=[self.requires_layout])
+        self._add(add_custom_op, "chunked", self.forward, self.backward, self._by_slabs)
+        requires = [self.requires_layout]
+        self._add(add_kernels, "triton", self.triton_forward, self.triton_backward, self._by_slabs, requires=requires)
+        if density.native is not None:
+            self._add(
+                add_native,
+                "cpp",
+                functools.partial(self.native_forward, density.native),
+                functools.partial(self.native_backward, density.native),
+                functools.partial(self.native, density.native),
+                by_example=True,  # in a batch scales may vary along points, as `requires_native` rules out
+                requires=[self.requires_native],
+            )
 
     def _add(
         self,
@@ -164,6 +183,9 @@ class Mixture:
         variant: str,
         forward: Callable[..., Tensor],
         backward: Callable[..., Gradients],
+        without_statistics: WithoutStatistics,
+        *,
+        by_example: bool = False,
         **options: Any,
     ) -> None:
         best = self.composed(best_form(self.density.forms))
@@ -181,8 +203,9 @@ class Mixture:
             empty=self.empty,
             core_dims=tuple(self.op.core_dims.values()),
             saves_result=True,
+            by_example=lambda arguments: by_example,
         )
-        run, cost = functools.partial(self.run, custom), functools.partial(self.cost, custom)
+        run, cost = (functools.partial(one, custom, without_statistics) for one in (self.run, self.cost))
         add(self.op, custom, variant, run=run, cost=cost, **options)
 
     def split(self, arguments: Sequence[Any]) -> MixtureCall:
@@ -222,8 +245,15 @@ class Mixture:
     def requires_layout(self, call: MixtureCall) -> str:
         if call.axis in call.plan.batch:
             return "needs components along an axis of x or of loc; here both vary along it"
-        layout = triton.Layout(call.plan, triton.component_groups(call.plan, call.axis))
+        layout = Layout(call.plan, component_groups(call.plan, call.axis))
         return layout.obstacle(call.scale, self.density.scale_dims)
+
+    def requires_native(self, call: MixtureCall) -> str:
+        if any(tensor.dtype != torch.float32 for tensor in call.tensors):
+            return "needs float32"
+        if call.axis in call.plan.batch:
+            return "needs components along an axis of x or of loc; here both vary along it"
+        return cpp.obstacle(Groups(call.reduction, call.loc, call.x), call.log_weights, call.scale)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:
         """The statistics as a form computes them: a function of the tensors of a call and of its `settings`."""
@@ -244,16 +274,16 @@ class Mixture:
         """Uninitialised statistics."""
         return call.reduction.empty(call.x, call.arithmetic)
 
-    def run(self, custom: CustomOp, call: MixtureCall) -> Tensor:
+    def run(self, custom: CustomOp, without_statistics: WithoutStatistics, call: MixtureCall) -> Tensor:
         """The result. All statistics are kept at once where backward needs them, or where there are few."""
         if self._keeps_statistics(call) or not is_plain(call.tensors):
             return self.op.finish(call, custom(call))
-        return self._by_slabs(custom, call)
+        return without_statistics(custom, call)
 
-    def cost(self, custom: CustomOp, call: MixtureCall) -> Cost:
+    def cost(self, custom: CustomOp, without_statistics: WithoutStatistics, call: MixtureCall) -> Cost:
         if self._keeps_statistics(call):
             return allocated(self.op, custom, call)
-        return predicted(self.split, call, torch.no_grad()(functools.partial(self._by_slabs, custom)))
+        return predicted(self.split, call, torch.no_grad()(functools.partial(without_statistics, custom)))
 
     def _keeps_statistics(self, call: MixtureCall) -> bool:
         return requires_grad(call.tensors) or math.prod(call.shape) <= limits.STATISTICS_SLAB
@@ -289,6 +319,19 @@ class Mixture:
     def triton_backward(self, dout: Tensor, call: MixtureCall, wanted: Sequence[bool], result: Tensor) -> Gradients:
         return triton.backward_logsumexp(
             self.density.kernels(call), call.reduction, call.log_weights, call, result, dout[..., 1], wanted
+        )
+
+    def native(self, map_of: MapOf, custom: CustomOp, call: MixtureCall) -> Tensor:
+        return cpp.logsumexp(map_of(call), call.reduction, call.log_weights, call)
+
+    def native_forward(self, map_of: MapOf, call: MixtureCall) -> Tensor:
+        return cpp.forward_logsumexp(map_of(call), call.reduction, call.log_weights, call)
+
+    def native_backward(
+        self, map_of: MapOf, dout: Tensor, call: MixtureCall, wanted: Sequence[bool], result: Tensor
+    ) -> Gradients:
+        return cpp.backward_logsumexp(
+            map_of(call), call.reduction, call.log_weights, call, result, dout[..., 1], wanted
         )
 
 

@@ -38,6 +38,7 @@ class Normal:
     scale_name = "scale"
     scale_dims = 1
     smallest = 0
+    native = None
     compiled_bytes_per_scale = 8
     forms: Mapping[str, Form] = MappingProxyType({"naive": _naive})
 

@@ -48,10 +48,12 @@ class HalfLog(DotMap):
     """phi(t) = log t, t = (1 + <loc, x>) / 2, and the PowerSpherical normaliser."""
 
     intercept = slope = 0.5
+    native = "power_spherical"
 
     def __init__(self, dimension: int, floor: float, tolerance: float) -> None:
         self.dimension = dimension
         self.floor, self.least = 0.5 * floor, -0.5 * tolerance
+        self.settings = self.floor, self.least
         self.below_floor = self.floor * (1 - 2 * self.floor)  # the number before it, as it is half a unit roundoff
 
     def value_(self, t: Tensor) -> None:
@@ -119,6 +121,7 @@ density = Directional(
     normaliser=_normaliser,
     map=HalfLog,
     kernel="power_spherical",
+    is_native=True,
     singular=True,
     compiled_bytes_per_scale=40,
 )
@@ -195,11 +198,11 @@ def power_spherical_mixture_log_prob(
         The log densities, of that shape without `dim`; it may be a permuted view. The dtype is the promotion of the
         inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    For backward, variants chunked and triton save the four inputs, and two numbers for each result in the dtype of the
-    arithmetic. Without a component, or if all weights are 0, the result is -inf and its gradients are 0. If it is -inf
-    because the density of each component overflows, gradients are NaN, since shares are unknown. +inf and NaN are as in
-    `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its density is
-    NaN.
+    For backward, variants cpp, chunked and triton save the four inputs, and two numbers for each result in the dtype of
+    the arithmetic. Without a component, or if all weights are 0, the result is -inf and its gradients are 0. If it is
+    -inf because the density of each component overflows, gradients are NaN, since shares are unknown. +inf and NaN are
+    as in `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its
+    density is NaN.
 
     Values are checked inside of `effops.validate()` only. Without it, weights in place of their logarithms give
     plausible numbers that are wrong. So do arguments in another order, where their shapes allow it. See also

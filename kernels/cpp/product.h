@@ -1,0 +1,100 @@
+// Products of blocks that fit the cache. Factors are copied into the workspace; a part of the product is in registers.
+#pragma once
+#include <cstring>
+
+#include "vector.h"
+
+enum {
+  ROWS = 128, COLUMNS = 128, DEPTH = 128,        // of a block, at most
+  TALL = LANES == 16 ? 8 : 6, WIDE = 2 * LANES,  // of what is in registers
+  STRIDE = DEPTH + 16,                           // of a block: rows 512 bytes apart would fall into the same sets
+  BLOCK = (ROWS + TALL) * STRIDE,                // floats, with rows that nobody reads
+  PANELS = COLUMNS * DEPTH,
+};
+
+// A matrix in memory, by the strides of its rows and columns.
+struct Matrix {
+  float* at;
+  int64_t row, column;
+
+  Matrix from(int64_t first_row, int64_t first_column) const {
+    return {at + first_row * row + first_column * column, row, column};
+  }
+  float& operator()(int64_t i, int64_t j) const { return at[i * row + j * column]; }
+};
+
+static inline int at_most(int64_t count, int most) { return count < most ? (int)count : most; }
+
+static void copy_block(Matrix from, int rows, int columns, float* to) {
+  for (int i = 0; i < rows; i++, to += STRIDE) {
+    if (from.column == 1) memcpy(to, &from(i, 0), columns * sizeof(float));
+    else for (int j = 0; j < columns; j++) to[j] = from(i, j);
+  }
+}
+
+// Put a block into memory, or add it to what is there.
+static void put_block(const float* from, int rows, int columns, bool adds, Matrix to) {
+  for (int i = 0; i < rows; i++, from += STRIDE) {
+    if (to.column == 1 && !adds) memcpy(&to(i, 0), from, columns * sizeof(float));
+    else for (int j = 0; j < columns; j++) to(i, j) = adds ? to(i, j) + from[j] : from[j];
+  }
+}
+
+// The transpose of a block, in panels of WIDE columns one after another; 0 where it has no rows.
+static void transpose_block(const float* from, int rows, int columns, float* to) {
+  for (int first = 0; first < rows; first += WIDE, to += WIDE * columns)
+    for (int some = first; some < first + WIDE; some += 8) {
+      float* panel = to + some - first;
+      int j = 0;
+      for (; some + 8 <= rows && j + 8 <= columns; j += 8) {
+        Eight eight[8];
+        for (int i = 0; i < 8; i++) eight[i] = *(const Eight*)(from + (some + i) * STRIDE + j);
+        transpose(eight);
+        for (int i = 0; i < 8; i++) *(Eight*)(panel + (j + i) * WIDE) = eight[i];
+      }
+      for (; j < columns; j++)
+        for (int i = 0; i < 8; i++) panel[j * WIDE + i] = some + i < rows ? from[(some + i) * STRIDE + j] : 0;
+    }
+}
+
+// The left factor of a product, whose elements are `row` and `step` apart; and the right one, whose panels are `panel`
+// apart, and their rows `step`.
+struct Left {
+  const float* at;
+  int64_t row, step;
+};
+struct Right {
+  const float* at;
+  int64_t panel, step;
+};
+static inline Left rows_of(const float* block) { return {block, STRIDE, 1}; }
+static inline Left columns_of(const float* block) { return {block, 1, STRIDE}; }
+static inline Right panels_of(const float* block) { return {block, WIDE, STRIDE}; }
+
+// A part of the product in registers, TALL by WIDE: the sum of `depth` terms, added to what is there or not.
+static inline void multiply_part(Left left, const float* right, int64_t right_step, int depth, bool adds, float* to) {
+  Floats sums[TALL][2];
+#pragma GCC unroll 8
+  for (int i = 0; i < TALL; i++) sums[i][0] = sums[i][1] = Floats{};
+  for (int k = 0; k < depth; k++, right += right_step, left.at += left.step) {
+    Floats first = load(right), second = load(right + LANES);
+#pragma GCC unroll 8
+    for (int i = 0; i < TALL; i++) {
+      Floats value = all(left.at[i * left.row]);
+      sums[i][0] += value * first;
+      sums[i][1] += value * second;
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < TALL; i++, to += STRIDE) {
+    store(to, adds ? load(to) + sums[i][0] : sums[i][0]);
+    store(to + LANES, adds ? load(to + LANES) + sums[i][1] : sums[i][1]);
+  }
+}
+
+// A block of the product: rows by columns, of `depth` terms.
+static void multiply(Left left, Right right, int rows, int columns, int depth, bool adds, float* to) {
+  for (int j = 0; j < columns; j += WIDE, right.at += right.panel)
+    for (int i = 0; i < rows; i += TALL)
+      multiply_part({left.at + i * left.row, left.row, left.step}, right.at, right.step, depth, adds, to + i * STRIDE + j);
+}

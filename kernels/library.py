@@ -1,0 +1,154 @@
+"""The C++ kernels of `cpp/`, as a library that ctypes loads: which one of two, and why none is there.
+
+The build makes one for AVX2 and one for AVX-512, and writes its outcome to `cpp/built.json`. ctypes lets go of Python's
+lock while a call runs.
+"""
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent / "cpp"
+OUTCOME = "built.json"
+SOME = 1024  # scales that a thread takes at a time
+BY_CAPABILITY = {"AVX2": "avx2", "AVX512": "avx512"}  # PyTorch's name of the processor's instructions
+AGAIN = "install effops again, with a C++ compiler"
+
+
+class Operand(ctypes.Structure):
+    """As `Operand` in C++: an address, and strides along four axes."""
+
+    _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4)]
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> "Operand":
+        if tensor is None:
+            return cls()
+        if tensor.data_ptr() == 0 and tensor.numel() > 0:
+            raise RuntimeError("effops.kernels.library: an operand must have memory; got a tensor without")
+        return cls(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.stride()))
+
+
+class MixtureCall(ctypes.Structure):
+    """As `MixtureCall` in C++."""
+
+    OPERANDS = (
+        *("left", "right", "weights", "scale", "normaliser", "slope", "most", "rest", "dout"),
+        *("dleft", "dright", "dweights", "dscale"),
+    )
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "others", "points", "components", "depth", "threads")),
+        ("weighs_points", ctypes.c_int64),
+        *((name, Operand) for name in OPERANDS),
+        ("workspace", ctypes.c_void_p),
+        ("map", ctypes.c_void_p),
+        ("floor", ctypes.c_float),
+        ("least", ctypes.c_float),
+    ]
+
+
+@functools.cache
+def library() -> Any:
+    """The loaded library. Raises OSError where there is none."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise OSError(f"is built on Linux x86-64 alone, got {platform.system()} {platform.machine()}")
+    if capability not in BY_CAPABILITY:
+        raise OSError(f"needs a processor with AVX2 or AVX-512, got {capability}")
+    name, outcome = BY_CAPABILITY[capability], build_outcome()
+    error = outcome.get(name, "the installation left it out")
+    if error:
+        raise OSError(f"was not built: {error}; {AGAIN}")
+    if _digest() not in ("", outcome["digest"]):
+        raise OSError("was built of other sources than those in kernels/cpp; run pip install -e . again")
+    loaded = ctypes.CDLL(str(FOLDER / f"{name}.so"), mode=os.RTLD_NOW)
+    for name in ("call_bytes", "workspace", "items"):
+        getattr(loaded, f"effops_mixture_{name}").restype = ctypes.c_int64
+    loaded.effops_power_spherical.restype = ctypes.c_void_p
+    assert loaded.effops_mixture_call_bytes() == ctypes.sizeof(MixtureCall)
+    return loaded
+
+
+@functools.cache
+def obstacle() -> str:
+    """Why there is no library; empty if there is one."""
+    try:
+        library()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def description() -> str:
+    """Which library is loaded, and what built it."""
+    return f"{BY_CAPABILITY[torch.backends.cpu.get_cpu_capability()]}, built by {build_outcome()['compiler']}"
+
+
+def build_outcome() -> dict[str, str]:
+    """What the build wrote: the compiler, the digest of the sources, and for each library what went wrong."""
+    try:
+        found: dict[str, str] = json.loads((FOLDER / OUTCOME).read_text())
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def _digest() -> str:
+    """A number that changes with the sources; empty where they are not, as in a wheel."""
+    sources = sorted(FOLDER.glob("*.cpp")) + sorted(FOLDER.glob("*.h"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16] if sources else ""
+
+
+class _Process:
+    """Whether this process was forked: the threads of the other one are not in it, and a region would wait for them."""
+
+    is_forked = False
+
+
+def _note_fork() -> None:
+    _Process.is_forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def threads_for(items: int) -> int:
+    """How many threads serve so many items of work."""
+    return 1 if _Process.is_forked else max(1, min(torch.get_num_threads(), items))
+
+
+def mixture_items(call: MixtureCall, is_backward: bool) -> int:
+    """How many parts a call of these sizes has at most, which threads take one after another."""
+    return int(library().effops_mixture_items(ctypes.byref(call), ctypes.c_int64(is_backward)))
+
+
+def mixture_workspace() -> int:
+    """How many floats of workspace a thread needs."""
+    return int(library().effops_mixture_workspace())
+
+
+def normalisers(name_of_map: str, scale: Tensor, dimension: int, values: Tensor, slopes: Tensor | None) -> None:
+    """Write the normalisers of contiguous scales, and their derivatives where these are wanted."""
+    loaded, count = library(), scale.numel()
+    loaded.effops_normaliser(
+        ctypes.c_void_p(getattr(loaded, f"effops_{name_of_map}")()),
+        *(ctypes.c_void_p(None if one is None else one.data_ptr()) for one in (scale, values, slopes)),
+        ctypes.c_double(dimension),
+        ctypes.c_int64(count),
+        ctypes.c_int64(threads_for(-(-count // SOME))),
+    )
+
+
+def run_mixture(call: MixtureCall, name_of_map: str, settings: tuple[float, float], is_backward: bool) -> None:
+    loaded = library()
+    call.map = getattr(loaded, f"effops_{name_of_map}")()
+    call.floor, call.least = settings
+    (loaded.effops_mixture_backward if is_backward else loaded.effops_mixture_forward)(ctypes.byref(call))

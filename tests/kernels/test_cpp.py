@@ -1,0 +1,257 @@
+"""The C++ library: its special functions, its threads, and what is said where it is not there."""
+
+import ctypes
+import json
+import math
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from effops.kernels import library
+
+import effops
+from effops.numerics.special import digamma_ratio, log_gamma_ratio
+from effops.reference import error_ratio, gradient_error_ratio, tried_ops
+
+needs_library = pytest.mark.skipif(library.obstacle() != "", reason=library.obstacle())
+SIZES = {  # T, M, N, D: one owner of each batch entry, or two sweeps; blocks that are not whole
+    "owners": (20, 3, 70, 5),
+    "sweeps": (2, 300, 150, 33),
+    "depth": (3, 17, 140, 200),
+}
+
+
+def arguments(T, M, N, D):
+    generator = torch.Generator().manual_seed(0)
+
+    def directions(*shape):
+        return torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=-1)
+
+    scale = 20 * torch.rand(T, M, generator=generator) + 1
+    log_weights = torch.randn(M, generator=generator).log_softmax(-1)
+    return log_weights, directions(T, M, D), scale, directions(N, T, 1, D)
+
+
+def with_gradients(args):
+    leaves = [one.clone().requires_grad_() for one in args]
+    out = effops.power_spherical_mixture_log_prob(*leaves, variant="cpp")
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def bits(tensors):
+    return [tensor.view(torch.int32) for tensor in tensors]
+
+
+def errors_in_ulp(name, exact, values):
+    found = torch.tensor(values, dtype=torch.float32)
+    given = found.clone()
+    getattr(library.library(), f"effops_{name}")(ctypes.c_void_p(found.data_ptr()), ctypes.c_int64(found.numel()))
+    with mpmath.workprec(80):
+        right = [exact(mpmath.mpf(value)) for value in given.tolist()]
+        units = [float(np.spacing(np.float32(abs(value)))) for value in right]
+        return [abs(own - value) / unit for own, value, unit in zip(found.tolist(), right, units)]
+
+
+@needs_library
+def test_the_logarithm_is_within_an_ulp():
+    steps = torch.linspace(-126, 127, 4096, dtype=torch.float64).exp2()
+    near_one = 1 + torch.linspace(-0.3, 0.42, 4096, dtype=torch.float64)
+    assert max(errors_in_ulp("logarithm", mpmath.log, torch.cat([steps, near_one]).tolist())) < 1
+
+
+@needs_library
+def test_the_exponential_is_within_an_ulp_and_half():
+    values = torch.cat([torch.linspace(-104, 88.7, 8192), torch.linspace(-1e-3, 1e-3, 512)])
+    assert max(errors_in_ulp("exponential", mpmath.exp, values.tolist())) < 1.5
+
+
+@needs_library
+def test_special_values_of_the_special_functions():
+    given = [math.inf, math.nan, 1.0, -math.inf, -1000.0, 1000.0, 0.0, -0.0] * 2
+    for name, expected in (
+        ("logarithm", [math.inf, math.nan, 0.0]),
+        ("exponential", [math.inf, math.nan, math.e, 0.0, 0.0, math.inf, 1.0, 1.0]),
+    ):
+        values = torch.tensor(given)
+        getattr(library.library(), f"effops_{name}")(ctypes.c_void_p(values.data_ptr()), ctypes.c_int64(16))
+        torch.testing.assert_close(values[: len(expected)], torch.tensor(expected), equal_nan=True)
+
+
+@needs_library
+@pytest.mark.parametrize("dimension", [2, 3, 10, 129, 4096])
+def test_normalisers_are_rounded_once(dimension):
+    b = 0.5 * (dimension - 1)
+    scale = torch.cat(
+        [torch.logspace(-30, 30, 2001), -b * torch.linspace(0.01, 1.5, 40), torch.tensor([0.0, math.nan])]
+    )
+    values, slopes = torch.empty_like(scale), torch.empty_like(scale)
+    library.normalisers("power_spherical", scale, dimension, values, slopes)
+    exact = log_gamma_ratio(scale.double(), b) - b * math.log(4 * math.pi)
+    for found, expected in ((values, exact), (slopes, digamma_ratio(scale.double(), b))):
+        assert torch.equal(found.isnan(), expected.isnan())
+        positive = scale > 0  # others are no concentrations
+        torch.testing.assert_close(found.double()[positive], expected[positive], rtol=2.0**-23, atol=1e-11)
+
+
+@needs_library
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_any_number_of_threads_gives_the_same_bits(sizes):
+    args, count = arguments(*sizes), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            found.append(bits(with_gradients(args)))
+    finally:
+        torch.set_num_threads(count)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@needs_library
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_nothing_is_read_that_was_not_written(sizes):
+    args = arguments(*sizes)
+    expected = bits(with_gradients(args))
+    torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
+    try:
+        assert torch.empty(1).isnan()
+        assert all(map(torch.equal, bits(with_gradients(args)), expected))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@needs_library
+def test_callers_at_once():
+    args = arguments(*SIZES["owners"])
+    expected, found = bits(with_gradients(args)), []
+    callers = [threading.Thread(target=lambda: found.append(bits(with_gradients(args)))) for _ in range(6)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(found) == 6
+    assert all(all(map(torch.equal, one, expected)) for one in found)
+
+
+@needs_library
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_computes():
+    """A parallel region would wait for threads that are not in it."""
+    args = arguments(*SIZES["owners"])
+    with torch.no_grad():
+        expected = effops.power_spherical_mixture_log_prob(*args, variant="cpp")
+        child = os.fork()
+        if child == 0:
+            found = effops.power_spherical_mixture_log_prob(*args, variant="cpp")
+            os._exit(0 if torch.equal(found, expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@needs_library
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_weights_of_each_point(sizes, is_expanded):
+    log_weights, *others = arguments(*sizes)
+    T, M, N, _ = sizes
+    log_weights = log_weights.expand(N, T, M)  # with a stride of 0, or without
+    if not is_expanded:
+        log_weights = log_weights + torch.randn(N, T, 1, generator=torch.Generator().manual_seed(2))
+    op, leaves = tried_ops()["power_spherical_mixture_log_prob"], [log_weights, *others]
+    out = op(*(leaf.requires_grad_() for leaf in leaves), variant="cpp")
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    gradients = torch.autograd.grad(out, leaves, dout)
+    args = [leaf.detach() for leaf in leaves]
+    assert error_ratio(op, args, out.detach()) <= 1
+    assert gradient_error_ratio(op, args, dout, gradients) <= 1
+
+
+@needs_library
+def test_a_share_below_the_normal_numbers_is_not_lost():
+    """exp(-88) of a share was flushed to 0, which an error budget does not explain."""
+    loc = torch.nn.functional.normalize(torch.tensor([[1.0, 0.0], [0.8, 0.6]]), dim=-1)
+    scale = torch.tensor([1.0, 900.0], requires_grad=True)
+    log_weights = torch.tensor([0.0, -3.0])
+    out = effops.power_spherical_mixture_log_prob(log_weights, loc, scale, loc[:1].unsqueeze(1), variant="cpp")
+    (found,) = torch.autograd.grad(out, scale, torch.ones_like(out))
+    exact = scale.detach().double().requires_grad_()
+    args = log_weights.double(), loc.double(), exact, loc[:1].unsqueeze(1).double()
+    (expected,) = torch.autograd.grad(effops.power_spherical_mixture_log_prob(*args).sum(), exact)
+    assert 1e-45 < expected[1].abs() < 1e-38
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=2e-45)
+
+
+class Elsewhere:
+    """A folder in place of the library's own."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        monkeypatch.setattr(library, "FOLDER", folder)
+
+    def obstacle(self):
+        library.library.cache_clear()
+        try:
+            library.library()
+        except OSError as error:
+            return str(error)
+        finally:
+            library.library.cache_clear()
+        return ""
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    return Elsewhere(tmp_path, monkeypatch)
+
+
+def test_what_is_said_where_no_library_was_built(elsewhere):
+    assert elsewhere.obstacle() == "was not built: the installation left it out; " + library.AGAIN
+    outcome = {"compiler": "c++ 1", "digest": "", "avx2": "command 'c++' failed"}
+    (elsewhere.folder / library.OUTCOME).write_text(json.dumps(outcome))
+    assert elsewhere.obstacle() == "was not built: command 'c++' failed; " + library.AGAIN
+
+
+def test_a_library_of_other_sources_is_refused(elsewhere):
+    (elsewhere.folder / "mixture.cpp").write_text("// edited")
+    (elsewhere.folder / library.OUTCOME).write_text(json.dumps({"digest": "0", "avx2": ""}))
+    assert elsewhere.obstacle() == "was built of other sources than those in kernels/cpp; run pip install -e . again"
+
+
+def test_a_processor_without_avx2_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert Elsewhere(tmp_path, monkeypatch).obstacle() == "needs a processor with AVX2 or AVX-512, got DEFAULT"
+
+
+@needs_library
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_wide_vectors_of_narrow_instructions_give_the_same_bits(tmp_path, monkeypatch):
+    """So the source of AVX-512 is tested where there is AVX2 alone."""
+    args = arguments(*SIZES["sweeps"])
+    sources = sorted(map(str, Path(library.FOLDER).glob("*.cpp")))
+    flags = ["-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-mavx2", "-mfma", "-DVECTOR_BYTES=64"]
+    subprocess.run(["g++", *flags, *sources, "-o", str(tmp_path / "avx512.so")], check=True)
+    shutil.copy(tmp_path / "avx512.so", tmp_path / "avx2.so")
+    own = library.library()
+    expected = bits(with_gradients(args))
+    (tmp_path / library.OUTCOME).write_text(json.dumps({"digest": "", "avx2": "", "avx512": ""}))
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    library.library.cache_clear()
+    try:
+        assert library.library() is not own
+        found = bits(with_gradients(args))
+    finally:
+        library.library.cache_clear()
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert all(map(torch.equal, found, expected))
+    else:
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one.view(torch.float32), other.view(torch.float32))
