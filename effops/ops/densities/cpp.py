@@ -36,10 +36,8 @@ class MixtureKernel:
         values, slopes = torch.empty_like(scale), torch.empty_like(scale) if with_slopes else None
         if not isinstance(scale, FakeTensor):
             library.normalisers(self.map.native, scale, self.dimension, values, slopes)
-        values, slopes = (
-            one if one is None else self.groups.matrix(one, self.groups.EVERY) for one in (values, slopes)
-        )
-        return values, slopes
+        every = self.groups.EVERY
+        return self.groups.matrix(values, every), None if slopes is None else self.groups.matrix(slopes, every)
 
     def forward(self, most: Tensor, rest: Tensor | None = None) -> None:
         """Write the statistics, or their sum to `most` if `rest` is None. Both have the shape of the result."""
