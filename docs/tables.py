@@ -58,6 +58,12 @@ def measured_on(result: Path, folder: Path = DOCS) -> str:
     return f"Measured on {header['device']}, torch {header['torch']}\n{link(result, folder)}."
 
 
+def measured_in(results: Sequence[Path]) -> str:
+    """The device of the first result, and links to all."""
+    first, *others = results
+    return "\n".join((measured_on(first).removesuffix("."), *(link(result, DOCS) for result in others))) + "."
+
+
 def milliseconds(time: float) -> str:
     return f"{time:.0f} ms" if time >= 10 else f"{time:.1f} ms"
 
@@ -139,28 +145,21 @@ def ratios() -> str:
         return f"{found[0]:.2f} to {found[-1]:.2f}" if found else "-"
 
     lines = [(f"`{op}`", spread(rows, "forward"), spread(rows, "both")) for op, rows in ops.items()]
-    first, *others = RATIOS
-    links = "\n".join((measured_on(first).removesuffix("."), *(link(result, DOCS) for result in others)))
-    return f"{table(('op', 'forward', 'forward and backward'), lines)}\n\n{links}."
+    return f"{table(('op', 'forward', 'forward and backward'), lines)}\n\n{measured_in(RATIOS)}"
 
 
 def beside() -> str:
     """A line for each load, number of threads and pass of the mixture: milliseconds of its variants."""
     lines = []
-    for result in BESIDE:
-        load = content(result)["header"].get("beside", "nothing")
-        for row in content(result)["rows"]:
-            if row["subject"] == "auto":
-                chunked = next(
-                    one["time_ms"]
-                    for one in content(result)["rows"]
-                    if one["subject"] == "chunked" and all(one[key] == row[key] for key in ("threads", "pass"))
-                )
-                times = (row["time_ms"], chunked, row["peers_ms"].get("compile"))
-                lines.append((load, str(row["threads"]), row["pass"], *(f"{ms:.0f} ms" if ms else "-" for ms in times)))
+    for found in map(content, BESIDE):
+        subjects = {(row["subject"], row["threads"], row["pass"]): row for row in found["rows"]}
+        for (subject, *way), row in subjects.items():
+            if subject == "auto":
+                chunked = subjects[("chunked", *way)]["time_ms"]
+                times = (f"{ms:.0f} ms" for ms in (row["time_ms"], chunked, row["peers_ms"]["compile"]))
+                lines.append((found["header"].get("beside", "nothing"), *map(str, way), *times))
     titles = "beside", "threads", "pass", "`cpp`", "`chunked`", "`compile`"
-    links = "\n".join((measured_on(BESIDE[0]).removesuffix("."), *(link(result, DOCS) for result in BESIDE[1:])))
-    return f"{table(titles, lines)}\n\n{links}."
+    return f"{table(titles, lines)}\n\n{measured_in(BESIDE)}"
 
 
 def mixture_memory() -> str:

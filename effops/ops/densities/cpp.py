@@ -14,7 +14,7 @@ from effops.blocks.logsumexp import Reduction
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import without_negation
 from effops.ops.densities.density import DensityCall
-from effops.ops.densities.layout import Groups
+from effops.ops.densities.layout import Groups, LogsumexpGradients
 from effops.pytorch import FakeTensor
 
 
@@ -117,30 +117,18 @@ def backward_logsumexp(
     wanted: Sequence[bool],
 ) -> Gradients:
     """Gradients of log_weights, loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
-    wants_weights, wants_loc, wants_scale, wants_x = wanted
     kernel = MixtureKernel(dot_map, reduction, log_weights, call)
-    groups, scale, arithmetic = kernel.groups, kernel.scale, kernel.arithmetic
-    is_swapped = reduction.axis in reduction.plan.rows  # x has the components
-    wants_left, wants_right = (wants_loc, wants_x) if is_swapped else (wants_x, wants_loc)
-    left_shape = (kernel.left.shape[0], 1, *kernel.left.shape[2:])
-    dleft = groups.empty(groups.left, groups.LEFT, left_shape, arithmetic, trailing=1) if wants_left else None
-    dright = (
-        groups.empty(groups.right, groups.RIGHT, kernel.right.shape, arithmetic, trailing=1) if wants_right else None
-    )
-    dscale = groups.empty_sums(scale, arithmetic) if wants_scale else None
-    dweights = groups.empty_sums(log_weights, arithmetic) if wants_weights else None
-    found = {"dleft": dleft, "dright": dright, "dscale": dscale, "dweights": dweights}
+    gradients = LogsumexpGradients(kernel.groups, kernel.log_weights, kernel.scale, wanted, kernel.arithmetic)
+    found = {
+        "dleft": gradients.left,
+        "dright": gradients.right,
+        "dscale": gradients.factor,
+        "dweights": gradients.weights,
+    }
     if math.prod(kernel.scales.shape) == 0:
         for gradient in found.values():
             if gradient is not None:
                 gradient.zero_()
     else:
         kernel.backward(statistics, dout, **found)
-    of_left = groups.restore(dleft, groups.left, groups.LEFT, trailing=1)
-    of_right = groups.restore(dright, groups.right, groups.RIGHT, trailing=1)
-    return (
-        groups.restore(dweights, log_weights, groups.EVERY),
-        of_left if is_swapped else of_right,
-        groups.restore(dscale, scale, groups.EVERY),
-        of_right if is_swapped else of_left,
-    )
+    return gradients.restored()

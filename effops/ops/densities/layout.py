@@ -7,6 +7,7 @@ into one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -118,7 +119,8 @@ class Groups(Layout):
 
     def __init__(self, reduction: Reduction, loc: Tensor, x: Tensor) -> None:
         plan, axis = reduction.plan, reduction.axis
-        self.left, self.right = (loc, x) if axis in plan.rows else (x, loc)
+        self.is_swapped = axis in plan.rows  # x has the components
+        self.left, self.right = (loc, x) if self.is_swapped else (x, loc)
         self.reduction = reduction
         super().__init__(plan, component_groups(plan, axis))
 
@@ -138,3 +140,48 @@ class Groups(Layout):
         view = reduced.view(tensor, sum(groups, ()), trailing=trailing)
         sizes = [math.prod(reduced.sizes(group)) for group in groups]
         return view.reshape(*sizes, *tensor.shape[tensor.ndim - trailing :])
+
+
+class LogsumexpGradients:
+    """The gradients of a logsumexp's operands as kernels write them: None where one is not wanted.
+
+    `wanted` tells of log_weights, loc, scale and x.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        log_weights: Tensor,
+        scale: Tensor,
+        wanted: Sequence[bool],
+        arithmetic: torch.dtype,
+        *,
+        scale_dims: int = 0,
+    ) -> None:
+        self.groups, self.log_weights, self.scale, self.scale_dims = groups, log_weights, scale, scale_dims
+        wants_weights, wants_loc, wants_scale, wants_x = wanted
+        wants_left, wants_right = (wants_loc, wants_x) if groups.is_swapped else (wants_x, wants_loc)
+
+        def of_vectors(operand: Tensor, roles: tuple[int, ...], is_wanted: bool) -> Tensor | None:
+            shape = [math.prod(groups.plan.sizes(groups.axes[role])) for role in roles]
+            if roles == groups.LEFT:  # which does not vary along the second group
+                shape[1] = 1
+            own = (*shape, operand.shape[-1])
+            return groups.empty(operand, roles, own, arithmetic, trailing=1) if is_wanted else None
+
+        self.left = of_vectors(groups.left, groups.LEFT, wants_left)
+        self.right = of_vectors(groups.right, groups.RIGHT, wants_right)
+        self.factor = groups.empty_sums(scale, arithmetic, trailing=scale_dims) if wants_scale else None
+        self.weights = groups.empty_sums(log_weights, arithmetic) if wants_weights else None
+
+    def restored(self) -> tuple[Tensor | None, ...]:
+        """Those of log_weights, loc, scale and x, in the shapes and dtypes of these."""
+        groups = self.groups
+        left = groups.restore(self.left, groups.left, groups.LEFT, trailing=1)
+        right = groups.restore(self.right, groups.right, groups.RIGHT, trailing=1)
+        return (
+            groups.restore(self.weights, self.log_weights, groups.EVERY),
+            left if groups.is_swapped else right,
+            groups.restore(self.factor, self.scale, groups.EVERY, trailing=self.scale_dims),
+            right if groups.is_swapped else left,
+        )

@@ -14,7 +14,7 @@ from effops.blocks.logsumexp import Reduction
 from effops.dispatch.custom_op import Gradients
 from effops.dispatch.requirements import INTERPRETED
 from effops.ops.densities.density import DensityCall, Kernels, Wanted
-from effops.ops.densities.layout import Groups, Layout
+from effops.ops.densities.layout import Groups, Layout, LogsumexpGradients
 
 
 def dot_kernels(module: str, tolerance: float) -> Kernels:
@@ -99,33 +99,16 @@ def backward_logsumexp(
     wanted: Sequence[bool],
 ) -> Gradients:
     """Gradients of log_weights, loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
-    wants_weights, wants_loc, wants_scale, wants_x = wanted
-    scale, scale_dims, arithmetic = call.scale, kernels.scale_dims, call.arithmetic
     groups = Groups(reduction, call.loc, call.x)
-    is_swapped = groups.left is not call.x
-    wants_left, wants_right = (wants_loc, wants_x) if is_swapped else (wants_x, wants_loc)
-    left, right, *others = groups.matrices(log_weights, scale, scale_dims)
-    left_shape = (left.shape[0], 1, *left.shape[2:])
-    dleft = groups.empty(groups.left, groups.LEFT, left_shape, arithmetic, trailing=1) if wants_left else None
-    dright = groups.empty(groups.right, groups.RIGHT, right.shape, arithmetic, trailing=1) if wants_right else None
-    dfactor = groups.empty_sums(scale, arithmetic, trailing=scale_dims) if wants_scale else None
-    dweights = groups.empty_sums(log_weights, arithmetic) if wants_weights else None
+    dims, arithmetic = kernels.scale_dims, call.arithmetic
+    gradients = LogsumexpGradients(groups, log_weights, call.scale, wanted, arithmetic, scale_dims=dims)
     kernels.backward_logsumexp(
-        left,
-        right,
-        *others,
+        *groups.matrices(log_weights, call.scale, dims),
         groups.of_result(statistics, trailing=1),
         groups.of_result(dout),
-        dweights,
-        dleft,
-        dright,
-        dfactor,
+        gradients.weights,
+        gradients.left,
+        gradients.right,
+        gradients.factor,
     )
-    of_left = groups.restore(dleft, groups.left, groups.LEFT, trailing=1)
-    of_right = groups.restore(dright, groups.right, groups.RIGHT, trailing=1)
-    return (
-        groups.restore(dweights, log_weights, groups.EVERY),
-        of_left if is_swapped else of_right,
-        groups.restore(dfactor, scale, groups.EVERY, trailing=scale_dims),
-        of_right if is_swapped else of_left,
-    )
+    return gradients.restored()
