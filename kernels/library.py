@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parent / "cpp"
 OUTCOME = "built.json"
 SOME = 1024  # scales that a thread takes at a time
 BY_CAPABILITY = {"AVX2": "avx2", "AVX512": "avx512"}  # PyTorch's name of the processor's instructions
+MAPS = "linear", "power_spherical", "von_mises_fisher"
 AGAIN = "install effops again, with a C++ compiler"
 
 
@@ -37,21 +38,20 @@ class Operand(ctypes.Structure):
         return cls(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.stride()))
 
 
-class MixtureCall(ctypes.Structure):
-    """As `MixtureCall` in C++."""
+class PairsCall(ctypes.Structure):
+    """As `PairsCall` in C++."""
 
     OPERANDS = (
-        *("left", "right", "weights", "scale", "normaliser", "slope", "most", "rest", "dout"),
-        *("dleft", "dright", "dweights", "dscale"),
+        *("left", "right", "deviations", "weights", "scale", "normaliser", "slope", "most", "rest", "dout"),
+        *("dleft", "dright", "ddeviations", "dweights", "dscale"),
     )
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "others", "points", "components", "depth", "threads")),
-        ("weighs_points", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("is_reduced", "scales_along", "weights_along")),
         *((name, Operand) for name in OPERANDS),
         ("workspace", ctypes.c_void_p),
         ("map", ctypes.c_void_p),
-        ("floor", ctypes.c_float),
-        ("least", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("floor", "least", "offset")),
     ]
 
 
@@ -71,9 +71,10 @@ def library() -> Any:
         raise OSError("was built of other sources than those in kernels/cpp; run pip install -e . again")
     loaded = ctypes.CDLL(str(FOLDER / f"{name}.so"), mode=os.RTLD_NOW)
     for name in ("call_bytes", "workspace", "items"):
-        getattr(loaded, f"effops_mixture_{name}").restype = ctypes.c_int64
-    loaded.effops_power_spherical.restype = ctypes.c_void_p
-    assert loaded.effops_mixture_call_bytes() == ctypes.sizeof(MixtureCall)
+        getattr(loaded, f"effops_pairs_{name}").restype = ctypes.c_int64
+    for name in MAPS:
+        getattr(loaded, f"effops_{name}").restype = ctypes.c_void_p
+    assert loaded.effops_pairs_call_bytes() == ctypes.sizeof(PairsCall)
     return loaded
 
 
@@ -125,14 +126,14 @@ def threads_for(items: int) -> int:
     return 1 if _Process.is_forked else max(1, min(torch.get_num_threads(), items))
 
 
-def mixture_items(call: MixtureCall, is_backward: bool) -> int:
+def pair_items(call: PairsCall, is_backward: bool) -> int:
     """How many parts a call of these sizes has at most, which threads take one after another."""
-    return int(library().effops_mixture_items(ctypes.byref(call), ctypes.c_int64(is_backward)))
+    return int(library().effops_pairs_items(ctypes.byref(call), ctypes.c_int64(is_backward)))
 
 
-def mixture_workspace() -> int:
+def pairs_workspace() -> int:
     """How many floats of workspace a thread needs."""
-    return int(library().effops_mixture_workspace())
+    return int(library().effops_pairs_workspace())
 
 
 def normalisers(name_of_map: str, scale: Tensor, dimension: int, values: Tensor, slopes: Tensor | None) -> None:
@@ -147,8 +148,17 @@ def normalisers(name_of_map: str, scale: Tensor, dimension: int, values: Tensor,
     )
 
 
-def run_mixture(call: MixtureCall, name_of_map: str, settings: tuple[float, float], is_backward: bool) -> None:
+def normalisers_of_deviations(deviations: Tensor, dimension: int, values: Tensor) -> None:
+    """Write the normalisers of contiguous deviations, of which the last dimension is all coordinates or 1."""
+    count, coordinates = values.numel(), deviations.shape[-1]
+    library().effops_normaliser_of_deviations(
+        *(ctypes.c_void_p(one.data_ptr()) for one in (deviations, values)),
+        *(ctypes.c_int64(one) for one in (count, coordinates, dimension, threads_for(-(-count // SOME)))),
+    )
+
+
+def run_pairs(call: PairsCall, name_of_map: str, settings: tuple[float, float, float], is_backward: bool) -> None:
     loaded = library()
     call.map = getattr(loaded, f"effops_{name_of_map}")()
-    call.floor, call.least = settings
-    (loaded.effops_mixture_backward if is_backward else loaded.effops_mixture_forward)(ctypes.byref(call))
+    call.floor, call.least, call.offset = settings
+    (loaded.effops_pairs_backward if is_backward else loaded.effops_pairs_forward)(ctypes.byref(call))

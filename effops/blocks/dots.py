@@ -47,12 +47,13 @@ class DotMap:
     Their argument is t = intercept + slope <x, loc>, which costs a matrix product nothing. Subclasses have others.
 
     Attributes:
-        native: the name of phi among the maps in C++; empty if there is none
-        settings: the argument below which phi is constant, and below which it is NaN
+        native: the name of phi among the maps in C++
+        settings: as `MapSettings` there: the argument below which phi is constant, that below which it is NaN, and what
+            is added to an argument
     """
 
     intercept, slope = 0.0, 1.0
-    native, settings = "", (-math.inf, -math.inf)
+    native, settings = "linear", (-math.inf, -math.inf, 0.0)
 
     def value_(self, t: Tensor) -> None:
         """Overwrite the arguments t of a block with phi."""

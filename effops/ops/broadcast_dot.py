@@ -21,13 +21,14 @@ from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Call, Op
-from effops.dispatch.registration import add_custom_op, add_kernels
+from effops.dispatch.registration import add_custom_op, add_kernels, add_native
 from effops.dispatch.validation import finite
 from effops.numerics.layout import as_gradient, empty_gradient
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
 from effops.numerics.shapes import broadcast_shapes, do_broadcast
-from effops.ops.densities import triton
+from effops.ops.densities import cpp, triton
 from effops.ops.densities.density import DensityCall
+from effops.ops.densities.log_prob import requires_native
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
 
@@ -141,6 +142,18 @@ def _triton_backward(call: DensityCall, dout: Tensor, wanted: Sequence[bool]) ->
     return triton.backward(triton.dot_kernels(NAME, 0.0), call, dout, wanted)
 
 
+def _native(call: DensityCall) -> Tensor:
+    return cpp.forward(cpp.of_map(DotMap(), call.dimension), call)
+
+
+def _native_backward(call: DensityCall, dout: Tensor, wanted: Sequence[bool]) -> Gradients:
+    return cpp.backward(cpp.of_map(DotMap(), call.dimension), call, dout, wanted)
+
+
+def _requires_native(call: DotProductCall) -> str:
+    return requires_native(call.pairs)
+
+
 def _composed(form: Any) -> Any:
     def dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         result: Tensor = form(a, b, arithmetic_dtype(dtype)).to(dtype)
@@ -162,7 +175,7 @@ def _compiled_bytes(program: inductor.Program, call: DotProductCall) -> Bytes:
 op = Op(
     NAME,
     prepare=prepare,
-    preference=("triton", "chunked", "compile", "einsum", "torchscript", "naive"),
+    preference=("triton", "cpp", "chunked", "compile", "einsum", "torchscript", "naive"),
     core_dims=CORE_DIMS,
     conditions=lambda call: (finite("a", call.a), finite("b", call.b)),
 )
@@ -170,7 +183,7 @@ op = Op(
 add_forms(op, {"naive": naive, "einsum": einsum}, _composed, lambda call: (call.dtype,), _compiled_bytes)
 
 
-def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward: Any) -> None:
+def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward: Any, **options: Any) -> None:
     """Add a variant from a forward and a backward function.
 
     Both get the call of a score, with operands whose last dimension is the same and not 0.
@@ -211,11 +224,12 @@ def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward:
         empty=_empty,
         core_dims=tuple(CORE_DIMS.values()),
     )
-    add(op, custom, variant)
+    add(op, custom, variant, **options)
 
 
 _add(add_custom_op, "chunked", _chunked, _chunked_backward)
 _add(add_kernels, "triton", _triton, _triton_backward)
+_add(add_native, "cpp", _native, _native_backward, requires=[_requires_native])
 
 
 @op.public

@@ -6,6 +6,7 @@
 
 struct MapSettings {
   float floor, least;  // of the argument: below `floor` it is taken for that, and below `least` phi is NaN
+  float offset;        // of phi, where it is linear
 };
 struct Map {
   // Overwrite a row of dot products with phi.
@@ -14,5 +15,9 @@ struct Map {
   void (*derivative)(const MapSettings&, float* dots, float* values, int count);
   // The normaliser of some scales in a dimension, and its derivative if `slope` is not null.
   Doubles (*normaliser)(Doubles scale, double dimension, Doubles* slope);
+  bool is_linear;  // whether its derivative is 1
 };
-extern const Map power_spherical;
+extern const Map linear, power_spherical, von_mises_fisher;
+
+void linear_value(const MapSettings&, float* dots, int count);
+void linear_derivative(const MapSettings&, float* dots, float* values, int count);

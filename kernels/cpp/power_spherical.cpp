@@ -49,4 +49,4 @@ static Doubles normaliser(Doubles scale, double dimension, Doubles* slope) {
   return scale > -b ? value : Doubles{} + NAN;
 }
 
-const Map power_spherical = {value, derivative, normaliser};
+const Map power_spherical = {value, derivative, normaliser, false};

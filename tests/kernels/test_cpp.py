@@ -16,7 +16,7 @@ import torch
 from effops.kernels import library
 
 import effops
-from effops.numerics.special import digamma_ratio, log_gamma_ratio
+from effops.numerics.special import bessel_ratio, digamma_ratio, log_gamma_ratio, log_vmf_normaliser
 from effops.reference import error_ratio, gradient_error_ratio, tried_ops
 
 needs_library = pytest.mark.skipif(library.obstacle() != "", reason=library.obstacle())
@@ -84,20 +84,44 @@ def test_special_values_of_the_special_functions():
         torch.testing.assert_close(values[: len(expected)], torch.tensor(expected), equal_nan=True)
 
 
+def power_spherical_normaliser(scale, dimension):
+    b = 0.5 * (dimension - 1)
+    return log_gamma_ratio(scale, b) - b * math.log(4 * math.pi), digamma_ratio(scale, b)
+
+
+def vmf_normaliser(scale, dimension):
+    return log_vmf_normaliser(scale, dimension), bessel_ratio(scale, dimension)[1]
+
+
+NORMALISERS = {"power_spherical": power_spherical_normaliser, "von_mises_fisher": vmf_normaliser}
+
+
 @needs_library
 @pytest.mark.parametrize("dimension", [2, 3, 10, 129, 4096])
-def test_normalisers_are_rounded_once(dimension):
+@pytest.mark.parametrize("name", NORMALISERS)
+def test_normalisers_are_rounded_once(name, dimension):
     b = 0.5 * (dimension - 1)
     scale = torch.cat(
-        [torch.logspace(-30, 30, 2001), -b * torch.linspace(0.01, 1.5, 40), torch.tensor([0.0, math.nan])]
+        [torch.logspace(-30, 30, 2001), -b * torch.linspace(0.01, 1.5, 40), torch.tensor([0.0, math.nan, math.inf])]
     )
     values, slopes = torch.empty_like(scale), torch.empty_like(scale)
-    library.normalisers("power_spherical", scale, dimension, values, slopes)
-    exact = log_gamma_ratio(scale.double(), b) - b * math.log(4 * math.pi)
-    for found, expected in ((values, exact), (slopes, digamma_ratio(scale.double(), b))):
+    library.normalisers(name, scale, dimension, values, slopes)
+    for found, expected in zip((values, slopes), NORMALISERS[name](scale.double(), dimension)):
         assert torch.equal(found.isnan(), expected.isnan())
-        positive = scale > 0  # others are no concentrations
-        torch.testing.assert_close(found.double()[positive], expected[positive], rtol=2.0**-23, atol=1e-11)
+        is_domain = (scale >= 0) & scale.isfinite()  # others are no concentrations
+        torch.testing.assert_close(found.double()[is_domain], expected[is_domain], rtol=2.0**-23, atol=1e-11)
+
+
+@needs_library
+@pytest.mark.parametrize("coordinates", [1, 3, 64, 67])
+def test_normalisers_of_deviations_are_rounded_once(coordinates):
+    deviations = torch.logspace(-30, 30, 40 * coordinates).view(coordinates, 40).mT.contiguous()
+    deviations[0, 0], deviations[1, -1] = 0, -1
+    values = torch.empty(40)
+    library.normalisers_of_deviations(deviations, 2 * coordinates if coordinates == 1 else coordinates, values)
+    logarithms = deviations.double().log() + 0.5 * math.log(2 * math.pi)
+    expected = -logarithms.sum(-1) * (2 if coordinates == 1 else 1)
+    torch.testing.assert_close(values.double(), expected, rtol=2.0**-23, atol=1e-11, equal_nan=True)
 
 
 @needs_library
@@ -164,13 +188,61 @@ def test_weights_of_each_point(sizes, is_expanded):
     log_weights = log_weights.expand(N, T, M)  # with a stride of 0, or without
     if not is_expanded:
         log_weights = log_weights + torch.randn(N, T, 1, generator=torch.Generator().manual_seed(2))
-    op, leaves = tried_ops()["power_spherical_mixture_log_prob"], [log_weights, *others]
+    check(tried_ops()["power_spherical_mixture_log_prob"], [log_weights, *others])
+
+
+def check(op, leaves):
+    """Compare the results of `cpp` and their gradients with float64."""
     out = op(*(leaf.requires_grad_() for leaf in leaves), variant="cpp")
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     gradients = torch.autograd.grad(out, leaves, dout)
     args = [leaf.detach() for leaf in leaves]
     assert error_ratio(op, args, out.detach()) <= 1
     assert gradient_error_ratio(op, args, dout, gradients) <= 1
+
+
+@needs_library
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("name", ["power_spherical", "von_mises_fisher"])
+@pytest.mark.parametrize("varies_along", ["components", "points", "both", "neither"])
+def test_scales_may_vary_along_any_axes(name, sizes, varies_along):
+    T, M, N, _ = sizes
+    log_weights, loc, _, x = arguments(*sizes)
+    shape = {"components": (T, M), "points": (N, T, 1), "both": (N, T, M), "neither": ()}[varies_along]
+    scale = 20 * torch.rand(shape, generator=torch.Generator().manual_seed(4)) + 1
+    if M >= 8:
+        check(tried_ops()[f"{name}_log_prob"], [loc, scale, x])
+    check(tried_ops()[f"{name}_mixture_log_prob"], [log_weights, loc, scale, x])
+
+
+@needs_library
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("deviations", ["each", "of components", "of coordinates", "one"])
+def test_normal_densities_and_dot_products(sizes, deviations):
+    T, M, N, D = sizes
+    log_weights, _, _, _ = arguments(*sizes)
+    generator = torch.Generator().manual_seed(5)
+    loc, x = torch.randn(T, M, D, generator=generator), torch.randn(N, T, 1, D, generator=generator)
+    shape = {"each": (T, M, D), "of components": (M, 1), "of coordinates": (D,), "one": (1,)}[deviations]
+    scale = torch.rand(shape, generator=generator) + 0.5
+    check(tried_ops()["normal_mixture_log_prob"], [log_weights, loc, scale, x])
+    if M >= 8:
+        check(tried_ops()["normal_log_prob"], [loc, scale, x])
+        check(tried_ops()["broadcast_dot"], [x, loc])
+
+
+@needs_library
+def test_a_point_at_infinity_spoils_no_gradient_of_others():
+    """Its share is 0, and 0 times its distance is NaN."""
+    generator = torch.Generator().manual_seed(6)
+    loc, x = torch.randn(40, 5, generator=generator), torch.randn(30, 1, 5, generator=generator)
+    scale, log_weights = torch.ones(40, 1), torch.zeros(40)
+    loc[7, 2] = math.inf
+    leaves = [one.requires_grad_() for one in (log_weights, loc, scale, x)]
+    out = effops.normal_mixture_log_prob(*leaves, variant="cpp")
+    dloc, dx = torch.autograd.grad(out.sum(), (loc, x))
+    assert all(one.isfinite().all() for one in (out, dloc, dx))
+    assert (dloc[7] == 0).all()
 
 
 @needs_library

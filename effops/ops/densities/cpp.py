@@ -13,102 +13,233 @@ from effops.blocks.dots import DotMap, collapse
 from effops.blocks.logsumexp import Reduction
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import without_negation
-from effops.ops.densities.density import DensityCall
-from effops.ops.densities.layout import Groups, LogsumexpGradients
+from effops.ops.densities.density import DensityCall, Native, Wanted
+from effops.ops.densities.layout import Groups, Layout, LogsumexpGradients
 from effops.pytorch import FakeTensor
 
+COMPONENTS_ALONE, POINTS_ALONE, BOTH = range(3)  # as `Along` in C++
 
-class MixtureKernel:
-    """The operands of a mixture as the kernel takes them."""
 
-    def __init__(self, dot_map: DotMap, reduction: Reduction, log_weights: Tensor, call: DensityCall) -> None:
-        self.log_weights, loc, self.scale, x = map(without_negation, (log_weights, call.loc, call.scale, call.x))
-        self.map, self.arithmetic = dot_map, call.arithmetic
-        self.groups = Groups(reduction, loc, x)
-        self.left, self.right, self.scales, self.weights = self.groups.matrices(self.log_weights, self.scale, 0)
-        self.dimension = call.dimension
+def of_map(dot_map: DotMap, dimension: int) -> Native:
+    """The scores normaliser(scale) + scale phi(<x, loc>)."""
 
-    def normalisers(self, *, with_slopes: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The normalisers of the scales, and their derivatives, as operands."""
+    def normalisers(scale: Tensor, with_slopes: bool) -> tuple[Tensor | None, Tensor | None]:
         from effops.kernels import library
 
-        scale = self.scale.contiguous()
+        if dot_map.native == "linear":
+            return None, None
+        scale = scale.contiguous()
         values, slopes = torch.empty_like(scale), torch.empty_like(scale) if with_slopes else None
         if not isinstance(scale, FakeTensor):
-            library.normalisers(self.map.native, scale, self.dimension, values, slopes)
-        every = self.groups.EVERY
-        return self.groups.matrix(values, every), None if slopes is None else self.groups.matrix(slopes, every)
+            library.normalisers(dot_map.native, scale, dimension, values, slopes)
+        return values, slopes
 
-    def forward(self, most: Tensor, rest: Tensor | None = None) -> None:
-        """Write the statistics, or their sum to `most` if `rest` is None. Both have the shape of the result."""
-        normaliser, _ = self.normalisers()
-        self._run(False, normaliser=normaliser, most=most, rest=rest)
+    return Native(0, dot_map.native, dot_map.settings, normalisers)
 
-    def backward(self, statistics: Tensor, dout: Tensor, **gradients: Tensor | None) -> None:
-        most, rest = statistics.unbind(-1)
-        normaliser, slope = self.normalisers(with_slopes=gradients["dscale"] is not None)
-        given = {"normaliser": normaliser, "slope": slope, "dout": without_negation(dout)}
-        self._run(True, most=most, rest=rest, **given, **gradients)
 
-    def _run(self, is_backward: bool, **operands: Tensor | None) -> None:
+def of_distances(dimension: int) -> Native:
+    """The scores normaliser(deviations) - 1/2 of the squared distance."""
+
+    def normalisers(deviations: Tensor, with_slopes: bool) -> tuple[Tensor | None, Tensor | None]:
+        from effops.kernels import library
+
+        deviations = deviations.contiguous()
+        values = deviations.new_empty(deviations.shape[:-1])
+        if not isinstance(values, FakeTensor):
+            library.normalisers_of_deviations(deviations, dimension, values)
+        return values, None
+
+    return Native(1, "linear", DotMap.settings, normalisers)
+
+
+class Kernel:
+    """The operands of a call as the kernel takes them: with four axes, of which the second is 1 without a reduction.
+
+    `left` has the points and `right` the components, along the last two groups of axes of the layout.
+    """
+
+    def __init__(
+        self,
+        native: Native,
+        layout: Layout,
+        left: Tensor,
+        right: Tensor,
+        scale: Tensor,
+        log_weights: Tensor | None = None,
+    ) -> None:
+        self.native, self.layout, self.depth = native, layout, left.shape[-1]
+        self.left, self.right, self.scale = map(without_negation, (left, right, scale))
+        self.log_weights = None if log_weights is None else without_negation(log_weights)
+        self.pairs = tuple(range(len(layout.axes)))
+        self.points, self.components = self.pairs[:-1], (*self.pairs[:-2], self.pairs[-1])
+
+    def of_pairs(self, operand: Tensor | None) -> Tensor | None:
+        return None if operand is None else four_axes(self.layout.matrix(operand, self.pairs))
+
+    def run(self, is_backward: bool, *, with_slopes: bool = False, **operands: Tensor | None) -> None:
         """Run the kernel in one direction. On fake tensors the workspace is allocated, and nothing runs."""
         from effops.kernels import library
 
-        call = library.MixtureCall(*self.scales.shape, self.left.shape[-1])
-        call.weighs_points = self.groups.plan.varies(self.log_weights, self.groups.axes[2])
-        call.threads = library.threads_for(library.mixture_items(call, is_backward))
-        workspace = self.left.new_empty(call.threads * library.mixture_workspace())
+        normaliser, slope = self.native.normalisers(self.scale, with_slopes)
+        scale, dims = self.scale, self.native.scale_dims
+        if dims:
+            deviations = four_axes(self.layout.matrix(self.scale, self.components, trailing=1))
+            operands["deviations"] = deviations.expand(*deviations.shape[:-1], self.depth)
+            scale = self.scale.new_full((), -0.5)
+        given: dict[str, Tensor | None] = {
+            "left": four_axes(self.layout.matrix(self.left, self.points, trailing=1)),
+            "right": four_axes(self.layout.matrix(self.right, self.components, trailing=1)),
+            "scale": self.of_pairs(scale),
+            "weights": self.of_pairs(self.log_weights),
+            "normaliser": self.of_pairs(normaliser),
+            "slope": self.of_pairs(slope),
+            **operands,
+        }
+        groups = map(self.layout.plan.numel, self.layout.axes)
+        batch, *others, points, components = groups
+        call = library.PairsCall(batch, math.prod(others), points, components, self.depth)
+        call.is_reduced = self.log_weights is not None
+        call.scales_along = _along(self.layout, self.scale, dims)
+        call.weights_along = COMPONENTS_ALONE if self.log_weights is None else _along(self.layout, self.log_weights)
+        call.threads = library.threads_for(library.pair_items(call, is_backward))
+        workspace = self.left.new_empty(call.threads * library.pairs_workspace())
         if isinstance(workspace, FakeTensor):
             return
-        for name in ("most", "rest", "dout"):
-            of_result = operands.get(name)
-            operands[name] = None if of_result is None else self.groups.of_result(of_result).unsqueeze(-1)
-        own = {"left": self.left, "right": self.right, "scale": self.scales, "weights": self.weights}
-        for name, tensor in {**own, **operands}.items():
+        for name, tensor in given.items():
             setattr(call, name, library.Operand.of(tensor))
         call.workspace = workspace.data_ptr()
-        library.run_mixture(call, self.map.native, self.map.settings, is_backward)
+        library.run_pairs(call, self.native.map, self.native.settings, is_backward)
+
+    def run_backward(self, dscale: Tensor | None, **operands: Tensor | None) -> None:
+        """Write gradients, which have an axis for each group."""
+        operands = {name: None if tensor is None else four_axes(tensor) for name, tensor in operands.items()}
+        if dscale is not None and self.native.scale_dims:
+            sums = four_axes(dscale.squeeze(-3))
+            step = 0 if sums.shape[-1] != self.depth else sums.stride(-1)
+            operands["ddeviations"] = sums.as_strided((*sums.shape[:-1], self.depth), (*sums.stride()[:-1], step))
+        elif dscale is not None:
+            operands["dscale"] = four_axes(dscale)
+        self.run(True, with_slopes=dscale is not None, **operands)
+
+    def empty_scale_gradient(self) -> Tensor:
+        """Uninitialised. That of deviations is summed over points alone."""
+        if not self.native.scale_dims:
+            return self.layout.empty_sums(self.scale, self.scale.dtype)
+        *outer, _, components = map(self.layout.plan.numel, self.layout.axes)
+        shape = (*outer, 1, components, self.scale.shape[-1])
+        return self.layout.empty(self.scale, self.pairs, shape, self.scale.dtype, trailing=1)
 
 
-def obstacle(groups: Groups, log_weights: Tensor, scale: Tensor) -> str:
-    """Why the kernel cannot take the operands of a mixture; empty if it can."""
-    plan, (_, others, points, components) = groups.plan, groups.axes
-    if plan.varies(scale, points):
-        return "needs scales that are the same for all points"
-    if plan.varies(log_weights, points) and log_weights.numel() < plan.numel(plan.order):
-        return "needs weights that are the same for all points, or each pair's own"
-    shared = [axis for axis in (*others, *components) if plan.shape[axis] > 1]
-    if not all(plan.varies(groups.right, (axis,), trailing=1) for axis in shared):
+def four_axes(matrix: Tensor) -> Tensor:
+    return matrix if matrix.ndim == 4 else matrix.unsqueeze(1)
+
+
+def _along(layout: Layout, operand: Tensor, dims: int = 0) -> int:
+    """Along what an operand varies, as `Along` in C++."""
+    points, components = (layout.plan.varies(operand, group, trailing=dims) for group in layout.axes[-2:])
+    if not points:
+        return COMPONENTS_ALONE
+    return BOTH if components else POINTS_ALONE
+
+
+def obstacle(layout: Layout, left: Tensor, right: Tensor, **operands: tuple[Tensor, int]) -> str:
+    """Why the kernel cannot take the operands of a call; empty if it can. Scales and weights have last dimensions."""
+    plan, components = layout.plan, layout.axes[-1]
+    for name, (operand, dims) in operands.items():
+        along = _along(layout, operand, dims)
+        if along != COMPONENTS_ALONE and dims:
+            return f"needs a {name} that is the same for all points"
+        if along == BOTH and operand.numel() < plan.numel(plan.order):
+            return f"needs a {name} that varies along points or components alone, or that is each pair's own"
+    shared = [axis for group in (*layout.axes[1:-2], components) for axis in group if plan.shape[axis] > 1]
+    if not all(plan.varies(right, (axis,), trailing=1) for axis in shared):
         return "needs components that each have their own direction"
-    if not all(_are_matrices(groups, *one) for one in ((groups.left, groups.LEFT), (groups.right, groups.RIGHT))):
+    pairs = range(len(layout.axes))
+    if not all(_are_matrices(layout, *one) for one in ((left, (0, pairs[-2])), (right, (*pairs[:-2], pairs[-1])))):
         return "needs axes of one role to lie one after another in memory; here they would be copied"
     return ""
 
 
-def _are_matrices(groups: Groups, operand: Tensor, roles: Sequence[int]) -> bool:
+def _are_matrices(layout: Layout, operand: Tensor, roles: Sequence[int]) -> bool:
     """Whether the axes of each role collapse into one."""
-    axes = [groups.axes[role] for role in roles]
-    view = groups.plan.view(operand, sum(axes, ()), trailing=1, expand=False)
+    axes = [layout.axes[role] for role in roles]
+    view = layout.plan.view(operand, sum(axes, ()), trailing=1, expand=False)
     ends = [*itertools.accumulate(map(len, axes), initial=0)]
     return all(collapse(view, range(*role)) is not None for role in itertools.pairwise(ends))
 
 
-def forward_logsumexp(dot_map: DotMap, reduction: Reduction, log_weights: Tensor, call: DensityCall) -> Tensor:
+def forward(native: Native, call: DensityCall) -> Tensor:
+    """The scores of all pairs, contiguous in the plan's order of axes."""
+    out = call.plan.empty(call.x, call.dtype)
+    if out.numel():
+        kernel = Kernel(native, Layout.of_pairs(call.plan), call.x, call.loc, call.scale)
+        kernel.run(False, most=kernel.of_pairs(out))
+    return out
+
+
+def backward(native: Native, call: DensityCall, dout: Tensor, wanted: Wanted) -> Gradients:
+    """Gradients of loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
+    wants_loc, wants_scale, wants_x = wanted
+    layout = Layout.of_pairs(call.plan)
+    kernel = Kernel(native, layout, call.x, call.loc, call.scale)
+    batch, rows, columns = map(call.plan.numel, layout.axes)
+
+    def of_vectors(operand: Tensor, groups: tuple[int, ...], count: int) -> Tensor:
+        return layout.empty(operand, groups, (batch, count, call.dimension), call.arithmetic, trailing=1)
+
+    dloc = of_vectors(call.loc, (0, 2), columns) if wants_loc else None
+    dx = of_vectors(call.x, (0, 1), rows) if wants_x else None
+    dscale = kernel.empty_scale_gradient() if wants_scale else None
+    if batch * rows * columns:
+        kernel.run_backward(dscale, dleft=dx, dright=dloc, dout=kernel.of_pairs(without_negation(dout)))
+    else:
+        _zero(dloc, dscale, dx)
+    return (
+        layout.restore(dloc, call.loc, (0, 2), trailing=1),
+        layout.restore(dscale, kernel.scale, (0, 1, 2), trailing=native.scale_dims),
+        layout.restore(dx, call.x, (0, 1), trailing=1),
+    )
+
+
+def _zero(*gradients: Tensor | None) -> None:
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
+
+
+def _mixture_kernel(native: Native, groups: Groups, log_weights: Tensor, call: DensityCall) -> Kernel:
+    return Kernel(native, groups, groups.left, groups.right, call.scale, log_weights)
+
+
+def _of_result(groups: Groups, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else groups.of_result(without_negation(tensor)).unsqueeze(-1)
+
+
+def _reduce(
+    native: Native, reduction: Reduction, log_weights: Tensor, call: DensityCall, most: Tensor, rest: Tensor | None
+) -> None:
+    """Write the statistics, or their sum to `most` if `rest` is None. Both have the shape of the result."""
+    groups = Groups(reduction, call.loc, call.x)
+    kernel = _mixture_kernel(native, groups, log_weights, call)
+    kernel.run(False, most=_of_result(groups, most), rest=_of_result(groups, rest))
+
+
+def forward_logsumexp(native: Native, reduction: Reduction, log_weights: Tensor, call: DensityCall) -> Tensor:
     """The statistics of the reduction, as `effops.blocks.logsumexp.forward` computes them."""
     statistics = reduction.empty(call.x, call.arithmetic)
-    MixtureKernel(dot_map, reduction, log_weights, call).forward(*statistics.unbind(-1))
+    _reduce(native, reduction, log_weights, call, *statistics.unbind(-1))
     return statistics
 
 
-def logsumexp(dot_map: DotMap, reduction: Reduction, log_weights: Tensor, call: DensityCall) -> Tensor:
+def logsumexp(native: Native, reduction: Reduction, log_weights: Tensor, call: DensityCall) -> Tensor:
     """The result, without statistics."""
     out = reduction.reduced.empty(call.x, call.dtype)
-    MixtureKernel(dot_map, reduction, log_weights, call).forward(out)
+    _reduce(native, reduction, log_weights, call, out, None)
     return out
 
 
 def backward_logsumexp(
-    dot_map: DotMap,
+    native: Native,
     reduction: Reduction,
     log_weights: Tensor,
     call: DensityCall,
@@ -117,18 +248,23 @@ def backward_logsumexp(
     wanted: Sequence[bool],
 ) -> Gradients:
     """Gradients of log_weights, loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
-    kernel = MixtureKernel(dot_map, reduction, log_weights, call)
-    gradients = LogsumexpGradients(kernel.groups, kernel.log_weights, kernel.scale, wanted, kernel.arithmetic)
-    found = {
-        "dleft": gradients.left,
-        "dright": gradients.right,
-        "dscale": gradients.factor,
-        "dweights": gradients.weights,
-    }
-    if math.prod(kernel.scales.shape) == 0:
-        for gradient in found.values():
-            if gradient is not None:
-                gradient.zero_()
+    groups = Groups(reduction, call.loc, call.x)
+    kernel = _mixture_kernel(native, groups, log_weights, call)
+    dims = native.scale_dims
+    gradients = LogsumexpGradients(groups, log_weights, kernel.scale, wanted, call.arithmetic, scale_dims=dims)
+    if wanted[2]:
+        gradients.factor = kernel.empty_scale_gradient()
+    if groups.plan.numel(groups.plan.order):
+        most, rest, dresult = (_of_result(groups, one) for one in (*statistics.unbind(-1), dout))
+        kernel.run_backward(
+            gradients.factor,
+            dleft=gradients.left,
+            dright=gradients.right,
+            dweights=gradients.weights,
+            most=most,
+            rest=rest,
+            dout=dresult,
+        )
     else:
-        kernel.backward(statistics, dout, **found)
+        _zero(gradients.left, gradients.right, gradients.weights, gradients.factor)
     return gradients.restored()

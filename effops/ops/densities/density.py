@@ -111,6 +111,20 @@ class Kernels:
     backward_logsumexp: Callable[..., None]
 
 
+@dataclass(frozen=True)
+class Native:
+    """A score as C++ kernels take it: the name of its map, and settings of that. See `maps.h`.
+
+    `normalisers` tells those of scales, and their derivatives if these are asked for, each as it varies. The last
+    `scale_dims` dimensions of scale are no batch axes.
+    """
+
+    scale_dims: int
+    map: str
+    settings: tuple[float, float, float]
+    normalisers: Callable[[Tensor, bool], tuple[Tensor | None, Tensor | None]]
+
+
 class Density(Protocol):
     """A family of densities.
 
@@ -132,15 +146,14 @@ class Density(Protocol):
     def forms(self) -> Mapping[str, Form]:
         """The scores by PyTorch operations: naive and, where it differs, einsum."""
 
-    @property
-    def native(self) -> Callable[[DensityCall], DotMap] | None:
-        """The map of the dot products of a call, if there is a C++ kernel of its mixtures."""
-
     def normaliser(self, scale: Tensor, dimension: int, /) -> Tensor:
         """A differentiable function of a float64 scale and the dimension: the part that depends on these alone."""
 
     def kernels(self, call: DensityCall) -> Kernels:
         """The Triton kernels."""
+
+    def native(self, call: DensityCall) -> Native:
+        """The score as C++ kernels take it."""
 
     def tolerance(self, call: DensityCall) -> float:
         """How far rounding may take inputs on the boundary of the domain beyond it, in the argument of phi."""

@@ -18,8 +18,8 @@ from effops.blocks.small import SmallCall
 from effops.dispatch.validation import Condition
 from effops.numerics.directions import lengths
 from effops.numerics.precision import sphere_tolerance, unit_roundoff
-from effops.ops.densities import triton
-from effops.ops.densities.density import DensityCall, Form, Kernels, Wanted
+from effops.ops.densities import cpp, triton
+from effops.ops.densities.density import DensityCall, Form, Kernels, Native, Wanted
 
 
 @dataclass
@@ -33,7 +33,6 @@ class Directional:
         normaliser: W, a function of a float64 scale and the dimension
         map: makes the `DotMap` of phi and W from the dimension, `floor` and `tolerance`
         kernel: the module of `effops.kernels` whose MAP has phi and W as Triton functions
-        is_native: whether the map has one in C++
         singular: whether phi is singular at t = 1 + <loc, x> = 0
         compiled_bytes_per_scale: as of every `Density`
     """
@@ -46,7 +45,6 @@ class Directional:
     kernel: str
     singular: bool
     compiled_bytes_per_scale: int
-    is_native: bool = False
     scale_dims: int = 0
     smallest: int = 2
 
@@ -97,10 +95,6 @@ class Directional:
                 )
         return remedy
 
-    @property
-    def native(self) -> Callable[[DensityCall], DotMap] | None:
-        return self.map_of if self.is_native else None
-
     def map_of(self, call: DensityCall) -> DotMap:
         return self.map(call.dimension, self.floor(call.arithmetic), self.tolerance(call))
 
@@ -110,6 +104,9 @@ class Directional:
 
     def kernels(self, call: DensityCall) -> Kernels:
         return triton.dot_kernels(self.kernel, self.tolerance(call))
+
+    def native(self, call: DensityCall) -> Native:
+        return cpp.of_map(self.map_of(call), call.dimension)
 
     def blocks(
         self, call: DensityCall, *, scored: bool = True, wanted: Wanted = (False, False, False)

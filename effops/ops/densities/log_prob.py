@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.blocks import pairs
+from effops.blocks import limits, pairs
 from effops.dispatch.call import Shortcut
 from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
-from effops.dispatch.registration import add_custom_op, add_kernels
+from effops.dispatch.registration import add_custom_op, add_kernels, add_native
 from effops.numerics.precision import arithmetic_dtype
-from effops.ops.densities import triton
+from effops.ops.densities import cpp, triton
 from effops.ops.densities.density import Density, DensityCall, Form, Wanted, plan_of, prepare
 from effops.ops.densities.layout import Layout
 from effops.prediction import inductor
@@ -50,6 +50,13 @@ class LogProb:
         self.op.shortcut = Shortcut(self.op, "chunked", chunked, density.small)
         kernels = custom(f"{name}_triton", forward=self.triton_forward, backward=self.triton_backward)
         add_kernels(self.op, kernels, requires=[self.requires_layout])
+        native = custom(
+            f"{name}_cpp",
+            forward=self.native_forward,
+            backward=self.native_backward,
+            by_example=lambda arguments: True,  # in a batch scales may vary as `requires_native` rules out
+        )
+        add_native(self.op, native, requires=[self.requires_native])
 
     def split(self, arguments: Sequence[Any]) -> DensityCall:
         """The call with these arguments."""
@@ -58,6 +65,9 @@ class LogProb:
 
     def requires_layout(self, call: DensityCall) -> str:
         return Layout.of_pairs(call.plan).obstacle(call.scale, self.density.scale_dims)
+
+    def requires_native(self, call: DensityCall) -> str:
+        return requires_native(call, self.density.scale_dims)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:
         """The op as a form computes it: a function of the tensors of a call and of its `settings`."""
@@ -93,15 +103,31 @@ class LogProb:
     def triton_backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
         return triton.backward(self.density.kernels(call), call, dout, wanted)
 
+    def native_forward(self, call: DensityCall) -> Tensor:
+        return cpp.forward(self.density.native(call), call)
+
+    def native_backward(self, dout: Tensor, call: DensityCall, wanted: Wanted) -> Gradients:
+        return cpp.backward(self.density.native(call), call, dout, wanted)
+
+
+def requires_native(call: DensityCall, scale_dims: int = 0) -> str:
+    """Whether the C++ kernels take all pairs of a call."""
+    if any(tensor.dtype != torch.float32 for tensor in call.tensors):
+        return "needs float32"
+    layout = Layout.of_pairs(call.plan)
+    if min(map(call.plan.numel, layout.axes[1:])) < limits.LEAST_SIDE:
+        return f"needs {limits.LEAST_SIDE} rows of x and of loc at least that meet each other"
+    return cpp.obstacle(layout, call.x, call.loc, scale=(call.scale, scale_dims))
+
 
 def tensor_dims(density: Density) -> dict[str, int]:
     """The tensor arguments, and how many of the last dimensions of each are no batch axes."""
     return {"loc": 1, density.scale_name: density.scale_dims, "x": 1}
 
 
-def preference(density: Density, *, is_native: bool = False) -> tuple[str, ...]:
+def preference(density: Density) -> tuple[str, ...]:
     """The names of the variants, from the best on."""
-    everywhere = ("triton", *["cpp"] * is_native, "chunked", "compile", "einsum", "torchscript", "naive")
+    everywhere = ("triton", "cpp", "chunked", "compile", "einsum", "torchscript", "naive")
     return tuple(name for name in everywhere if name != "einsum" or name in density.forms)
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from effops.blocks import limits
 from effops.blocks import logsumexp as logsumexp_blocks
 from effops.blocks.cutting import broadcast_slice, fit, visited_pieces, whole
-from effops.blocks.dots import DotMap
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.weighted import Weighted
@@ -80,7 +79,6 @@ class MixtureCall(DensityCall):
         return self.plan.without(self.axis).shape
 
 
-MapOf = Callable[[DensityCall], DotMap]
 WithoutStatistics = Callable[
     [CustomOp, MixtureCall], Tensor
 ]  # the result by an operator that holds no, or few, of them
@@ -156,7 +154,7 @@ class Mixture:
         self.op = Op(
             name,
             prepare=functools.partial(prepare_mixture, density, name),
-            preference=preference(density, is_native=density.native is not None),
+            preference=preference(density),
             core_dims={"log_weights": 0, **tensor_dims(density)},
             logsumexp=lambda call: call.axis,
             conditions=self.conditions,
@@ -166,16 +164,15 @@ class Mixture:
         self._add(add_custom_op, "chunked", self.forward, self.backward, self._by_slabs)
         requires = [self.requires_layout]
         self._add(add_kernels, "triton", self.triton_forward, self.triton_backward, self._by_slabs, requires=requires)
-        if density.native is not None:
-            self._add(
-                add_native,
-                "cpp",
-                functools.partial(self.native_forward, density.native),
-                functools.partial(self.native_backward, density.native),
-                functools.partial(self.native, density.native),
-                by_example=True,  # in a batch scales may vary along points, as `requires_native` rules out
-                requires=[self.requires_native],
-            )
+        self._add(
+            add_native,
+            "cpp",
+            self.native_forward,
+            self.native_backward,
+            self.native,
+            by_example=True,  # in a batch operands may vary along points, as `requires_native` rules out
+            requires=[self.requires_native],
+        )
 
     def _add(
         self,
@@ -253,7 +250,9 @@ class Mixture:
             return "needs float32"
         if call.axis in call.plan.batch:
             return "needs components along an axis of x or of loc; here both vary along it"
-        return cpp.obstacle(Groups(call.reduction, call.loc, call.x), call.log_weights, call.scale)
+        groups = Groups(call.reduction, call.loc, call.x)
+        scale, log_weights = (call.scale, self.density.scale_dims), (call.log_weights, 0)
+        return cpp.obstacle(groups, groups.left, groups.right, scale=scale, log_weights=log_weights)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:
         """The statistics as a form computes them: a function of the tensors of a call and of its `settings`."""
@@ -321,17 +320,15 @@ class Mixture:
             self.density.kernels(call), call.reduction, call.log_weights, call, result, dout[..., 1], wanted
         )
 
-    def native(self, map_of: MapOf, custom: CustomOp, call: MixtureCall) -> Tensor:
-        return cpp.logsumexp(map_of(call), call.reduction, call.log_weights, call)
+    def native(self, custom: CustomOp, call: MixtureCall) -> Tensor:
+        return cpp.logsumexp(self.density.native(call), call.reduction, call.log_weights, call)
 
-    def native_forward(self, map_of: MapOf, call: MixtureCall) -> Tensor:
-        return cpp.forward_logsumexp(map_of(call), call.reduction, call.log_weights, call)
+    def native_forward(self, call: MixtureCall) -> Tensor:
+        return cpp.forward_logsumexp(self.density.native(call), call.reduction, call.log_weights, call)
 
-    def native_backward(
-        self, map_of: MapOf, dout: Tensor, call: MixtureCall, wanted: Sequence[bool], result: Tensor
-    ) -> Gradients:
+    def native_backward(self, dout: Tensor, call: MixtureCall, wanted: Sequence[bool], result: Tensor) -> Gradients:
         return cpp.backward_logsumexp(
-            map_of(call), call.reduction, call.log_weights, call, result, dout[..., 1], wanted
+            self.density.native(call), call.reduction, call.log_weights, call, result, dout[..., 1], wanted
         )
 
 

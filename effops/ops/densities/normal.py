@@ -16,8 +16,8 @@ from torch import Tensor
 from effops.blocks.distances import Distances
 from effops.dispatch.call import call
 from effops.dispatch.validation import Condition, finite
-from effops.ops.densities import triton
-from effops.ops.densities.density import DensityCall, Form, Kernels, Wanted
+from effops.ops.densities import cpp, triton
+from effops.ops.densities.density import DensityCall, Form, Kernels, Native, Wanted
 from effops.ops.densities.log_prob import LogProb
 from effops.ops.densities.mixture import Mixture
 
@@ -38,7 +38,6 @@ class Normal:
     scale_name = "scale"
     scale_dims = 1
     smallest = 0
-    native = None
     compiled_bytes_per_scale = 8
     forms: Mapping[str, Form] = MappingProxyType({"naive": _naive})
 
@@ -51,6 +50,9 @@ class Normal:
 
     def kernels(self, call: DensityCall) -> Kernels:
         return triton.distance_kernels()
+
+    def native(self, call: DensityCall) -> Native:
+        return cpp.of_distances(call.dimension)
 
     def blocks(self, call: DensityCall, *, scored: bool = True, wanted: Wanted = (False, False, False)) -> Distances:
         return Distances(call.plan, call.loc, call.scale, call.x, call.arithmetic, wanted)

@@ -53,7 +53,7 @@ class HalfLog(DotMap):
     def __init__(self, dimension: int, floor: float, tolerance: float) -> None:
         self.dimension = dimension
         self.floor, self.least = 0.5 * floor, -0.5 * tolerance
-        self.settings = self.floor, self.least
+        self.settings = self.floor, self.least, 0.0
         self.below_floor = self.floor * (1 - 2 * self.floor)  # the number before it, as it is half a unit roundoff
 
     def value_(self, t: Tensor) -> None:
@@ -121,7 +121,6 @@ density = Directional(
     normaliser=_normaliser,
     map=HalfLog,
     kernel="power_spherical",
-    is_native=True,
     singular=True,
     compiled_bytes_per_scale=40,
 )

@@ -6,6 +6,7 @@
 The maximum of the exponential is taken out, so neither term overflows. W is `log_vmf_normaliser`.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,7 @@ class CosineMinusOne(DotMap):
     """
 
     intercept = -1.0
+    native, settings = "von_mises_fisher", (-math.inf, -math.inf, intercept)
 
     def __init__(self, dimension: int, floor: float, tolerance: float) -> None:
         self.dimension = dimension

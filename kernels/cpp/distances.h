@@ -1,0 +1,123 @@
+// Squared distances of blocks that fit the cache, by differences, and their derivatives. A part of them is in registers.
+//
+//     distance[m,n] = sum_d ((left[m,d] - right[n,d]) inverse[n,d])^2
+//
+// With G the derivatives by the distances, and z the quotients that are squared,
+//
+//     dleft = 2 sum_n G z inverse,    dright = -2 sum_m G z inverse,    ddeviations = -2 sum_m G z^2 inverse
+//
+// Where a distance is not finite, a G of 0 leaves its pair out, as 0 times infinity is NaN.
+#pragma once
+#include "product.h"
+
+enum {
+  HALF = DEPTH / 2,              // coordinates of a block at most: the other half of its rows has the inverse deviations
+  HALF_PANELS = COLUMNS * HALF,  // floats
+  PART = 16,                     // coordinates that one sum runs over
+  SHORT = 4,                     // rows in registers where gradients are summed
+};
+
+static void invert_block(Matrix from, int rows, int columns, float* to) {
+  for (int i = 0; i < rows; i++, to += STRIDE)
+    for (int j = 0; j < columns; j++) to[j] = 1.0f / from(i, j);
+}
+
+static inline void measure_part(const float* left, const float* right, const float* inverse, int depth, bool adds,
+                                float* to) {
+  Floats sums[TALL][2];
+#pragma GCC unroll 8
+  for (int i = 0; i < TALL; i++) sums[i][0] = sums[i][1] = Floats{};
+  for (int k = 0; k < depth; k++, right += WIDE, inverse += WIDE, left++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < TALL; i++) {
+      Floats value = all(left[i * STRIDE]);
+      Floats first = (value - load(right)) * load(inverse);
+      Floats second = (value - load(right + LANES)) * load(inverse + LANES);
+      sums[i][0] += first * first;
+      sums[i][1] += second * second;
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < TALL; i++, to += STRIDE) {
+    store(to, adds ? load(to) + sums[i][0] : sums[i][0]);
+    store(to + LANES, adds ? load(to + LANES) + sums[i][1] : sums[i][1]);
+  }
+}
+
+// The distances of a block of rows and columns, the latter in panels.
+static void measure(const float* left, const float* right, const float* inverse, int rows, int columns, int depth,
+                    bool adds, float* to) {
+  for (int j = 0; j < columns; j += WIDE, right += WIDE * depth, inverse += WIDE * depth)
+    for (int i = 0; i < rows; i += TALL)
+      for (int k = 0; k < depth; k += PART)
+        measure_part(left + i * STRIDE + k, right + k * WIDE, inverse + k * WIDE, at_most(depth - k, PART),
+                     adds || k > 0, to + i * STRIDE + j);
+}
+
+// 2 sum_n G z inverse of SHORT rows and WIDE coordinates, over the columns n.
+template <bool LEAVES_OUT>
+static inline void pull_left_part(const float* G, const float* left, const float* right, int columns, float* to) {
+  Floats sums[SHORT][2], own[SHORT][2];
+#pragma GCC unroll 4
+  for (int i = 0; i < SHORT; i++)
+    for (int half = 0; half < 2; half++) sums[i][half] = Floats{}, own[i][half] = load(left + i * STRIDE + half * LANES);
+  for (int n = 0; n < columns; n++, right += STRIDE)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      Floats inverse = load(right + HALF + half * LANES), other = load(right + half * LANES);
+      inverse *= inverse;
+#pragma GCC unroll 4
+      for (int i = 0; i < SHORT; i++) {
+        if (LEAVES_OUT && G[i * STRIDE + n] == 0) continue;
+        sums[i][half] += all(G[i * STRIDE + n]) * ((own[i][half] - other) * inverse);
+      }
+    }
+  for (int i = 0; i < SHORT; i++)
+    for (int half = 0; half < 2; half++) store(to + i * STRIDE + half * LANES, 2.0f * sums[i][half]);
+}
+
+// -2 sum_m G z inverse of SHORT columns and WIDE coordinates, over the rows m, and the sum with z^2 HALF behind it.
+template <bool LEAVES_OUT>
+static inline void pull_right_part(const float* G, const float* left, const float* right, int rows, float* to) {
+  Floats sums[SHORT][2], squares[SHORT][2], own[SHORT][2];
+#pragma GCC unroll 4
+  for (int i = 0; i < SHORT; i++)
+    for (int half = 0; half < 2; half++) {
+      sums[i][half] = squares[i][half] = Floats{};
+      own[i][half] = load(right + i * STRIDE + half * LANES);
+    }
+  for (int m = 0; m < rows; m++, left += STRIDE, G += STRIDE)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      Floats other = load(left + half * LANES);
+#pragma GCC unroll 4
+      for (int i = 0; i < SHORT; i++) {
+        if (LEAVES_OUT && G[i] == 0) continue;
+        Floats difference = other - own[i][half], pull = all(G[i]) * difference;
+        sums[i][half] += pull;
+        squares[i][half] += pull * difference;
+      }
+    }
+  for (int i = 0; i < SHORT; i++, to += STRIDE, right += STRIDE)
+    for (int half = 0; half < 2; half++) {
+      Floats inverse = load(right + HALF + half * LANES), both = inverse * inverse * -2.0f;
+      store(to + half * LANES, sums[i][half] * both);
+      store(to + HALF + half * LANES, squares[i][half] * both * inverse);
+    }
+}
+
+// The gradients of rows or of columns, of `depth` coordinates; deviations have theirs HALF behind that of columns.
+template <bool LEAVES_OUT>
+static void pull_left(const float* G, const float* left, const float* right, int rows, int columns, int depth,
+                      float* to) {
+  for (int i = 0; i < rows; i += SHORT)
+    for (int k = 0; k < depth; k += WIDE)
+      pull_left_part<LEAVES_OUT>(G + i * STRIDE, left + i * STRIDE + k, right + k, columns, to + i * STRIDE + k);
+}
+template <bool LEAVES_OUT>
+static void pull_right(const float* G, const float* left, const float* right, int rows, int columns, int depth,
+                       float* to) {
+  for (int j = 0; j < columns; j += SHORT)
+    for (int k = 0; k < depth; k += WIDE)
+      pull_right_part<LEAVES_OUT>(G + j, left + k, right + j * STRIDE + k, rows, to + j * STRIDE + k);
+}

@@ -1,0 +1,270 @@
+// The scores of every pair of a point and a component, or their logsumexp over components; and the gradients.
+//
+//     score[b,c,m,n] = weights[b,c,m,n] + normaliser[b,c,m,n] + scale[b,c,m,n] phi(<points[b,m], components[b,c,n]>)
+//     most[b,c,m] = max_n score,    rest[b,c,m] = log sum_n exp(score - most)
+//
+//     G = dout, or with a reduction dout share,    share = exp(score - most - rest)
+//     dpoints = sum_cn G scale phi' components,    dcomponents = sum_m G scale phi' points
+//     dweights = G,    dscale = G (phi + normaliser'),    each summed over what it does not vary along
+//
+// Forward writes the scores to `most`, or the statistics of a reduction. Where `rest` has no address it is most + rest.
+// In backward `most` and `rest` are given. A block has up to ROWS points and COLUMNS components. Its scores are in the
+// workspace, and no other pair is.
+#include "pairs.h"
+
+#include "parallel.h"
+#include "special.h"
+
+enum { OWNERS = 16 };  // batch entries from which on each has one owner in backward
+
+static inline int in_lanes(int count) { return (count + LANES - 1) / LANES * LANES; }
+
+struct Forward : Worker {
+  using Worker::Worker;
+
+  void operator()(int64_t item) {
+    int64_t blocks = (call.points + ROWS - 1) / ROWS, first = item % blocks * ROWS, outer = item / blocks;
+    int64_t batch = outer / call.others, other = outer % call.others;
+    int rows = at_most(call.points - first, ROWS);
+    Matrix points = call.left.matrix(batch, 0).from(first, 0), components = call.right.matrix(batch, other);
+    Matrix deviations = call.deviations.matrix(batch, other), mosts = call.most.matrix(batch, other);
+    float most[ROWS], sum[ROWS];
+    for (int i = 0; i < rows; i++) most[i] = -INFINITY, sum[i] = 0;
+    for (int64_t n = 0; n < call.components; n += COLUMNS) {
+      int columns = at_most(call.components - n, COLUMNS);
+      pair_up(points, rows, components.from(n, 0), deviations.from(n, 0), columns);
+      read_constants(batch, other, n, columns);
+      for (int i = 0; i < rows; i++) {
+        float* row = scores + i * STRIDE;
+        Terms own = terms(batch, other, first + i, n, columns);
+        call.map->value(call.settings, row, in_lanes(columns));
+        for (int j = 0; j < columns; j += LANES) store(row + j, load(row + j) * load(own.scale + j) + load(own.constant + j));
+        if (call.is_reduced) absorb(row, in_lanes(columns), most[i], sum[i]);
+      }
+      if (!call.is_reduced) put_block(scores, rows, columns, false, mosts.from(first, n));
+    }
+    if (!call.is_reduced) return;
+    Matrix rests = call.rest.matrix(batch, other);
+    for (int i = 0; i < rows; i++) {
+      float rest = std::log(sum[i]);
+      if (call.rest.at) mosts(first + i, 0) = most[i], rests(first + i, 0) = rest;
+      else mosts(first + i, 0) = most[i] + rest;
+    }
+  }
+
+  // Add a row of scores to their maximum, and to the sum of exp(score - maximum).
+  void absorb(const float* row, int count, float& most, float& sum) {
+    Floats highest = all(-INFINITY), added = Floats{};
+    for (int j = 0; j < count; j += LANES) {
+      Floats score = load(row + j);
+      highest = score <= highest ? highest : score;  // a NaN stays
+    }
+    float before = most, own = maximum_of(highest);
+    most = own <= before ? before : own;
+    float shift = std::isfinite(most) ? most : 0;
+    for (int j = 0; j < count; j += LANES) added += exponential(load(row + j) - shift);
+    sum = (sum == 0 ? 0 : sum * std::exp(before - shift)) + sum_of(added);
+  }
+};
+
+// A part of a batch entry: some points, some of the others, and some components.
+struct Part {
+  int64_t batch, first_point, end_point, first_other, end_other, first, end;
+};
+
+struct Backward : Worker {
+  alignas(64) float phi[COLUMNS], pulls[COLUMNS], dscale[COLUMNS], dweights[COLUMNS];
+  double all_dscale[COLUMNS], all_dweights[COLUMNS];  // sums of these over the blocks of points
+  bool is_finite;  // whether all distances of the block are
+  using Worker::Worker;
+
+  // The gradients of points and of what varies with them, or of components and of what varies with these, or all.
+  void pull_back(Part part, bool of_points, bool of_components) {
+    bool wants_left = of_points && call.dleft.at, wants_right = of_components && (call.dright.at || call.ddeviations.at);
+    bool needs_pairs = !call.map->is_linear || call.is_reduced || call.dscale.at || has_distances();
+    Matrix points = call.left.matrix(part.batch, 0), dpoints = call.dleft.matrix(part.batch, 0);
+    bool adds_left = false;
+    for (int64_t other = part.first_other; other < part.end_other; other++) {
+      Matrix components = call.right.matrix(part.batch, other), dcomponents = call.dright.matrix(part.batch, other);
+      Matrix deviations = call.deviations.matrix(part.batch, other);
+      for (int64_t n = part.first; n < part.end; n += COLUMNS, adds_left = true) {
+        int columns = at_most(part.end - n, COLUMNS);
+        read_constants(part.batch, other, n, columns);
+        for (int j = 0; j < COLUMNS; j++) all_dscale[j] = all_dweights[j] = 0;
+        for (int64_t m = part.first_point; m < part.end_point; m += ROWS) {
+          int rows = at_most(part.end_point - m, ROWS);
+          if (needs_pairs) pair_up(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
+          is_finite = true;
+          for (int j = 0; j < COLUMNS; j++) dscale[j] = dweights[j] = 0;
+          for (int i = 0; i < rows; i++) weigh(i, columns, part.batch, other, m + i, n, of_points, n > part.first);
+          for (int j = 0; j < columns; j++) all_dscale[j] += dscale[j], all_dweights[j] += dweights[j];
+          for (int64_t k = 0; k < call.depth; k += deepest()) {
+            int depth = at_most(call.depth - k, deepest());
+            if (wants_left) {
+              copy_right(components.from(n, k), deviations.from(n, k), columns, depth);
+              if (has_distances()) copy_left(points.from(m, k), rows, depth);
+              if (!has_distances()) multiply(rows_of(scores), panels_of(right), rows, depth, columns, false, product);
+              else (is_finite ? pull_left<false> : pull_left<true>)(scores, left, right, rows, columns, depth, product);
+              put_block(product, rows, depth, adds_left, dpoints.from(m, k));
+            }
+            if (wants_right) {
+              copy_left(points.from(m, k), rows, depth);
+              if (has_distances()) {
+                copy_right(components.from(n, k), deviations.from(n, k), columns, depth);
+                (is_finite ? pull_right<false> : pull_right<true>)(scores, left, right, rows, columns, depth, product);
+              } else {
+                multiply(columns_of(scores), panels_of(left), columns, depth, rows, false, product);
+              }
+              bool adds = m > part.first_point;
+              if (call.dright.at) put_block(product, columns, depth, adds, dcomponents.from(n, k));
+              if (call.ddeviations.at) put_deviations(part.batch, other, n, k, columns, depth, adds);
+            }
+          }
+        }
+        if (of_components) write_sums(part, other, n, columns);
+      }
+    }
+  }
+
+  // Overwrite the dot products or distances of a point with the gradients of them.
+  void weigh(int i, int columns, int64_t batch, int64_t other, int64_t point, int64_t first, bool of_points, bool adds) {
+    float* row = scores + i * STRIDE;
+    Terms own = terms(batch, other, point, first, columns);
+    call.map->derivative(call.settings, row, phi, in_lanes(columns));
+    if (call.is_reduced) {
+      take_shares(own, columns, batch, other, point);
+    } else {
+      Matrix douts = call.dout.matrix(batch, other).from(point, first);
+      if (douts.column == 1) memcpy(pulls, douts.at, columns * sizeof(float));
+      else for (int j = 0; j < columns; j++) pulls[j] = douts(0, j);
+    }
+    for (int j = columns; j < in_lanes(columns); j++) pulls[j] = phi[j] = 0;
+    Floats oddity = Floats{};  // 0 if all distances are finite
+    for (int j = 0; j < columns; j += LANES) {
+      Floats pull = load(pulls + j), value = load(phi + j);
+      oddity += value * 0.0f;
+      store(row + j, pull * load(own.scale + j) * load(row + j));
+      store(phi + j, pull * (value + load(own.slope + j)));
+    }
+    if (!(sum_of(oddity) == 0)) is_finite = false;
+    gather(call.dweights, call.weights_along, pulls, dweights, batch, other, point, first, columns, of_points, adds);
+    gather(call.dscale, call.scales_along, phi, dscale, batch, other, point, first, columns, of_points, adds);
+    if (has_distances())  // that of deviations needs the sums
+      for (int j = 0; call.weights_along != COMPONENTS_ALONE && j < columns; j++) dweights[j] += pulls[j];
+  }
+
+  // The gradients of the scores of a point: its shares of `dout`.
+  void take_shares(Terms own, int columns, int64_t batch, int64_t other, int64_t point) {
+    float most = call.most.matrix(batch, other)(point, 0), rest = call.rest.matrix(batch, other)(point, 0);
+    float dout = call.dout.matrix(batch, other)(point, 0);
+    // Where the sum is 0, shares are 0 or unknown. An unknown share of a gradient of 0 is 0.
+    bool has_no_share = rest == -INFINITY && (dout == 0 || lacks_weight(batch, other, point));
+    float shift = has_no_share ? 0 : most, factor = (has_no_share ? 0 : std::exp(-rest)) * dout;
+    for (int j = 0; j < columns; j += LANES)
+      store(pulls + j, exponential(load(phi + j) * load(own.scale + j) + load(own.constant + j) - shift) * factor);
+  }
+
+  bool lacks_weight(int64_t batch, int64_t other, int64_t point) {
+    Matrix weights = call.weights.matrix(batch, other);
+    for (int64_t n = 0; n < call.components; n++)
+      if (weights(point, n) != -INFINITY) return false;
+    return true;
+  }
+
+  // Add the gradients of a row of pairs to sums over points, or write them, or their sum over components.
+  void gather(const Operand& gradient, int64_t along, const float* values, float* sums, int64_t batch, int64_t other,
+              int64_t point, int64_t first, int columns, bool of_points, bool adds) {
+    if (along == COMPONENTS_ALONE) {
+      for (int j = 0; j < columns; j += LANES) store(sums + j, load(sums + j) + load(values + j));
+      return;
+    }
+    if (!gradient.at || !of_points) return;
+    Matrix to = gradient.matrix(batch, other);
+    if (along == BOTH) {
+      for (int j = 0; j < columns; j++) to(point, first + j) = values[j];
+      return;
+    }
+    Floats sum = Floats{};
+    for (int j = 0; j < columns; j += LANES) sum += load(values + j);
+    to(point, 0) = adds ? to(point, 0) + sum_of(sum) : sum_of(sum);
+  }
+
+  // The gradients of deviations, from what `pull_right` wrote. Of one deviation for all coordinates it is their sum.
+  void put_deviations(int64_t batch, int64_t other, int64_t first, int64_t k, int columns, int depth, bool adds) {
+    Matrix to = call.ddeviations.matrix(batch, other).from(first, k);
+    bool is_single = to.column == 0;
+    for (int j = 0; j < columns; j++)
+      for (int d = 0; d < depth; d++) {
+        bool is_first = !adds && !(is_single && k + d > 0);
+        to(j, d) = product[j * STRIDE + HALF + d] + (is_first ? 0 : to(j, d));
+      }
+  }
+
+  // Write the sums over points.
+  void write_sums(Part part, int64_t other, int64_t first, int columns) {
+    Matrix scales = call.dscale.matrix(part.batch, other), weights = call.dweights.matrix(part.batch, other);
+    Matrix deviations = call.deviations.matrix(part.batch, other).from(first, 0);
+    Matrix to = call.ddeviations.matrix(part.batch, other).from(first, 0);
+    for (int j = 0; j < columns; j++) {
+      if (call.dscale.at && call.scales_along == COMPONENTS_ALONE) scales(0, first + j) = (float)all_dscale[j];
+      if (call.dweights.at && call.weights_along == COMPONENTS_ALONE) weights(0, first + j) = (float)all_dweights[j];
+      for (int64_t d = 0; call.ddeviations.at && d < call.depth; d++) to(j, d) -= (float)(all_dweights[j] / deviations(j, d));
+    }
+  }
+};
+
+static inline int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// All gradients of a batch entry.
+struct OfBatch : Backward {
+  using Backward::Backward;
+  void operator()(int64_t batch) {
+    pull_back({batch, 0, call.points, 0, call.others, 0, call.components}, true, true);
+  }
+};
+// The gradients of a block of points, and of what varies with them.
+struct OfPoints : Backward {
+  using Backward::Backward;
+  void operator()(int64_t item) {
+    int64_t blocks = blocks_of(call.points, ROWS), first = item % blocks * ROWS;
+    int64_t end = first + at_most(call.points - first, ROWS);
+    pull_back({item / blocks, first, end, 0, call.others, 0, call.components}, true, false);
+  }
+};
+// The gradients of a block of components, and of what varies with them alone.
+struct OfComponents : Backward {
+  using Backward::Backward;
+  void operator()(int64_t item) {
+    int64_t blocks = blocks_of(call.components, COLUMNS), first = item % blocks * COLUMNS, outer = item / blocks;
+    int64_t other = outer % call.others, end = first + at_most(call.components - first, COLUMNS);
+    pull_back({outer / call.others, 0, call.points, other, other + 1, first, end}, false, true);
+  }
+};
+
+extern "C" {
+#pragma GCC visibility push(default)
+int64_t effops_pairs_call_bytes() { return sizeof(PairsCall); }
+int64_t effops_pairs_workspace() { return WORKSPACE; }
+const Map* effops_power_spherical() { return &power_spherical; }
+const Map* effops_linear() { return &linear; }
+const Map* effops_von_mises_fisher() { return &von_mises_fisher; }
+
+int64_t effops_pairs_items(const PairsCall* call, int64_t is_backward) {
+  int64_t of_points = call->batch * blocks_of(call->points, ROWS);
+  int64_t of_components = call->batch * call->others * blocks_of(call->components, COLUMNS);
+  if (!is_backward) return of_points * call->others;
+  if (call->batch >= OWNERS) return call->batch;
+  return of_points > of_components ? of_points : of_components;
+}
+void effops_pairs_forward(const PairsCall* call) { each<Forward>(*call, effops_pairs_items(call, false)); }
+
+void effops_pairs_backward(const PairsCall* call) {
+  if (call->batch >= OWNERS) return each<OfBatch>(*call, call->batch);
+  bool scales = call->dscale.at, weighs = call->dweights.at;
+  if (call->dleft.at || (scales && call->scales_along) || (weighs && call->weights_along))
+    each<OfPoints>(*call, call->batch * blocks_of(call->points, ROWS));
+  if (call->dright.at || call->ddeviations.at || (scales && !call->scales_along) || (weighs && !call->weights_along))
+    each<OfComponents>(*call, call->batch * call->others * blocks_of(call->components, COLUMNS));
+}
+#pragma GCC visibility pop
+}

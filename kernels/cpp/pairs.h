@@ -1,0 +1,130 @@
+// Pairs of rows of two operands: a call, and what a thread keeps of a block of them.
+#pragma once
+#include "distances.h"
+#include "maps.h"
+#include "product.h"
+
+// An operand and its strides, along: batch, others (along which points do not vary), points or components, coordinates.
+// An operand of pairs has points and components last. A gradient that is not wanted has no address.
+struct Operand {
+  float* at;
+  int64_t strides[4];
+
+  Matrix matrix(int64_t batch, int64_t other) const {
+    return {at + batch * strides[0] + other * strides[1], strides[2], strides[3]};
+  }
+};
+
+// Along what scales or weights vary besides batch and others, and so of what their gradients are sums.
+enum Along : int64_t { COMPONENTS_ALONE, POINTS_ALONE, BOTH };
+
+// With deviations a pair has a squared distance in the place of its dot product: the sum of ((left - right) / deviation)^2
+// over coordinates. They have components and coordinates last.
+struct PairsCall {
+  int64_t batch, others, points, components, depth, threads;
+  int64_t is_reduced, scales_along, weights_along;
+  Operand left, right, deviations, weights, scale, normaliser, slope, most, rest, dout;
+  Operand dleft, dright, ddeviations, dweights, dscale;
+  float* workspace;
+  const Map* map;
+  MapSettings settings;
+};
+
+enum { WORKSPACE = 4 * BLOCK + PANELS };  // floats of a thread
+
+// Which block of a matrix the workspace holds.
+struct Copied {
+  const float* at = nullptr;
+  int rows = 0, columns = 0;
+
+  bool becomes(Matrix from, int more_rows, int more_columns) {
+    bool was = at == from.at && rows == more_rows && columns == more_columns;
+    at = from.at, rows = more_rows, columns = more_columns;
+    return !was;
+  }
+};
+
+// What is added to phi of the pairs of a point, and what phi is multiplied with; and the derivative of the former.
+struct Terms {
+  const float *scale, *constant, *slope;
+};
+
+// What a thread keeps of a block: its factors, as they are and in panels, its scores, and the product of a gradient.
+struct Worker {
+  const PairsCall& call;
+  float *left, *right, *panels, *scores, *product;
+  Copied copied_left, copied_right;
+  alignas(64) float scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
+  alignas(64) float own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
+
+  Worker(const PairsCall& call, int64_t thread) : call(call) {
+    left = call.workspace + thread * WORKSPACE;
+    right = left + BLOCK;
+    scores = right + BLOCK;
+    product = scores + BLOCK;
+    panels = product + BLOCK;
+  }
+
+  bool has_distances() const { return call.deviations.at; }
+  int deepest() const { return has_distances() ? (int)HALF : (int)DEPTH; }
+
+  void copy_left(Matrix from, int rows, int depth) {
+    if (copied_left.becomes(from, rows, depth)) copy_block(from, rows, depth, left);
+  }
+  void copy_right(Matrix from, Matrix deviations, int rows, int depth) {
+    if (!copied_right.becomes(from, rows, depth)) return;
+    copy_block(from, rows, depth, right);
+    transpose_block(right, rows, depth, panels);
+    if (!has_distances()) return;
+    invert_block(deviations, rows, depth, right + HALF);
+    transpose_block(right + HALF, rows, depth, panels + HALF_PANELS);
+  }
+
+  // Write the dot products or squared distances of a block to `scores`.
+  void pair_up(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
+    if (call.depth == 0) memset(scores, 0, BLOCK * sizeof(float));
+    for (int64_t k = 0; k < call.depth; k += deepest()) {
+      int depth = at_most(call.depth - k, deepest());
+      copy_left(points.from(0, k), rows, depth);
+      copy_right(components.from(0, k), deviations.from(0, k), columns, depth);
+      if (has_distances()) measure(left, panels, panels + HALF_PANELS, rows, columns, depth, k > 0, scores);
+      else multiply(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, k > 0, scores);
+    }
+  }
+
+  // Read the terms that are constant along the points of a block. Components that are not there have a weight of 0.
+  void read_constants(int64_t batch, int64_t other, int64_t first, int columns) {
+    read(batch, other, 0, first, columns, call.scales_along == COMPONENTS_ALONE,
+         call.weights.at && call.weights_along == COMPONENTS_ALONE, scale, constant, slope);
+    for (int j = columns; j < COLUMNS; j++) scale[j] = slope[j] = 0, constant[j] = -INFINITY;
+    if (call.scales_along == COMPONENTS_ALONE && call.weights_along == COMPONENTS_ALONE) return;
+    memcpy(own_scale, scale, sizeof scale);
+    memcpy(own_constant, constant, sizeof constant);
+    memcpy(own_slope, slope, sizeof slope);
+  }
+
+  Terms terms(int64_t batch, int64_t other, int64_t point, int64_t first, int columns) {
+    bool reads_scales = call.scales_along != COMPONENTS_ALONE, reads_weights = call.weights_along != COMPONENTS_ALONE;
+    if (!reads_scales && !reads_weights) return {scale, constant, slope};
+    memcpy(own_constant, constant, columns * sizeof(float));
+    read(batch, other, point, first, columns, reads_scales, reads_weights, own_scale, own_constant, own_slope, true);
+    return {own_scale, own_constant, own_slope};
+  }
+
+ private:
+  // Read scales and what follows from them, and weights, which are parts of constants.
+  void read(int64_t batch, int64_t other, int64_t point, int64_t first, int columns, bool reads_scales,
+            bool reads_weights, float* scales, float* constants, float* slopes, bool adds = false) {
+    Matrix weights = call.weights.matrix(batch, other), all_scales = call.scale.matrix(batch, other);
+    Matrix normalisers = call.normaliser.matrix(batch, other), all_slopes = call.slope.matrix(batch, other);
+    for (int j = 0; j < columns; j++) {
+      float sum = adds ? constants[j] : 0;
+      if (reads_scales) {
+        scales[j] = all_scales(point, first + j);
+        slopes[j] = call.slope.at ? all_slopes(point, first + j) : 0;
+        if (call.normaliser.at) sum += normalisers(point, first + j);
+      }
+      constants[j] = reads_weights ? sum + weights(point, first + j) : sum;
+    }
+  }
+};
