@@ -175,7 +175,8 @@ def _compiled_bytes(program: inductor.Program, call: DotProductCall) -> Bytes:
 op = Op(
     NAME,
     prepare=prepare,
-    preference=("triton", "cpp", "chunked", "compile", "einsum", "torchscript", "naive"),
+    # On an idle CPU `cpp` takes the time of BLAS, and for small calls longer.
+    preference=("triton", "chunked", "cpp", "compile", "einsum", "torchscript", "naive"),
     core_dims=CORE_DIMS,
     conditions=lambda call: (finite("a", call.a), finite("b", call.b)),
 )
