@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,11 @@ class Operand(ctypes.Structure):
     _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4)]
 
     @classmethod
-    def of(cls, tensor: Tensor | None) -> "Operand":
-        if tensor is None:
-            return cls()
+    def of(cls, tensor: Tensor, strides: Sequence[int]) -> "Operand":
+        """Some strides of a tensor in memory. One that is not there has 0."""
         if tensor.data_ptr() == 0 and tensor.numel() > 0:
             raise RuntimeError("effops.kernels.library: an operand must have memory; got a tensor without")
-        return cls(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.stride()))
+        return cls(tensor.data_ptr(), (ctypes.c_int64 * 4)(*strides))
 
 
 class PairsCall(ctypes.Structure):

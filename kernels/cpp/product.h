@@ -71,30 +71,32 @@ static inline Left rows_of(const float* block) { return {block, STRIDE, 1}; }
 static inline Left columns_of(const float* block) { return {block, 1, STRIDE}; }
 static inline Right panels_of(const float* block) { return {block, WIDE, STRIDE}; }
 
-// A part of the product in registers, TALL by WIDE: the sum of `depth` terms, added to what is there or not.
+// A part of the product in registers, TALL rows by some vectors: the sum of `depth` terms, added to what is there or not.
+template <int VECTORS>
 static inline void multiply_part(Left left, const float* right, int64_t right_step, int depth, bool adds, float* to) {
-  Floats sums[TALL][2];
+  Floats sums[TALL][VECTORS];
 #pragma GCC unroll 8
-  for (int i = 0; i < TALL; i++) sums[i][0] = sums[i][1] = Floats{};
+  for (int i = 0; i < TALL; i++)
+    for (int v = 0; v < VECTORS; v++) sums[i][v] = Floats{};
   for (int k = 0; k < depth; k++, right += right_step, left.at += left.step) {
-    Floats first = load(right), second = load(right + LANES);
+    Floats factors[VECTORS];
+    for (int v = 0; v < VECTORS; v++) factors[v] = load(right + v * LANES);
 #pragma GCC unroll 8
     for (int i = 0; i < TALL; i++) {
       Floats value = all(left.at[i * left.row]);
-      sums[i][0] += value * first;
-      sums[i][1] += value * second;
+      for (int v = 0; v < VECTORS; v++) sums[i][v] += value * factors[v];
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < TALL; i++, to += STRIDE) {
-    store(to, adds ? load(to) + sums[i][0] : sums[i][0]);
-    store(to + LANES, adds ? load(to + LANES) + sums[i][1] : sums[i][1]);
-  }
+  for (int i = 0; i < TALL; i++, to += STRIDE)
+    for (int v = 0; v < VECTORS; v++) store(to + v * LANES, adds ? load(to + v * LANES) + sums[i][v] : sums[i][v]);
 }
 
-// A block of the product: rows by columns, of `depth` terms.
+// A block of the product: rows by columns, of `depth` terms. A panel that is half empty takes one vector.
 static void multiply(Left left, Right right, int rows, int columns, int depth, bool adds, float* to) {
-  for (int j = 0; j < columns; j += WIDE, right.at += right.panel)
+  for (int j = 0; j < columns; j += WIDE, right.at += right.panel) {
+    auto part = columns - j > LANES ? multiply_part<2> : multiply_part<1>;
     for (int i = 0; i < rows; i += TALL)
-      multiply_part({left.at + i * left.row, left.row, left.step}, right.at, right.step, depth, adds, to + i * STRIDE + j);
+      part({left.at + i * left.row, left.row, left.step}, right.at, right.step, depth, adds, to + i * STRIDE + j);
+  }
 }

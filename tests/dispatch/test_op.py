@@ -46,7 +46,7 @@ def ran(monkeypatch):
 def test_public_names():
     assert set(effops.__all__) >= {"power_spherical_log_prob", "explain", "use_variant", "variants"}
     assert effops.variants(FUNCTION) == list(OP.preference)
-    assert set(OP.preference) == {"naive", "einsum", "torchscript", "compile", "chunked", "triton"}
+    assert set(OP.preference) == {"naive", "einsum", "torchscript", "compile", "chunked", "cpp", "triton"}
 
 
 def test_chunked_is_the_choice_on_a_cpu(args, ran):
@@ -239,7 +239,7 @@ def test_compiled_ops_follow_use_variant(args, ran):
 
 
 def test_unknown_variant(args):
-    with pytest.raises(ValueError, match="has no variant 'tritn'; choose from triton, chunked"):
+    with pytest.raises(ValueError, match="has no variant 'tritn'; choose from triton, cpp, chunked"):
         FUNCTION(*args, variant="tritn")
     with pytest.raises(ValueError, match="no op has a variant 'tritn'"):
         effops.use_variant("tritn")

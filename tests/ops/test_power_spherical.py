@@ -11,12 +11,14 @@ from effops.numerics.precision import unit_roundoff
 from effops.ops.densities.power_spherical import op
 from effops.reference import reference_of
 
+from ..support.calls import without_cpp
+
 REFERENCE = reference_of(op)
 
 VARIANTS = [v for v in op.variants if v != "compile"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", without_cpp(VARIANTS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_antipode_is_finite_and_outside_is_nan(variant, dtype, device):
     loc = torch.eye(3, dtype=dtype, device=device)[:1].requires_grad_()
@@ -47,7 +49,7 @@ def package_error(loc, scale, x):
 
 
 @pytest.mark.parametrize("factor", [1, 1e5])
-@pytest.mark.parametrize("variant", [v for v in op.variants if v != "triton"])
+@pytest.mark.parametrize("variant", [v for v in without_cpp(op.variants) if v != "triton"])
 def test_equals_the_package_it_replaces(variant, factor, generator):
     """In float64, which the package needs: its terms of about s log 2 each are opposite."""
     package = pytest.importorskip("power_spherical")

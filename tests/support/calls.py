@@ -30,6 +30,11 @@ def interpreted(variant, device):
     return variant == "triton" and device == "cpu"
 
 
+def without_cpp(variants):
+    """The variants that take float64 and few pairs, which `cpp` refuses."""
+    return [name for name in variants if name != "cpp"]
+
+
 def smallest(op):
     return next(case for case in ("single", "one point") if case in reference_of(op).cases)
 

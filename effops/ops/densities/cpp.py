@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from effops.ops.densities.layout import Groups, Layout, LogsumexpGradients
 from effops.pytorch import FakeTensor
 
 COMPONENTS_ALONE, POINTS_ALONE, BOTH = range(3)  # as `Along` in C++
+Operand = tuple[Tensor, Sequence[int]] | None  # a tensor and its strides along the axes of the kernel
 
 
 def of_map(dot_map: DotMap, dimension: int) -> Native:
@@ -73,30 +74,40 @@ class Kernel:
         self.pairs = tuple(range(len(layout.axes)))
         self.points, self.components = self.pairs[:-1], (*self.pairs[:-2], self.pairs[-1])
 
-    def of_pairs(self, operand: Tensor | None) -> Tensor | None:
-        return None if operand is None else four_axes(self.layout.matrix(operand, self.pairs))
+    def operand(self, tensor: Tensor | None, groups: tuple[int, ...], *, trailing: int = 0) -> Operand:
+        """A tensor as it lies, if its axes of each group collapse into one; else a copy."""
+        if tensor is None:
+            return None
+        strides = self.layout.strides(tensor, groups, trailing=trailing)
+        if strides is None:
+            tensor = self.layout.matrix(tensor, groups, trailing=trailing)
+            strides = tensor.stride()
+        return tensor, strides
 
-    def run(self, is_backward: bool, *, with_slopes: bool = False, **operands: Tensor | None) -> None:
+    def of_pairs(self, tensor: Tensor | None) -> Operand:
+        return self.operand(tensor, self.pairs)
+
+    def run(self, is_backward: bool, *, with_slopes: bool = False, **operands: Operand) -> None:
         """Run the kernel in one direction. On fake tensors the workspace is allocated, and nothing runs."""
         from effops.kernels import library
 
         normaliser, slope = self.native.normalisers(self.scale, with_slopes)
-        scale, dims = self.scale, self.native.scale_dims
+        scale, dims = self.of_pairs(self.scale) if not self.native.scale_dims else None, self.native.scale_dims
         if dims:
-            deviations = four_axes(self.layout.matrix(self.scale, self.components, trailing=1))
-            operands["deviations"] = deviations.expand(*deviations.shape[:-1], self.depth)
-            scale = self.scale.new_full((), -0.5)
-        given: dict[str, Tensor | None] = {
-            "left": four_axes(self.layout.matrix(self.left, self.points, trailing=1)),
-            "right": four_axes(self.layout.matrix(self.right, self.components, trailing=1)),
-            "scale": self.of_pairs(scale),
+            deviations = self.operand(self.scale, self.components, trailing=1)
+            assert deviations is not None
+            operands["deviations"] = deviations[0], _of_coordinates(deviations, self.depth)
+            scale = self.scale.new_full((), -0.5), (0, 0, 0, 0)[: len(self.pairs)]
+        given: dict[str, Operand] = {
+            "left": self.operand(self.left, self.points, trailing=1),
+            "right": self.operand(self.right, self.components, trailing=1),
+            "scale": scale,
             "weights": self.of_pairs(self.log_weights),
             "normaliser": self.of_pairs(normaliser),
             "slope": self.of_pairs(slope),
             **operands,
         }
-        groups = map(self.layout.plan.numel, self.layout.axes)
-        batch, *others, points, components = groups
+        batch, *others, points, components = map(self.layout.plan.numel, self.layout.axes)
         call = library.PairsCall(batch, math.prod(others), points, components, self.depth)
         call.is_reduced = self.log_weights is not None
         call.scales_along = _along(self.layout, self.scale, dims)
@@ -105,20 +116,22 @@ class Kernel:
         workspace = self.left.new_empty(call.threads * library.pairs_workspace())
         if isinstance(workspace, FakeTensor):
             return
-        for name, tensor in given.items():
-            setattr(call, name, library.Operand.of(tensor))
+        for name, operand in given.items():
+            if operand is not None:
+                tensor, strides = operand
+                setattr(call, name, library.Operand.of(tensor, _four_axes(strides)))
         call.workspace = workspace.data_ptr()
         library.run_pairs(call, self.native.map, self.native.settings, is_backward)
 
-    def run_backward(self, dscale: Tensor | None, **operands: Tensor | None) -> None:
+    def run_backward(self, dscale: Tensor | None, gradients: Mapping[str, Tensor | None], **operands: Operand) -> None:
         """Write gradients, which have an axis for each group."""
-        operands = {name: None if tensor is None else four_axes(tensor) for name, tensor in operands.items()}
+        for name, gradient in gradients.items():
+            operands[name] = None if gradient is None else (gradient, gradient.stride())
         if dscale is not None and self.native.scale_dims:
-            sums = four_axes(dscale.squeeze(-3))
-            step = 0 if sums.shape[-1] != self.depth else sums.stride(-1)
-            operands["ddeviations"] = sums.as_strided((*sums.shape[:-1], self.depth), (*sums.stride()[:-1], step))
+            *outer, _, components, coordinates = dscale.stride()
+            operands["ddeviations"] = dscale, _of_coordinates((dscale, (*outer, components, coordinates)), self.depth)
         elif dscale is not None:
-            operands["dscale"] = four_axes(dscale)
+            operands["dscale"] = dscale, dscale.stride()
         self.run(True, with_slopes=dscale is not None, **operands)
 
     def empty_scale_gradient(self) -> Tensor:
@@ -130,8 +143,15 @@ class Kernel:
         return self.layout.empty(self.scale, self.pairs, shape, self.scale.dtype, trailing=1)
 
 
-def four_axes(matrix: Tensor) -> Tensor:
-    return matrix if matrix.ndim == 4 else matrix.unsqueeze(1)
+def _four_axes(strides: Sequence[int]) -> Sequence[int]:
+    """With the second axis, which has size 1 without a reduction."""
+    return strides if len(strides) == 4 else (strides[0], 0, *strides[1:])
+
+
+def _of_coordinates(operand: tuple[Tensor, Sequence[int]], depth: int) -> Sequence[int]:
+    """The strides, with that of coordinates 0 if there is one value for all of them."""
+    tensor, strides = operand
+    return strides if tensor.shape[-1] == depth else (*strides[:-1], 0)
 
 
 def _along(layout: Layout, operand: Tensor, dims: int = 0) -> int:
@@ -191,7 +211,7 @@ def backward(native: Native, call: DensityCall, dout: Tensor, wanted: Wanted) ->
     dx = of_vectors(call.x, (0, 1), rows) if wants_x else None
     dscale = kernel.empty_scale_gradient() if wants_scale else None
     if batch * rows * columns:
-        kernel.run_backward(dscale, dleft=dx, dright=dloc, dout=kernel.of_pairs(without_negation(dout)))
+        kernel.run_backward(dscale, {"dleft": dx, "dright": dloc}, dout=kernel.of_pairs(without_negation(dout)))
     else:
         _zero(dloc, dscale, dx)
     return (
@@ -211,8 +231,15 @@ def _mixture_kernel(native: Native, groups: Groups, log_weights: Tensor, call: D
     return Kernel(native, groups, groups.left, groups.right, call.scale, log_weights)
 
 
-def _of_result(groups: Groups, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else groups.of_result(without_negation(tensor)).unsqueeze(-1)
+def _of_result(groups: Groups, tensor: Tensor | None) -> Operand:
+    if tensor is None:
+        return None
+    tensor = without_negation(tensor)
+    strides = groups.strides_of_result(tensor)
+    if strides is None:
+        tensor = groups.of_result(tensor)
+        strides = tensor.stride()
+    return tensor, (*strides, 0)
 
 
 def _reduce(
@@ -256,15 +283,8 @@ def backward_logsumexp(
         gradients.factor = kernel.empty_scale_gradient()
     if groups.plan.numel(groups.plan.order):
         most, rest, dresult = (_of_result(groups, one) for one in (*statistics.unbind(-1), dout))
-        kernel.run_backward(
-            gradients.factor,
-            dleft=gradients.left,
-            dright=gradients.right,
-            dweights=gradients.weights,
-            most=most,
-            rest=rest,
-            dout=dresult,
-        )
+        found = {"dleft": gradients.left, "dright": gradients.right, "dweights": gradients.weights}
+        kernel.run_backward(gradients.factor, found, most=most, rest=rest, dout=dresult)
     else:
         _zero(gradients.left, gradients.right, gradients.weights, gradients.factor)
     return gradients.restored()

@@ -15,6 +15,7 @@ from torch import Tensor
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape
 from effops.numerics.pages import with_huge_pages
+from effops.numerics.shapes import remembered
 
 
 class Layout:
@@ -32,6 +33,11 @@ class Layout:
         matrix = self._merged(operand, groups, trailing)
         sizes = (math.prod(self.plan.sizes(self.axes[i])) for i in groups)
         return matrix.expand(*sizes, *matrix.shape[len(groups) :])
+
+    def strides(self, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0) -> Shape | None:
+        """The strides of `matrix`, found without an operation of PyTorch; None where that is a copy."""
+        axes = tuple(self.axes[i] for i in groups)
+        return _merged_strides(self.plan.shape, axes, tuple(operand.shape), operand.stride(), trailing)
 
     def _merged(self, operand: Tensor, groups: tuple[int, ...], trailing: int) -> Tensor:
         """The operand with one axis for each of the groups, of size 1 where it does not vary."""
@@ -102,6 +108,27 @@ class Layout:
         return self.plan.gradient(ordered, operand, axes)
 
 
+@remembered
+def _merged_strides(
+    whole: Shape, groups: tuple[Shape, ...], own: Shape, own_strides: Shape, trailing: int
+) -> Shape | None:
+    """The strides of an operand whose axes of each group become one; 0 where it does not vary. None if they cannot."""
+    missing = len(whole) - (len(own) - trailing)
+    merged = []
+    for group in groups:
+        size, stride = 1, 0
+        for axis in reversed([axis for axis in group if whole[axis] > 1]):
+            varies = axis >= missing and own[axis - missing] != 1
+            step = own_strides[axis - missing] if varies else 0
+            if size == 1:
+                stride = step
+            elif step != size * stride:
+                return None
+            size *= whole[axis]
+        merged.append(stride)
+    return (*merged, *own_strides[len(own) - trailing :])
+
+
 def component_groups(plan: Plan, axis: int) -> tuple[Shape, ...]:
     """The groups of axes of a logsumexp along `axis`: batch, other axes of the components' role, points, components."""
     rows, columns = (plan.columns, plan.rows) if axis in plan.rows else (plan.rows, plan.columns)
@@ -133,10 +160,19 @@ class Groups(Layout):
             self.matrix(log_weights, self.EVERY),
         )
 
+    def strides_of_result(self, tensor: Tensor) -> Shape | None:
+        """The strides of `of_result`, found without an operation of PyTorch; None where that is a copy."""
+        return _merged_strides(self.reduction.reduced.shape, self._of_result, tuple(tensor.shape), tensor.stride(), 0)
+
+    @property
+    def _of_result(self) -> tuple[Shape, ...]:
+        """The first three groups of axes, as the result counts them."""
+        axis = self.reduction.axis
+        return tuple(tuple(other - (other > axis) for other in group) for group in self.axes[:3])
+
     def of_result(self, tensor: Tensor, *, trailing: int = 0) -> Tensor:
         """A tensor with the shape of the result, viewed with an axis for each of the first three groups."""
-        reduced, axis = self.reduction.reduced, self.reduction.axis
-        groups = [tuple(other - (other > axis) for other in group) for group in self.axes[:3]]
+        reduced, groups = self.reduction.reduced, self._of_result
         view = reduced.view(tensor, sum(groups, ()), trailing=trailing)
         sizes = [math.prod(reduced.sizes(group)) for group in groups]
         return view.reshape(*sizes, *tensor.shape[tensor.ndim - trailing :])
