@@ -30,7 +30,30 @@ struct PairsCall {
   MapSettings settings;
 };
 
-enum { WORKSPACE = 4 * BLOCK + PANELS };  // floats of a thread
+// The address sanitizer has gaps behind the parts of a workspace, which nobody may touch. Otherwise there are none.
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+enum { GAP = 4096 };  // floats
+struct Gaps {
+  float* ends[5];
+
+  explicit Gaps(float* workspace) {
+    for (int64_t part = 0; part < 4; part++) ends[part] = workspace + part * (BLOCK + GAP) + BLOCK;
+    ends[4] = workspace + 4 * (BLOCK + GAP) + PANELS;
+    for (float* end : ends) ASAN_POISON_MEMORY_REGION(end, GAP * sizeof(float));
+  }
+  ~Gaps() {
+    for (float* end : ends) ASAN_UNPOISON_MEMORY_REGION(end, GAP * sizeof(float));
+  }
+};
+#else
+enum { GAP = 0 };
+struct Gaps {
+  explicit Gaps(float*) {}
+};
+#endif
+
+enum { WORKSPACE = 4 * (BLOCK + GAP) + PANELS + GAP };  // floats of a thread
 
 // Which block of a matrix the workspace holds.
 struct Copied {
@@ -50,19 +73,19 @@ struct Terms {
 };
 
 // What a thread keeps of a block: its factors, as they are and in panels, its scores, and the product of a gradient.
-struct Worker {
+struct Worker : Gaps {
   const PairsCall& call;
   float *left, *right, *panels, *scores, *product;
   Copied copied_left, copied_right;
   alignas(64) float scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
   alignas(64) float own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
 
-  Worker(const PairsCall& call, int64_t thread) : call(call) {
+  Worker(const PairsCall& call, int64_t thread) : Gaps(call.workspace + thread * WORKSPACE), call(call) {
     left = call.workspace + thread * WORKSPACE;
-    right = left + BLOCK;
-    scores = right + BLOCK;
-    product = scores + BLOCK;
-    panels = product + BLOCK;
+    right = left + BLOCK + GAP;
+    scores = right + BLOCK + GAP;
+    product = scores + BLOCK + GAP;
+    panels = product + BLOCK + GAP;
   }
 
   bool has_distances() const { return call.deviations.at; }
