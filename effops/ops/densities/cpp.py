@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from effops.blocks.dots import DotMap, collapse
+from effops.blocks.dots import DotMap
 from effops.blocks.logsumexp import Reduction
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import without_negation
@@ -97,7 +96,7 @@ class Kernel:
             deviations = self.operand(self.scale, self.components, trailing=1)
             assert deviations is not None
             operands["deviations"] = deviations[0], _of_coordinates(deviations, self.depth)
-            scale = self.scale.new_full((), -0.5), (0, 0, 0, 0)[: len(self.pairs)]
+            scale = self.scale.new_full((), -0.5), (0, 0, 0, 0)
         given: dict[str, Operand] = {
             "left": self.operand(self.left, self.points, trailing=1),
             "right": self.operand(self.right, self.components, trailing=1),
@@ -174,18 +173,10 @@ def obstacle(layout: Layout, left: Tensor, right: Tensor, **operands: tuple[Tens
     shared = [axis for group in (*layout.axes[1:-2], components) for axis in group if plan.shape[axis] > 1]
     if not all(plan.varies(right, (axis,), trailing=1) for axis in shared):
         return "needs components that each have their own direction"
-    pairs = range(len(layout.axes))
-    if not all(_are_matrices(layout, *one) for one in ((left, (0, pairs[-2])), (right, (*pairs[:-2], pairs[-1])))):
+    *batch, points, _ = pairs = range(len(layout.axes))
+    if None in (layout.strides(left, (0, points), trailing=1), layout.strides(right, (*batch, pairs[-1]), trailing=1)):
         return "needs axes of one role to lie one after another in memory; here they would be copied"
     return ""
-
-
-def _are_matrices(layout: Layout, operand: Tensor, roles: Sequence[int]) -> bool:
-    """Whether the axes of each role collapse into one."""
-    axes = [layout.axes[role] for role in roles]
-    view = layout.plan.view(operand, sum(axes, ()), trailing=1, expand=False)
-    ends = [*itertools.accumulate(map(len, axes), initial=0)]
-    return all(collapse(view, range(*role)) is not None for role in itertools.pairwise(ends))
 
 
 def forward(native: Native, call: DensityCall) -> Tensor:
@@ -277,9 +268,11 @@ def backward_logsumexp(
     """Gradients of log_weights, loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
     groups = Groups(reduction, call.loc, call.x)
     kernel = _mixture_kernel(native, groups, log_weights, call)
+    wants_weights, wants_loc, wants_scale, wants_x = wanted
+    others = wants_weights, wants_loc, False, wants_x
     dims = native.scale_dims
-    gradients = LogsumexpGradients(groups, log_weights, kernel.scale, wanted, call.arithmetic, scale_dims=dims)
-    if wanted[2]:
+    gradients = LogsumexpGradients(groups, log_weights, kernel.scale, others, call.arithmetic, scale_dims=dims)
+    if wants_scale:
         gradients.factor = kernel.empty_scale_gradient()
     if groups.plan.numel(groups.plan.order):
         most, rest, dresult = (_of_result(groups, one) for one in (*statistics.unbind(-1), dout))
