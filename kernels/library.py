@@ -25,17 +25,31 @@ MAPS = "linear", "power_spherical", "von_mises_fisher"
 AGAIN = "install effops again, with a C++ compiler"
 
 
-class Operand(ctypes.Structure):
-    """As `Operand` in C++: an address, and strides along four axes."""
+class _Strided(ctypes.Structure):
+    """An address, and strides along some axes."""
 
-    _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4)]
+    AXES: int
 
     @classmethod
-    def of(cls, tensor: Tensor, strides: Sequence[int]) -> "Operand":
+    def of(cls, tensor: Tensor, strides: Sequence[int]) -> Any:
         """Some strides of a tensor in memory. One that is not there has 0."""
         if tensor.data_ptr() == 0 and tensor.numel() > 0:
             raise RuntimeError("effops.kernels.library: an operand must have memory; got a tensor without")
-        return cls(tensor.data_ptr(), (ctypes.c_int64 * 4)(*strides))
+        return cls(tensor.data_ptr(), (ctypes.c_int64 * cls.AXES)(*strides))
+
+
+class Operand(_Strided):
+    """As `Operand` in C++."""
+
+    AXES = 4
+    _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * AXES)]
+
+
+class Batched(_Strided):
+    """As `Batched` in C++."""
+
+    AXES = 10
+    _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * AXES)]
 
 
 class PairsCall(ctypes.Structure):
@@ -55,6 +69,20 @@ class PairsCall(ctypes.Structure):
     ]
 
 
+class AttentionCall(ctypes.Structure):
+    """As `AttentionCall` in C++."""
+
+    NUMBERS = "queries", "keys", "depth", "features", "threads", "output", "mask_is", "may_exclude", "diagonal"
+    OPERANDS = "query", "key", "value", "mask", "out", "dout", "statistics", "dquery", "dkey", "dvalue"
+    _fields_ = [
+        *((name, ctypes.c_int64 * (Batched.AXES - 2)) for name in ("sizes", "is_shared")),
+        *((name, ctypes.c_int64) for name in NUMBERS),
+        *((name, Batched) for name in OPERANDS),
+        ("workspace", ctypes.c_void_p),
+        ("factor", ctypes.c_float),
+    ]
+
+
 @functools.cache
 def library() -> Any:
     """The loaded library. Raises OSError where there is none."""
@@ -70,11 +98,12 @@ def library() -> Any:
     if _digest() not in ("", outcome["digest"]):
         raise OSError("was built of other sources than those in kernels/cpp; run pip install -e . again")
     loaded = ctypes.CDLL(str(FOLDER / f"{name}.so"), mode=os.RTLD_NOW)
-    for name in ("call_bytes", "workspace", "items"):
-        getattr(loaded, f"effops_pairs_{name}").restype = ctypes.c_int64
+    for kernel, call in (("pairs", PairsCall), ("attention", AttentionCall)):
+        for name in ("call_bytes", "workspace", "items"):
+            getattr(loaded, f"effops_{kernel}_{name}").restype = ctypes.c_int64
+        assert getattr(loaded, f"effops_{kernel}_call_bytes")() == ctypes.sizeof(call)
     for name in MAPS:
         getattr(loaded, f"effops_{name}").restype = ctypes.c_void_p
-    assert loaded.effops_pairs_call_bytes() == ctypes.sizeof(PairsCall)
     return loaded
 
 
@@ -162,3 +191,18 @@ def run_pairs(call: PairsCall, name_of_map: str, settings: tuple[float, float, f
     call.map = getattr(loaded, f"effops_{name_of_map}")()
     call.floor, call.least, call.offset = settings
     (loaded.effops_pairs_backward if is_backward else loaded.effops_pairs_forward)(ctypes.byref(call))
+
+
+def attention_items(call: AttentionCall, is_backward: bool) -> int:
+    """As `pair_items`, of attention."""
+    return int(library().effops_attention_items(ctypes.byref(call), ctypes.c_int64(is_backward)))
+
+
+def attention_workspace() -> int:
+    """As `pairs_workspace`, of attention."""
+    return int(library().effops_attention_workspace())
+
+
+def run_attention(call: AttentionCall, is_backward: bool) -> None:
+    loaded = library()
+    (loaded.effops_attention_backward if is_backward else loaded.effops_attention_forward)(ctypes.byref(call))

@@ -17,8 +17,6 @@
 
 enum { OWNERS = 16 };  // batch entries from which on each has one owner in backward
 
-static inline int in_lanes(int count) { return (count + LANES - 1) / LANES * LANES; }
-
 struct Forward : Worker {
   using Worker::Worker;
 
@@ -213,8 +211,6 @@ struct Backward : Worker {
   }
 };
 
-static inline int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
 // All gradients of a batch entry.
 struct OfBatch : Backward {
   using Backward::Backward;
@@ -244,7 +240,7 @@ struct OfComponents : Backward {
 extern "C" {
 #pragma GCC visibility push(default)
 int64_t effops_pairs_call_bytes() { return sizeof(PairsCall); }
-int64_t effops_pairs_workspace() { return WORKSPACE; }
+int64_t effops_pairs_workspace() { return Worker::FLOATS; }
 const Map* effops_power_spherical() { return &power_spherical; }
 const Map* effops_linear() { return &linear; }
 const Map* effops_von_mises_fisher() { return &von_mises_fisher; }

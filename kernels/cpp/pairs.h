@@ -2,7 +2,7 @@
 #pragma once
 #include "distances.h"
 #include "maps.h"
-#include "product.h"
+#include "workspace.h"
 
 // An operand and its strides, along: batch, others (along which points do not vary), points or components, coordinates.
 // An operand of pairs has points and components last. A gradient that is not wanted has no address.
@@ -30,62 +30,21 @@ struct PairsCall {
   MapSettings settings;
 };
 
-// The address sanitizer has gaps behind the parts of a workspace, which nobody may touch. Otherwise there are none.
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-enum { GAP = 4096 };  // floats
-struct Gaps {
-  float* ends[5];
-
-  explicit Gaps(float* workspace) {
-    for (int64_t part = 0; part < 4; part++) ends[part] = workspace + part * (BLOCK + GAP) + BLOCK;
-    ends[4] = workspace + 4 * (BLOCK + GAP) + PANELS;
-    for (float* end : ends) ASAN_POISON_MEMORY_REGION(end, GAP * sizeof(float));
-  }
-  ~Gaps() {
-    for (float* end : ends) ASAN_UNPOISON_MEMORY_REGION(end, GAP * sizeof(float));
-  }
-};
-#else
-enum { GAP = 0 };
-struct Gaps {
-  explicit Gaps(float*) {}
-};
-#endif
-
-enum { WORKSPACE = 4 * (BLOCK + GAP) + PANELS + GAP };  // floats of a thread
-
-// Which block of a matrix the workspace holds.
-struct Copied {
-  const float* at = nullptr;
-  int rows = 0, columns = 0;
-
-  bool becomes(Matrix from, int more_rows, int more_columns) {
-    bool was = at == from.at && rows == more_rows && columns == more_columns;
-    at = from.at, rows = more_rows, columns = more_columns;
-    return !was;
-  }
-};
-
 // What is added to phi of the pairs of a point, and what phi is multiplied with; and the derivative of the former.
 struct Terms {
   const float *scale, *constant, *slope;
 };
 
 // What a thread keeps of a block: its factors, as they are and in panels, its scores, and the product of a gradient.
-struct Worker : Gaps {
+struct Worker : Workspace<4, 1> {
   const PairsCall& call;
   float *left, *right, *panels, *scores, *product;
   Copied copied_left, copied_right;
   alignas(64) float scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
   alignas(64) float own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
 
-  Worker(const PairsCall& call, int64_t thread) : Gaps(call.workspace + thread * WORKSPACE), call(call) {
-    left = call.workspace + thread * WORKSPACE;
-    right = left + BLOCK + GAP;
-    scores = right + BLOCK + GAP;
-    product = scores + BLOCK + GAP;
-    panels = product + BLOCK + GAP;
+  Worker(const PairsCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call) {
+    left = block(0), right = block(1), scores = block(2), product = block(3), panels = panels_at(0);
   }
 
   bool has_distances() const { return call.deviations.at; }

@@ -24,6 +24,7 @@ struct Matrix {
 };
 
 static inline int at_most(int64_t count, int most) { return count < most ? (int)count : most; }
+static inline int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 static void copy_block(Matrix from, int rows, int columns, float* to) {
   for (int i = 0; i < rows; i++, to += STRIDE) {
@@ -35,8 +36,11 @@ static void copy_block(Matrix from, int rows, int columns, float* to) {
 // Put a block into memory, or add it to what is there.
 static void put_block(const float* from, int rows, int columns, bool adds, Matrix to) {
   for (int i = 0; i < rows; i++, from += STRIDE) {
-    if (to.column == 1 && !adds) memcpy(&to(i, 0), from, columns * sizeof(float));
-    else for (int j = 0; j < columns; j++) to(i, j) = adds ? to(i, j) + from[j] : from[j];
+    int j = 0;
+    if (to.column == 1 && !adds) memcpy(&to(i, 0), from, columns * sizeof(float)), j = columns;
+    if (to.column == 1)
+      for (float* row = &to(i, 0); j + LANES <= columns; j += LANES) store(row + j, load(row + j) + load(from + j));
+    for (; j < columns; j++) to(i, j) = adds ? to(i, j) + from[j] : from[j];
   }
 }
 

@@ -9,6 +9,8 @@ typedef double Doubles __attribute__((vector_size(VECTOR_BYTES), aligned(8), may
 typedef int64_t Longs __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
 enum { LANES = VECTOR_BYTES / 4, DOUBLE_LANES = VECTOR_BYTES / 8 };
 
+static inline int in_lanes(int count) { return (count + LANES - 1) / LANES * LANES; }  // rounded up
+
 static inline Floats all(float value) { return value - Floats{}; }  // an assignment of each lane compiles to inserts
 static inline Floats load(const float* from) { return *(const Floats*)from; }
 static inline void store(float* to, Floats value) { *(Floats*)to = value; }

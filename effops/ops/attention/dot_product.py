@@ -5,8 +5,8 @@ from torch import Tensor
 
 from effops.blocks.dots import contract
 from effops.dispatch.call import call
-from effops.dispatch.registration import add_custom_op, add_kernels, allocated
-from effops.ops.attention import sdpa, triton
+from effops.dispatch.registration import add_custom_op, add_kernels, add_native, allocated
+from effops.ops.attention import cpp, sdpa, triton
 from effops.ops.attention.call import empty, group_heads, prepare_scores, prepare_sums
 from effops.ops.attention.variants import Kind, attention_op, custom_op, scaled_dots
 
@@ -20,13 +20,15 @@ def einsum(query: Tensor, key: Tensor, scale: float, arithmetic: torch.dtype) ->
 
 
 KIND = Kind({"query": 2, "key": 2}, {"naive": naive, "einsum": einsum}, scaled_dots)
-PREFERENCE = ("triton", "chunked", "compile", "einsum", "torchscript", "naive")
+PREFERENCE = ("triton", "cpp", "chunked", "compile", "einsum", "torchscript", "naive")
 scores_op = attention_op(KIND, "attention_scores", "scores", prepare_scores, PREFERENCE)
 weights_op = attention_op(KIND, "attention_weights", "weights", prepare_scores, PREFERENCE)
 op = attention_op(KIND, "attention", "sums", prepare_sums, ("sdpa", *PREFERENCE), fused=sdpa.FUSED)
 for with_kernels, output in ((scores_op, "scores"), (weights_op, "weights"), (op, "sums")):
     in_kernels = custom_op(with_kernels, KIND, output, "triton", triton.forward, triton.backward, empty=empty)
     add_kernels(with_kernels, in_kernels)
+    in_library = custom_op(with_kernels, KIND, output, "cpp", cpp.forward, cpp.backward)
+    add_native(with_kernels, in_library, requires=[cpp.obstacle])
 in_sdpa = custom_op(op, KIND, "sums", "sdpa", sdpa.forward, sdpa.backward, empty=sdpa.forward, native=lambda call: True)
 add_custom_op(
     op,

@@ -1,0 +1,437 @@
+// Attention: masked, scaled dot products of queries and keys, their softmax, or the sums of values that it weighs.
+//
+//     score[i,j] = factor <query[i], key[j]> + mask[i,j], or -inf where the pair takes no part
+//     P[i,j] = exp(score[i,j] - most[i]) / total[i],    out = score, P or P value
+//
+//     dP = dout value^T or dout,    G = P (dP - sum_j P dP), or dout for scores, and 0 where the pair takes no part
+//     dquery = factor G key,    dkey = factor G^T query,    dvalue = P^T dout
+//
+// for each entry of up to AXES batch axes. A block has up to ROWS queries and COLUMNS keys; blocks of which no pair takes
+// part are left out. While the blocks of keys go by, a query keeps the maximum of its scores, the sum of exponentials
+// and the sums of values that they weigh. Backward finds the statistics of all queries first.
+#include <algorithm>
+
+#include "parallel.h"
+#include "special.h"
+#include "workspace.h"
+
+enum { AXES = 8, OWNERS = 8 };  // from so many entries of keys on each has one owner in backward
+enum Output : int64_t { SCORES, WEIGHTS, SUMS };
+enum Mask : int64_t { NO_MASK, BOOLEANS, NUMBERS };
+enum Statistic { MOST, INVERSE, PULL, STATISTICS };  // of a query: maximum, 1 / total, and the sum of P dP
+
+// An operand and its strides along the batch axes, rows and columns. A gradient that is not wanted has no address.
+struct Batched {
+  void* at;
+  int64_t strides[AXES + 2];
+
+  int64_t offset(const int64_t* place) const {
+    int64_t sum = 0;
+    for (int axis = 0; axis < AXES; axis++) sum += place[axis] * strides[axis];
+    return sum;
+  }
+  Matrix matrix(const int64_t* place) const { return {(float*)at + offset(place), strides[AXES], strides[AXES + 1]}; }
+};
+
+// Keys and values do not vary along batch axes that are shared. A key may come `diagonal` places after its query.
+struct AttentionCall {
+  int64_t sizes[AXES], is_shared[AXES];
+  int64_t queries, keys, depth, features, threads, output, mask_is, may_exclude, diagonal;
+  Batched query, key, value, mask, out, dout, statistics, dquery, dkey, dvalue;
+  float* workspace;
+  float factor;
+
+  int64_t entries(bool shared) const {
+    int64_t count = 1;
+    for (int axis = 0; axis < AXES; axis++) count *= (bool)is_shared[axis] == shared ? sizes[axis] : 1;
+    return count;
+  }
+  int64_t blocks_of_queries() const { return blocks_of(queries, ROWS); }
+  int64_t blocks_of_keys() const { return blocks_of(keys, COLUMNS); }
+};
+
+static void fill(Matrix to, int64_t rows, int64_t columns, float value) {
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < columns; j++) to(i, j) = value;
+}
+
+static inline float shift_of(float most) { return std::isfinite(most) ? most : 0; }
+
+typedef int8_t Flags __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+// What a thread keeps of a block: a factor of a product, and the other one in panels; scores and their gradients; sums.
+struct Tiles : Workspace<5, 2> {
+  const AttentionCall& call;
+  float *left = block(0), *right = block(1), *scores = block(2), *pulls = block(3), *product = block(4);
+  float *keys_in_panels = panels_at(0), *values_in_panels = panels_at(1);
+  Copied copied_left, copied_right, copied_keys, copied_values;
+  int64_t place[AXES];
+  Matrix query, key, value, out, dout, statistics, dquery, dkey, dvalue;
+  alignas(64) float numbers[COLUMNS];
+  alignas(64) int8_t flags[COLUMNS];
+
+  Tiles(const AttentionCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call) {}
+
+  // Go to an entry of the axes that are not shared, and of those that are.
+  void enter(int64_t own, int64_t shared) {
+    for (int axis = AXES - 1; axis >= 0; axis--) {
+      int64_t& index = call.is_shared[axis] ? shared : own;
+      place[axis] = index % call.sizes[axis], index /= call.sizes[axis];
+    }
+    query = call.query.matrix(place), key = call.key.matrix(place), value = call.value.matrix(place);
+    out = call.out.matrix(place), dout = call.dout.matrix(place), statistics = call.statistics.matrix(place);
+    dquery = call.dquery.matrix(place), dkey = call.dkey.matrix(place), dvalue = call.dvalue.matrix(place);
+  }
+  void enter(int64_t entry) { enter(entry / call.entries(true), entry % call.entries(true)); }
+
+  // Behind the last key that may take part with a query.
+  int64_t end_of(int64_t query) const { return std::max<int64_t>(0, std::min(call.keys - 1, query + call.diagonal) + 1); }
+
+  void copy_left(Matrix from, int rows, int columns) {
+    if (copied_left.becomes(from, rows, columns)) copy_block(from, rows, columns, left);
+  }
+  void copy_right(Matrix from, int rows, int columns) {
+    if (copied_right.becomes(from, rows, columns)) copy_block(from, rows, columns, right);
+  }
+
+  // The products of rows of two operands, in parts of DEPTH coordinates. `room` is overwritten.
+  void pair_up(Matrix rows_from, int rows, Matrix columns_from, int columns, int64_t depth, float* panels, Copied& copied,
+               float* room, float* to) {
+    if (depth == 0) memset(to, 0, BLOCK * sizeof(float));
+    for (int64_t k = 0; k < depth; k += DEPTH) {
+      int part = at_most(depth - k, DEPTH);
+      copy_left(rows_from.from(0, k), rows, part);
+      Matrix from = columns_from.from(0, k);
+      if (copied.becomes(from, columns, part)) {
+        copy_block(from, columns, part, room);
+        transpose_block(room, columns, part, panels);
+      }
+      multiply(rows_of(left), {panels, WIDE * part, WIDE}, rows, columns, part, k > 0, to);
+    }
+  }
+
+  // Write the dot products of a block to `scores`.
+  void pair_keys(int64_t m, int rows, int64_t n, int columns) {
+    pair_up(query.from(m, 0), rows, key.from(n, 0), columns, call.depth, keys_in_panels, copied_keys, pulls, scores);
+  }
+
+  // How many keys from `n` on a query may take part with, of so many.
+  int reach(int64_t query, int64_t n, int columns) const {
+    return (int)std::max<int64_t>(0, std::min<int64_t>(columns, query + call.diagonal + 1 - n));
+  }
+
+  void read_flags(int64_t query, int64_t n, int columns) {
+    const int8_t* from = (const int8_t*)call.mask.at + call.mask.offset(place) + query * call.mask.strides[AXES];
+    int64_t step = call.mask.strides[AXES + 1];
+    if (step == 1) memcpy(flags, from + n, columns);
+    else for (int j = 0; j < columns; j++) flags[j] = from[(n + j) * step];
+  }
+
+  // Those of some values of a row whose pairs take part, and another number elsewhere.
+  Floats taking_part(Floats values, int j, int reached, float other) const {
+    Integers lanes;
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
+    if (call.mask_is == BOOLEANS)
+      values = __builtin_convertvector(*(const Flags*)(flags + j), Integers) != 0 ? values : all(other);
+    return j + LANES > reached ? (lanes + j < reached ? values : all(other)) : values;
+  }
+
+  // Scale and mask the dot products of a query. Returns the largest score.
+  float mask_row(float* row, int64_t query, int64_t n, int columns) {
+    int reached = reach(query, n, columns);
+    const float* terms = numbers;
+    if (call.mask_is == BOOLEANS) read_flags(query, n, columns);
+    if (call.mask_is == NUMBERS) {
+      Matrix from = call.mask.matrix(place).from(query, n);
+      if (from.column == 1 && columns % LANES == 0) terms = from.at;
+      else for (int j = 0; j < columns; j++) numbers[j] = from(0, j);
+    }
+    Floats highest = all(-INFINITY);
+    for (int j = 0; j < in_lanes(columns); j += LANES) {
+      Floats score = load(row + j) * call.factor;
+      if (call.mask_is == NUMBERS) score += load(terms + j);
+      score = taking_part(score, j, reached, -INFINITY);
+      store(row + j, score);
+      highest = score <= highest ? highest : score;  // a NaN stays
+    }
+    return maximum_of(highest);
+  }
+
+  float inverse_of(float total) const { return 1 / (total == 0 && call.may_exclude ? 1 : total); }
+};
+
+struct Forward : Tiles {
+  using Tiles::Tiles;
+
+  void operator()(int64_t item) {
+    int64_t blocks = call.blocks_of_queries(), m = (blocks - 1 - item % blocks) * ROWS;  // the last have the most keys
+    enter(item / blocks);
+    int rows = at_most(call.queries - m, ROWS);
+    if (call.output == SUMS) sum_up(m, rows);
+    else write_pairs(m, rows);
+  }
+
+  void write_pairs(int64_t m, int rows) {
+    int64_t end = end_of(m + rows - 1);
+    bool is_softmax = call.output == WEIGHTS;
+    float most[ROWS];
+    std::fill(most, most + ROWS, -INFINITY);
+    for (int64_t n = 0; n < end; n += COLUMNS) {
+      int columns = at_most(call.keys - n, COLUMNS);
+      pair_keys(m, rows, n, columns);
+      for (int i = 0; i < rows; i++) {
+        float own = mask_row(scores + i * STRIDE, m + i, n, columns);
+        most[i] = own <= most[i] ? most[i] : own;
+      }
+      put_block(scores, rows, columns, false, out.from(m, n));
+    }
+    int64_t written = std::min(call.keys, blocks_of(end, COLUMNS) * COLUMNS);
+    fill(out.from(m, written), rows, call.keys - written, is_softmax ? 0 : -INFINITY);
+    for (int i = 0; is_softmax && i < rows; i++) take_exponentials(&out(m + i, 0), written, shift_of(most[i]));
+  }
+
+  // Overwrite scores that lie one after another with their weights.
+  void take_exponentials(float* row, int64_t count, float shift) {
+    int64_t whole = count / LANES * LANES;
+    Floats sums = Floats{}, rest = all(-INFINITY);
+    for (int64_t j = 0; j < whole; j += LANES) {
+      Floats term = exponential(load(row + j) - shift);
+      store(row + j, term);
+      sums += term;
+    }
+    memcpy(&rest, row + whole, (count - whole) * sizeof(float));
+    rest = exponential(rest - shift);
+    float total = sum_of(sums);
+    for (int64_t j = whole; j < count; j++) total += rest[j - whole];
+    float inverse = inverse_of(total);
+    rest = rest * inverse;
+    for (int64_t j = 0; j < whole; j += LANES) store(row + j, load(row + j) * inverse);
+    memcpy(row + whole, &rest, (count - whole) * sizeof(float));
+  }
+
+  // The sums of some queries. They are in the workspace, or in `out` where they have several parts.
+  void sum_up(int64_t m, int rows) {
+    int64_t end = end_of(m + rows - 1);
+    bool has_parts = call.features > DEPTH;
+    float most[ROWS], total[ROWS], factor[ROWS];
+    for (int i = 0; i < rows; i++) most[i] = -INFINITY, total[i] = 0;
+    for (int64_t n = 0; n < end; n += COLUMNS) {
+      int columns = at_most(call.keys - n, COLUMNS);
+      pair_keys(m, rows, n, columns);
+      for (int i = 0; i < rows; i++) factor[i] = absorb(scores + i * STRIDE, m + i, n, columns, most[i], total[i]);
+      for (int64_t k = 0; k < call.features; k += DEPTH) {
+        int part = at_most(call.features - k, DEPTH);
+        if (has_parts && n > 0) copy_block(out.from(m, k), rows, part, product);
+        for (int i = 0; n > 0 && i < rows; i++)
+          if (factor[i] != 1) scale_row(product + i * STRIDE, part, factor[i]);
+        copy_right(value.from(n, k), columns, part);
+        multiply(rows_of(scores), panels_of(right), rows, part, columns, n > 0, product);
+        if (has_parts) put_block(product, rows, part, false, out.from(m, k));
+      }
+    }
+    if (end == 0) return fill(out.from(m, 0), rows, call.features, 0);
+    for (int64_t k = 0; k < call.features; k += DEPTH) {
+      int part = at_most(call.features - k, DEPTH);
+      if (has_parts) copy_block(out.from(m, k), rows, part, product);
+      for (int i = 0; i < rows; i++) scale_row(product + i * STRIDE, part, inverse_of(total[i]));
+      put_block(product, rows, part, false, out.from(m, k));
+    }
+  }
+
+  static void scale_row(float* row, int count, float factor) {
+    for (int j = 0; j < count; j += LANES) store(row + j, load(row + j) * factor);
+  }
+
+  // Overwrite the dot products of a query with exp(score - most), and add them to `total`. Returns the factor that makes
+  // sums of earlier terms relative to the same maximum.
+  float absorb(float* row, int64_t query, int64_t n, int columns, float& most, float& total) {
+    float before = most, own = mask_row(row, query, n, columns);
+    most = own <= before ? before : own;
+    float shift = shift_of(most), factor = total == 0 ? 0 : std::exp(before - shift);
+    Floats added = Floats{};
+    for (int j = 0; j < in_lanes(columns); j += LANES) {
+      Floats term = exponential(load(row + j) - shift);
+      store(row + j, term);
+      added += term;
+    }
+    total = total * factor + sum_of(added);
+    return factor;
+  }
+};
+
+struct Backward : Tiles {
+  using Tiles::Tiles;
+
+  // Write the gradients of the weights of a block to `pulls`. What is behind its columns is 0.
+  void pull_weights(int64_t m, int rows, int64_t n, int columns) {
+    if (call.output == SUMS) {
+      Matrix from = value.from(n, 0);
+      return pair_up(dout.from(m, 0), rows, from, columns, call.features, values_in_panels, copied_values, product, pulls);
+    }
+    copy_block(dout.from(m, n), rows, columns, pulls);
+    for (int i = 0; i < rows; i++)
+      for (int j = columns; j < in_lanes(columns); j++) pulls[i * STRIDE + j] = 0;
+  }
+
+  // The gradients of some queries and keys. With `adds` they are added to what is there.
+  void pull_back(int64_t m, int64_t n, bool of_queries, bool of_keys, bool adds_to_queries, bool adds_to_keys) {
+    int rows = at_most(call.queries - m, ROWS), columns = at_most(call.keys - n, COLUMNS);
+    if (call.output != SCORES) {
+      pair_keys(m, rows, n, columns);
+      for (int i = 0; i < rows; i++) weigh(scores + i * STRIDE, m + i, n, columns);
+    }
+    if (of_keys && call.dvalue.at) gather(dout.from(m, 0), rows, columns, call.features, scores, dvalue.from(n, 0), adds_to_keys);
+    if (!(of_queries && call.dquery.at) && !(of_keys && call.dkey.at)) return;
+    pull_weights(m, rows, n, columns);
+    for (int i = 0; i < rows; i++) pull_scores(pulls + i * STRIDE, scores + i * STRIDE, m + i, n, columns);
+    for (int64_t k = 0; of_queries && call.dquery.at && k < call.depth; k += DEPTH) {
+      int part = at_most(call.depth - k, DEPTH);
+      copy_right(key.from(n, k), columns, part);
+      multiply(rows_of(pulls), panels_of(right), rows, part, columns, false, product);
+      put_block(product, rows, part, adds_to_queries, dquery.from(m, k));
+    }
+    if (of_keys && call.dkey.at) gather(query.from(m, 0), rows, columns, call.depth, pulls, dkey.from(n, 0), adds_to_keys);
+  }
+
+  // The sums over queries of rows that a block weighs.
+  void gather(Matrix from, int rows, int columns, int64_t width, const float* weights, Matrix to, bool adds) {
+    for (int64_t k = 0; k < width; k += DEPTH) {
+      int part = at_most(width - k, DEPTH);
+      copy_left(from.from(0, k), rows, part);
+      multiply(columns_of(weights), panels_of(left), columns, part, rows, false, product);
+      put_block(product, columns, part, adds, to.from(0, k));
+    }
+  }
+
+  // Overwrite the dot products of a query with its weights.
+  void weigh(float* row, int64_t query, int64_t n, int columns) {
+    mask_row(row, query, n, columns);
+    float shift = statistics(query, MOST), inverse = statistics(query, INVERSE);
+    for (int j = 0; j < in_lanes(columns); j += LANES) store(row + j, exponential(load(row + j) - shift) * inverse);
+  }
+
+  // Overwrite the gradients of the weights of a query with those of its dot products.
+  void pull_scores(float* row, const float* weights, int64_t query, int64_t n, int columns) {
+    int reached = reach(query, n, columns);
+    if (call.mask_is == BOOLEANS) read_flags(query, n, columns);
+    float pull = call.output == SCORES ? 0 : statistics(query, PULL);
+    for (int j = 0; j < in_lanes(columns); j += LANES) {
+      Floats gradient = load(row + j);
+      if (call.output != SCORES) gradient = (gradient - pull) * load(weights + j);
+      store(row + j, taking_part(gradient * call.factor, j, reached, 0));
+    }
+  }
+};
+
+// The statistics of a block of queries.
+struct OfStatistics : Backward {
+  using Backward::Backward;
+
+  void operator()(int64_t item) {
+    int64_t blocks = call.blocks_of_queries(), m = (blocks - 1 - item % blocks) * ROWS;
+    enter(item / blocks);
+    int rows = at_most(call.queries - m, ROWS);
+    int64_t end = end_of(m + rows - 1);
+    float most[ROWS], total[ROWS], pull[ROWS];
+    for (int i = 0; i < rows; i++) most[i] = -INFINITY, total[i] = pull[i] = 0;
+    for (int64_t n = 0; n < end; n += COLUMNS) {
+      int columns = at_most(call.keys - n, COLUMNS);
+      // Gradients of weights that lie one after another are read where they are.
+      bool is_read = call.output == WEIGHTS && dout.column == 1 && columns % LANES == 0;
+      pair_keys(m, rows, n, columns);
+      if (!is_read) pull_weights(m, rows, n, columns);
+      for (int i = 0; i < rows; i++) {
+        float* row = scores + i * STRIDE;
+        const float* gradients = is_read ? &dout(m + i, n) : pulls + i * STRIDE;
+        float before = most[i], own = mask_row(row, m + i, n, columns);
+        most[i] = own <= before ? before : own;
+        float shift = shift_of(most[i]), factor = total[i] == 0 ? 0 : std::exp(before - shift);
+        Floats added = Floats{}, pulled = Floats{};
+        for (int j = 0; j < in_lanes(columns); j += LANES) {
+          Floats term = exponential(load(row + j) - shift);
+          added += term;
+          pulled += term * load(gradients + j);
+        }
+        total[i] = total[i] * factor + sum_of(added);
+        pull[i] = pull[i] * factor + sum_of(pulled);
+      }
+    }
+    for (int i = 0; i < rows; i++) {
+      float inverse = inverse_of(total[i]);
+      statistics(m + i, MOST) = shift_of(most[i]);
+      statistics(m + i, INVERSE) = inverse;
+      statistics(m + i, PULL) = pull[i] * inverse;
+    }
+  }
+};
+
+// The gradients of all queries that meet some keys, and of these keys.
+struct OfKeys : Backward {
+  using Backward::Backward;
+
+  void pull_back_all(int64_t entry, int64_t first, int64_t end, bool of_queries) {
+    for (int64_t shared = 0; shared < call.entries(true); shared++) {
+      enter(entry, shared);
+      for (int64_t n = first; n < end; n += COLUMNS) {
+        bool adds = shared > 0;
+        for (int64_t m = 0; m < call.queries; m += ROWS) {
+          int rows = at_most(call.queries - m, ROWS);
+          if (n < end_of(m + rows - 1)) pull_back(m, n, of_queries, true, n > 0, adds), adds = true;
+          else if (n == 0 && of_queries && call.dquery.at) fill(dquery.from(m, 0), rows, call.depth, 0);
+        }
+        int columns = at_most(call.keys - n, COLUMNS);
+        if (!adds && call.dkey.at) fill(dkey.from(n, 0), columns, call.depth, 0);
+        if (!adds && call.dvalue.at) fill(dvalue.from(n, 0), columns, call.features, 0);
+      }
+    }
+  }
+};
+// The gradients of all queries and keys of an entry of keys.
+struct OfEntry : OfKeys {
+  using OfKeys::OfKeys;
+  void operator()(int64_t entry) { pull_back_all(entry, 0, call.keys, true); }
+};
+// The gradients of a block of keys.
+struct OfSomeKeys : OfKeys {
+  using OfKeys::OfKeys;
+  void operator()(int64_t item) {
+    int64_t blocks = call.blocks_of_keys(), n = item % blocks * COLUMNS;
+    pull_back_all(item / blocks, n, n + at_most(call.keys - n, COLUMNS), false);
+  }
+};
+// The gradients of a block of queries.
+struct OfQueries : Backward {
+  using Backward::Backward;
+  void operator()(int64_t item) {
+    int64_t blocks = call.blocks_of_queries(), m = (blocks - 1 - item % blocks) * ROWS;
+    enter(item / blocks);
+    int rows = at_most(call.queries - m, ROWS);
+    int64_t end = end_of(m + rows - 1);
+    for (int64_t n = 0; n < end; n += COLUMNS) pull_back(m, n, true, false, n > 0, false);
+    if (end == 0) fill(dquery.from(m, 0), rows, call.depth, 0);
+  }
+};
+
+static int64_t entries_of(const AttentionCall& call) { return call.entries(false) * call.entries(true); }
+
+extern "C" {
+#pragma GCC visibility push(default)
+int64_t effops_attention_call_bytes() { return sizeof(AttentionCall); }
+int64_t effops_attention_workspace() { return Tiles::FLOATS; }
+
+int64_t effops_attention_items(const AttentionCall* call, int64_t is_backward) {
+  int64_t of_queries = entries_of(*call) * call->blocks_of_queries();
+  return is_backward ? std::max(of_queries, call->entries(false) * call->blocks_of_keys()) : of_queries;
+}
+void effops_attention_forward(const AttentionCall* call) { each<Forward>(*call, effops_attention_items(call, false)); }
+
+void effops_attention_backward(const AttentionCall* call) {
+  int64_t of_queries = entries_of(*call) * call->blocks_of_queries(), owners = call->entries(false);
+  bool wants_keys = call->dkey.at || call->dvalue.at;
+  if (call->output != SCORES) each<OfStatistics>(*call, of_queries);
+  if (owners >= OWNERS && call->dquery.at && wants_keys) return each<OfEntry>(*call, owners);
+  if (call->dquery.at) each<OfQueries>(*call, of_queries);
+  if (wants_keys) each<OfSomeKeys>(*call, owners * call->blocks_of_keys());
+}
+#pragma GCC visibility pop
+}

@@ -1,0 +1,40 @@
+// What a thread keeps of a call: blocks, and panels of right factors of products, one after another in one piece of memory.
+#pragma once
+#include "product.h"
+
+// The address sanitizer has gaps behind the parts, which nobody may touch. Otherwise there are none.
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+enum { GAP = 4096 };  // floats
+#else
+enum { GAP = 0 };
+#define ASAN_POISON_MEMORY_REGION(at, size) ((void)(at))
+#define ASAN_UNPOISON_MEMORY_REGION(at, size) ((void)(at))
+#endif
+
+template <int BLOCKS, int ALL_PANELS>
+struct Workspace {
+  enum { FLOATS = BLOCKS * (BLOCK + GAP) + ALL_PANELS * (PANELS + GAP) };  // of a thread
+  float* const start;
+
+  Workspace(float* of_threads, int64_t thread) : start(of_threads + thread * FLOATS) {
+    for (int part = 0; part < BLOCKS; part++) ASAN_POISON_MEMORY_REGION(block(part) + BLOCK, GAP * sizeof(float));
+    for (int part = 0; part < ALL_PANELS; part++) ASAN_POISON_MEMORY_REGION(panels_at(part) + PANELS, GAP * sizeof(float));
+  }
+  ~Workspace() { ASAN_UNPOISON_MEMORY_REGION(start, FLOATS * sizeof(float)); }
+
+  float* block(int part) const { return start + part * (BLOCK + GAP); }
+  float* panels_at(int part) const { return block(BLOCKS) + part * (PANELS + GAP); }
+};
+
+// Which block of a matrix a part of the workspace holds.
+struct Copied {
+  const float* at = nullptr;
+  int rows = 0, columns = 0;
+
+  bool becomes(Matrix from, int more_rows, int more_columns) {
+    bool was = at == from.at && rows == more_rows && columns == more_columns;
+    at = from.at, rows = more_rows, columns = more_columns;
+    return !was;
+  }
+};
