@@ -69,17 +69,31 @@ class PairsCall(ctypes.Structure):
     ]
 
 
+class Axes(ctypes.Structure):
+    """As `Axes` in C++."""
+
+    COUNT = Batched.AXES - 2
+    _fields_ = [("sizes", ctypes.c_int64 * COUNT), ("is_shared", ctypes.c_int64 * COUNT)]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], is_shared: Sequence[bool]) -> "Axes":
+        missing = cls.COUNT - len(sizes)
+        return cls((1,) * missing + tuple(sizes), (False,) * missing + tuple(is_shared))
+
+
 class AttentionCall(ctypes.Structure):
     """As `AttentionCall` in C++."""
 
-    NUMBERS = "queries", "keys", "depth", "features", "threads", "output", "mask_is", "may_exclude", "diagonal"
-    OPERANDS = "query", "key", "value", "mask", "out", "dout", "statistics", "dquery", "dkey", "dvalue"
+    NUMBERS = "queries", "keys", "depth", "features", "threads", "output", "mask_is", "may_exclude", "diagonal", "seed"
+    OPERANDS = "query", "key", "value", "mask", "out", "dout", "statistics", "dquery", "dkey", "dvalue", "dmask"
     _fields_ = [
-        *((name, ctypes.c_int64 * (Batched.AXES - 2)) for name in ("sizes", "is_shared")),
+        ("of_keys", Axes),
+        ("of_mask", Axes),
         *((name, ctypes.c_int64) for name in NUMBERS),
         *((name, Batched) for name in OPERANDS),
         ("workspace", ctypes.c_void_p),
         ("factor", ctypes.c_float),
+        ("dropped", ctypes.c_float),
     ]
 
 

@@ -1,171 +1,27 @@
 // Attention: masked, scaled dot products of queries and keys, their softmax, or the sums of values that it weighs.
 //
 //     score[i,j] = factor <query[i], key[j]> + mask[i,j], or -inf where the pair takes no part
-//     P[i,j] = exp(score[i,j] - most[i]) / total[i],    out = score, P or P value
+//     P[i,j] = exp(score[i,j] - most[i]) / total[i],    out = score, P or (P R) value
 //
-//     dP = dout value^T or dout,    G = P (dP - sum_j P dP), or dout for scores, and 0 where the pair takes no part
-//     dquery = factor G key,    dkey = factor G^T query,    dvalue = P^T dout
+//     dP = R dout value^T or dout,    G = P (dP - sum_j P dP), or dout for scores, and 0 where the pair takes no part
+//     dquery = factor G key,    dkey = factor G^T query,    dvalue = (P R)^T dout,    dmask = G
 //
+// with R = 0 where a weight is dropped, and else 1 / (1 - dropped),
 // for each entry of up to AXES batch axes. A block has up to ROWS queries and COLUMNS keys; blocks of which no pair takes
 // part are left out. While the blocks of keys go by, a query keeps the maximum of its scores, the sum of exponentials
 // and the sums of values that they weigh. Backward finds the statistics of all queries first.
-#include <algorithm>
+#include "attention.h"
 
 #include "parallel.h"
-#include "special.h"
-#include "workspace.h"
 
-enum { AXES = 8, OWNERS = 8 };  // from so many entries of keys on each has one owner in backward
-enum Output : int64_t { SCORES, WEIGHTS, SUMS };
-enum Mask : int64_t { NO_MASK, BOOLEANS, NUMBERS };
-enum Statistic { MOST, INVERSE, PULL, STATISTICS };  // of a query: maximum, 1 / total, and the sum of P dP
-
-// An operand and its strides along the batch axes, rows and columns. A gradient that is not wanted has no address.
-struct Batched {
-  void* at;
-  int64_t strides[AXES + 2];
-
-  int64_t offset(const int64_t* place) const {
-    int64_t sum = 0;
-    for (int axis = 0; axis < AXES; axis++) sum += place[axis] * strides[axis];
-    return sum;
-  }
-  Matrix matrix(const int64_t* place) const { return {(float*)at + offset(place), strides[AXES], strides[AXES + 1]}; }
-};
-
-// Keys and values do not vary along batch axes that are shared. A key may come `diagonal` places after its query.
-struct AttentionCall {
-  int64_t sizes[AXES], is_shared[AXES];
-  int64_t queries, keys, depth, features, threads, output, mask_is, may_exclude, diagonal;
-  Batched query, key, value, mask, out, dout, statistics, dquery, dkey, dvalue;
-  float* workspace;
-  float factor;
-
-  int64_t entries(bool shared) const {
-    int64_t count = 1;
-    for (int axis = 0; axis < AXES; axis++) count *= (bool)is_shared[axis] == shared ? sizes[axis] : 1;
-    return count;
-  }
-  int64_t blocks_of_queries() const { return blocks_of(queries, ROWS); }
-  int64_t blocks_of_keys() const { return blocks_of(keys, COLUMNS); }
-};
-
-static void fill(Matrix to, int64_t rows, int64_t columns, float value) {
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < columns; j++) to(i, j) = value;
-}
-
-static inline float shift_of(float most) { return std::isfinite(most) ? most : 0; }
-
-typedef int8_t Flags __attribute__((vector_size(LANES), aligned(1), may_alias));
-
-// What a thread keeps of a block: a factor of a product, and the other one in panels; scores and their gradients; sums.
-struct Tiles : Workspace<5, 2> {
-  const AttentionCall& call;
-  float *left = block(0), *right = block(1), *scores = block(2), *pulls = block(3), *product = block(4);
-  float *keys_in_panels = panels_at(0), *values_in_panels = panels_at(1);
-  Copied copied_left, copied_right, copied_keys, copied_values;
-  int64_t place[AXES];
-  Matrix query, key, value, out, dout, statistics, dquery, dkey, dvalue;
-  alignas(64) float numbers[COLUMNS];
-  alignas(64) int8_t flags[COLUMNS];
-
-  Tiles(const AttentionCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call) {}
-
-  // Go to an entry of the axes that are not shared, and of those that are.
-  void enter(int64_t own, int64_t shared) {
-    for (int axis = AXES - 1; axis >= 0; axis--) {
-      int64_t& index = call.is_shared[axis] ? shared : own;
-      place[axis] = index % call.sizes[axis], index /= call.sizes[axis];
-    }
-    query = call.query.matrix(place), key = call.key.matrix(place), value = call.value.matrix(place);
-    out = call.out.matrix(place), dout = call.dout.matrix(place), statistics = call.statistics.matrix(place);
-    dquery = call.dquery.matrix(place), dkey = call.dkey.matrix(place), dvalue = call.dvalue.matrix(place);
-  }
-  void enter(int64_t entry) { enter(entry / call.entries(true), entry % call.entries(true)); }
-
-  // Behind the last key that may take part with a query.
-  int64_t end_of(int64_t query) const { return std::max<int64_t>(0, std::min(call.keys - 1, query + call.diagonal) + 1); }
-
-  void copy_left(Matrix from, int rows, int columns) {
-    if (copied_left.becomes(from, rows, columns)) copy_block(from, rows, columns, left);
-  }
-  void copy_right(Matrix from, int rows, int columns) {
-    if (copied_right.becomes(from, rows, columns)) copy_block(from, rows, columns, right);
-  }
-
-  // The products of rows of two operands, in parts of DEPTH coordinates. `room` is overwritten.
-  void pair_up(Matrix rows_from, int rows, Matrix columns_from, int columns, int64_t depth, float* panels, Copied& copied,
-               float* room, float* to) {
-    if (depth == 0) memset(to, 0, BLOCK * sizeof(float));
-    for (int64_t k = 0; k < depth; k += DEPTH) {
-      int part = at_most(depth - k, DEPTH);
-      copy_left(rows_from.from(0, k), rows, part);
-      Matrix from = columns_from.from(0, k);
-      if (copied.becomes(from, columns, part)) {
-        copy_block(from, columns, part, room);
-        transpose_block(room, columns, part, panels);
-      }
-      multiply(rows_of(left), {panels, WIDE * part, WIDE}, rows, columns, part, k > 0, to);
-    }
-  }
-
-  // Write the dot products of a block to `scores`.
-  void pair_keys(int64_t m, int rows, int64_t n, int columns) {
-    pair_up(query.from(m, 0), rows, key.from(n, 0), columns, call.depth, keys_in_panels, copied_keys, pulls, scores);
-  }
-
-  // How many keys from `n` on a query may take part with, of so many.
-  int reach(int64_t query, int64_t n, int columns) const {
-    return (int)std::max<int64_t>(0, std::min<int64_t>(columns, query + call.diagonal + 1 - n));
-  }
-
-  void read_flags(int64_t query, int64_t n, int columns) {
-    const int8_t* from = (const int8_t*)call.mask.at + call.mask.offset(place) + query * call.mask.strides[AXES];
-    int64_t step = call.mask.strides[AXES + 1];
-    if (step == 1) memcpy(flags, from + n, columns);
-    else for (int j = 0; j < columns; j++) flags[j] = from[(n + j) * step];
-  }
-
-  // Those of some values of a row whose pairs take part, and another number elsewhere.
-  Floats taking_part(Floats values, int j, int reached, float other) const {
-    Integers lanes;
-    for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
-    if (call.mask_is == BOOLEANS)
-      values = __builtin_convertvector(*(const Flags*)(flags + j), Integers) != 0 ? values : all(other);
-    return j + LANES > reached ? (lanes + j < reached ? values : all(other)) : values;
-  }
-
-  // Scale and mask the dot products of a query. Returns the largest score.
-  float mask_row(float* row, int64_t query, int64_t n, int columns) {
-    int reached = reach(query, n, columns);
-    const float* terms = numbers;
-    if (call.mask_is == BOOLEANS) read_flags(query, n, columns);
-    if (call.mask_is == NUMBERS) {
-      Matrix from = call.mask.matrix(place).from(query, n);
-      if (from.column == 1 && columns % LANES == 0) terms = from.at;
-      else for (int j = 0; j < columns; j++) numbers[j] = from(0, j);
-    }
-    Floats highest = all(-INFINITY);
-    for (int j = 0; j < in_lanes(columns); j += LANES) {
-      Floats score = load(row + j) * call.factor;
-      if (call.mask_is == NUMBERS) score += load(terms + j);
-      score = taking_part(score, j, reached, -INFINITY);
-      store(row + j, score);
-      highest = score <= highest ? highest : score;  // a NaN stays
-    }
-    return maximum_of(highest);
-  }
-
-  float inverse_of(float total) const { return 1 / (total == 0 && call.may_exclude ? 1 : total); }
-};
+namespace {
+enum { OWNERS = 8 };  // entries of keys from which on each has one owner in backward
 
 struct Forward : Tiles {
   using Tiles::Tiles;
 
   void operator()(int64_t item) {
-    int64_t blocks = call.blocks_of_queries(), m = (blocks - 1 - item % blocks) * ROWS;  // the last have the most keys
-    enter(item / blocks);
+    int64_t m = enter_block(item);
     int rows = at_most(call.queries - m, ROWS);
     if (call.output == SUMS) sum_up(m, rows);
     else write_pairs(m, rows);
@@ -238,10 +94,6 @@ struct Forward : Tiles {
     }
   }
 
-  static void scale_row(float* row, int count, float factor) {
-    for (int j = 0; j < count; j += LANES) store(row + j, load(row + j) * factor);
-  }
-
   // Overwrite the dot products of a query with exp(score - most), and add them to `total`. Returns the factor that makes
   // sums of earlier terms relative to the same maximum.
   float absorb(float* row, int64_t query, int64_t n, int columns, float& most, float& total) {
@@ -255,6 +107,7 @@ struct Forward : Tiles {
       added += term;
     }
     total = total * factor + sum_of(added);
+    drop(row, query, n, columns);
     return factor;
   }
 };
@@ -266,24 +119,33 @@ struct Backward : Tiles {
   void pull_weights(int64_t m, int rows, int64_t n, int columns) {
     if (call.output == SUMS) {
       Matrix from = value.from(n, 0);
-      return pair_up(dout.from(m, 0), rows, from, columns, call.features, values_in_panels, copied_values, product, pulls);
+      pair_up(dout.from(m, 0), rows, from, columns, call.features, values_in_panels, copied_values, product, pulls);
+      for (int i = 0; i < rows; i++) drop(pulls + i * STRIDE, m + i, n, columns);
+      return;
     }
     copy_block(dout.from(m, n), rows, columns, pulls);
     for (int i = 0; i < rows; i++)
       for (int j = columns; j < in_lanes(columns); j++) pulls[i * STRIDE + j] = 0;
   }
 
-  // The gradients of some queries and keys. With `adds` they are added to what is there.
-  void pull_back(int64_t m, int64_t n, bool of_queries, bool of_keys, bool adds_to_queries, bool adds_to_keys) {
+  // The gradients of some queries, of keys, and of their mask. With `adds` they are added to what is there.
+  void pull_back(int64_t m, int64_t n, bool of_queries, bool of_keys, bool adds_to_queries, bool adds_to_keys,
+                 bool of_mask = false, bool adds_to_mask = false) {
     int rows = at_most(call.queries - m, ROWS), columns = at_most(call.keys - n, COLUMNS);
     if (call.output != SCORES) {
       pair_keys(m, rows, n, columns);
       for (int i = 0; i < rows; i++) weigh(scores + i * STRIDE, m + i, n, columns);
     }
-    if (of_keys && call.dvalue.at) gather(dout.from(m, 0), rows, columns, call.features, scores, dvalue.from(n, 0), adds_to_keys);
-    if (!(of_queries && call.dquery.at) && !(of_keys && call.dkey.at)) return;
+    if (!(of_queries && call.dquery.at) && !(of_keys && call.dkey.at) && !of_mask)
+      return pull_values(m, rows, n, columns, adds_to_keys);
     pull_weights(m, rows, n, columns);
-    for (int i = 0; i < rows; i++) pull_scores(pulls + i * STRIDE, scores + i * STRIDE, m + i, n, columns);
+    float factor = of_mask ? 1 : call.factor;
+    for (int i = 0; i < rows; i++) pull_scores(pulls + i * STRIDE, scores + i * STRIDE, m + i, n, columns, factor);
+    if (of_keys && call.dvalue.at) pull_values(m, rows, n, columns, adds_to_keys);
+    if (of_mask) {
+      put_block(pulls, rows, columns, adds_to_mask, dmask.from(m, n));
+      for (int i = 0; i < rows; i++) scale_row(pulls + i * STRIDE, columns, call.factor);
+    }
     for (int64_t k = 0; of_queries && call.dquery.at && k < call.depth; k += DEPTH) {
       int part = at_most(call.depth - k, DEPTH);
       copy_right(key.from(n, k), columns, part);
@@ -291,6 +153,12 @@ struct Backward : Tiles {
       put_block(product, rows, part, adds_to_queries, dquery.from(m, k));
     }
     if (of_keys && call.dkey.at) gather(query.from(m, 0), rows, columns, call.depth, pulls, dkey.from(n, 0), adds_to_keys);
+  }
+
+  // The gradients of values, of weights in `scores`, which are overwritten.
+  void pull_values(int64_t m, int rows, int64_t n, int columns, bool adds) {
+    for (int i = 0; i < rows; i++) drop(scores + i * STRIDE, m + i, n, columns);
+    gather(dout.from(m, 0), rows, columns, call.features, scores, dvalue.from(n, 0), adds);
   }
 
   // The sums over queries of rows that a block weighs.
@@ -310,15 +178,15 @@ struct Backward : Tiles {
     for (int j = 0; j < in_lanes(columns); j += LANES) store(row + j, exponential(load(row + j) - shift) * inverse);
   }
 
-  // Overwrite the gradients of the weights of a query with those of its dot products.
-  void pull_scores(float* row, const float* weights, int64_t query, int64_t n, int columns) {
+  // Overwrite the gradients of the weights of a query with those of its scores, times a factor.
+  void pull_scores(float* row, const float* weights, int64_t query, int64_t n, int columns, float factor) {
     int reached = reach(query, n, columns);
     if (call.mask_is == BOOLEANS) read_flags(query, n, columns);
     float pull = call.output == SCORES ? 0 : statistics(query, PULL);
     for (int j = 0; j < in_lanes(columns); j += LANES) {
       Floats gradient = load(row + j);
       if (call.output != SCORES) gradient = (gradient - pull) * load(weights + j);
-      store(row + j, taking_part(gradient * call.factor, j, reached, 0));
+      store(row + j, taking_part(gradient * factor, j, reached, 0));
     }
   }
 };
@@ -328,8 +196,7 @@ struct OfStatistics : Backward {
   using Backward::Backward;
 
   void operator()(int64_t item) {
-    int64_t blocks = call.blocks_of_queries(), m = (blocks - 1 - item % blocks) * ROWS;
-    enter(item / blocks);
+    int64_t m = enter_block(item);
     int rows = at_most(call.queries - m, ROWS);
     int64_t end = end_of(m + rows - 1);
     float most[ROWS], total[ROWS], pull[ROWS];
@@ -370,8 +237,8 @@ struct OfKeys : Backward {
   using Backward::Backward;
 
   void pull_back_all(int64_t entry, int64_t first, int64_t end, bool of_queries) {
-    for (int64_t shared = 0; shared < call.entries(true); shared++) {
-      enter(entry, shared);
+    for (int64_t shared = 0; shared < call.of_keys.entries(true); shared++) {
+      enter(call.of_keys, entry, shared);
       for (int64_t n = first; n < end; n += COLUMNS) {
         bool adds = shared > 0;
         for (int64_t m = 0; m < call.queries; m += ROWS) {
@@ -403,8 +270,7 @@ struct OfSomeKeys : OfKeys {
 struct OfQueries : Backward {
   using Backward::Backward;
   void operator()(int64_t item) {
-    int64_t blocks = call.blocks_of_queries(), m = (blocks - 1 - item % blocks) * ROWS;
-    enter(item / blocks);
+    int64_t m = enter_block(item);
     int rows = at_most(call.queries - m, ROWS);
     int64_t end = end_of(m + rows - 1);
     for (int64_t n = 0; n < end; n += COLUMNS) pull_back(m, n, true, false, n > 0, false);
@@ -412,7 +278,17 @@ struct OfQueries : Backward {
   }
 };
 
-static int64_t entries_of(const AttentionCall& call) { return call.entries(false) * call.entries(true); }
+// The gradients of a block of queries of all entries that share a mask, and of its mask.
+struct OfMask : Backward {
+  using Backward::Backward;
+  void operator()(int64_t item) {
+    for (int64_t shared = 0; shared < call.of_mask.entries(true); shared++) {
+      int64_t m = enter_block(call.of_mask, item, shared);
+      for (int64_t n = 0; n < call.keys; n += COLUMNS) pull_back(m, n, true, false, n > 0, false, true, shared > 0);
+    }
+  }
+};
+}  // namespace
 
 extern "C" {
 #pragma GCC visibility push(default)
@@ -420,17 +296,19 @@ int64_t effops_attention_call_bytes() { return sizeof(AttentionCall); }
 int64_t effops_attention_workspace() { return Tiles::FLOATS; }
 
 int64_t effops_attention_items(const AttentionCall* call, int64_t is_backward) {
-  int64_t of_queries = entries_of(*call) * call->blocks_of_queries();
-  return is_backward ? std::max(of_queries, call->entries(false) * call->blocks_of_keys()) : of_queries;
+  int64_t of_queries = call->of_keys.all_entries() * call->blocks_of_queries();
+  return is_backward ? std::max(of_queries, call->of_keys.entries(false) * call->blocks_of_keys()) : of_queries;
 }
 void effops_attention_forward(const AttentionCall* call) { each<Forward>(*call, effops_attention_items(call, false)); }
 
 void effops_attention_backward(const AttentionCall* call) {
-  int64_t of_queries = entries_of(*call) * call->blocks_of_queries(), owners = call->entries(false);
+  int64_t blocks = call->blocks_of_queries(), of_queries = call->of_keys.all_entries() * blocks;
+  int64_t owners = call->of_keys.entries(false);
   bool wants_keys = call->dkey.at || call->dvalue.at;
   if (call->output != SCORES) each<OfStatistics>(*call, of_queries);
-  if (owners >= OWNERS && call->dquery.at && wants_keys) return each<OfEntry>(*call, owners);
-  if (call->dquery.at) each<OfQueries>(*call, of_queries);
+  if (owners >= OWNERS && call->dquery.at && wants_keys && !call->dmask.at) return each<OfEntry>(*call, owners);
+  if (call->dmask.at) each<OfMask>(*call, call->of_mask.entries(false) * blocks);
+  else if (call->dquery.at) each<OfQueries>(*call, of_queries);
   if (wants_keys) each<OfSomeKeys>(*call, owners * call->blocks_of_keys());
 }
 #pragma GCC visibility pop

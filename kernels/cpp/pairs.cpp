@@ -15,6 +15,7 @@
 #include "parallel.h"
 #include "special.h"
 
+namespace {
 enum { OWNERS = 16 };  // batch entries from which on each has one owner in backward
 
 struct Forward : Worker {
@@ -236,6 +237,7 @@ struct OfComponents : Backward {
     pull_back({outer / call.others, 0, call.points, other, other + 1, first, end}, false, true);
   }
 };
+}  // namespace
 
 extern "C" {
 #pragma GCC visibility push(default)

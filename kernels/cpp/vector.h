@@ -15,6 +15,13 @@ static inline Floats all(float value) { return value - Floats{}; }  // an assign
 static inline Floats load(const float* from) { return *(const Floats*)from; }
 static inline void store(float* to, Floats value) { *(Floats*)to = value; }
 
+// The integers from `first` on, one in each lane.
+static inline Integers counted_from(int32_t first) {
+  Integers lanes = Integers{} + first;
+  for (int lane = 0; lane < LANES; lane++) lanes[lane] += lane;
+  return lanes;
+}
+
 static inline float sum_of(Floats values) {
   float sum = 0;
   for (int lane = 0; lane < LANES; lane++) sum += values[lane];

@@ -29,9 +29,9 @@ if sys.argv[1:]:
 torch.set_num_threads(3)
 
 
-def call(name, *args):
+def call(name, *args, **options):
     leaves = [one.clone().requires_grad_() for one in args]
-    getattr(effops, name)(*leaves, variant="cpp").sum().backward()
+    getattr(effops, name)(*leaves, variant="cpp", **options).sum().backward()
 
 
 def calls(T, M, N, D):
@@ -47,6 +47,20 @@ def calls(T, M, N, D):
         call("power_spherical_log_prob", directions[0], torch.rand(N, T, M), directions[1])
         call("normal_log_prob", loc, deviations, x)
         call("broadcast_dot", x, loc)
+    attend(T, M, N, D)
+
+
+def attend(T, M, N, D):
+    # Also with keys that are shared, masks of rows that are not whole, and values of another length than keys.
+    query, key, value = torch.randn(2, T, M, D), torch.randn(T, N, D), torch.randn(T, N, D + 3)
+    for options in ({}, {"is_causal": True}, {"attn_mask": torch.rand(M, N) > 0.5}, {"attn_mask": torch.randn(N)}):
+        call("attention", query, key, value, **options)
+        call("attention_weights", query, key, **options)
+        call("attention_scores", query, key, **options)
+        call("attention", query, key, value, dropout_p=0.2, **options)
+    for mask in (torch.randn(M, N), torch.randn(2, 1, M, N)):
+        call("attention", query, key, value, mask)
+        call("attention_scores", query, key, mask)
 """
 ALL_SIZES = """
 for sizes in ((20, 9, 70, 5), (2, 300, 150, 33), (3, 17, 140, 200), (1, 1, 1, 2)):

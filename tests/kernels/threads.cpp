@@ -4,12 +4,14 @@
 #include <thread>
 #include <vector>
 
+#include "attention.h"
 #include "pairs.h"
 
 extern "C" {
-int64_t effops_pairs_items(const PairsCall*, int64_t is_backward);
 void effops_pairs_forward(const PairsCall*);
 void effops_pairs_backward(const PairsCall*);
+void effops_attention_forward(const AttentionCall*);
+void effops_attention_backward(const AttentionCall*);
 
 void GOMP_parallel(void (*run)(void*), void* region, unsigned threads, unsigned) {
   std::vector<std::thread> others;
@@ -36,6 +38,12 @@ struct Memory {
     for (float& value : all.back()) value = numbers(generator);
     return {all.back().data(), {rows * columns, 0, columns, 1}};
   }
+  bool is_finite() const {
+    for (const std::vector<float>& one : all)
+      for (float value : one)
+        if (!std::isfinite(value)) return false;
+    return true;
+  }
 };
 
 static bool computes(Sizes sizes, bool is_reduced, bool has_distances, const Map& map) {
@@ -56,7 +64,7 @@ static bool computes(Sizes sizes, bool is_reduced, bool has_distances, const Map
   int64_t results = is_reduced ? 1 : components;
   call.most = memory.of(batch, points, results);
   if (is_reduced) call.rest = memory.of(batch, points, 1);
-  std::vector<float> workspace(THREADS * WORKSPACE);
+  std::vector<float> workspace(THREADS * Worker::FLOATS);
   call.workspace = workspace.data();
   effops_pairs_forward(&call);
 
@@ -67,10 +75,45 @@ static bool computes(Sizes sizes, bool is_reduced, bool has_distances, const Map
   if (is_reduced) call.dweights = memory.of(batch, 1, components);
   call.dscale = memory.of(batch, 1, components);
   effops_pairs_backward(&call);
-  for (const std::vector<float>& one : memory.all)
-    for (float value : one)
-      if (!std::isfinite(value)) return false;
-  return true;
+  return memory.is_finite();
+}
+
+// Entries of queries, of which some share keys.
+static bool attends(Sizes sizes, int64_t sharing, Output output, int64_t diagonal) {
+  auto [batch, queries, keys, depth] = sizes;
+  Memory memory;
+  auto matrices = [&](int64_t count, int64_t rows, int64_t columns) {
+    Batched operand{memory.of(count, rows, columns).at, {}};
+    operand.strides[AXES - 2] = rows * columns * (count == batch ? 1 : sharing);
+    operand.strides[AXES - 1] = count == batch ? 0 : rows * columns;
+    operand.strides[AXES] = columns, operand.strides[AXES + 1] = 1;
+    return operand;
+  };
+  int64_t all = batch * sharing, width = output == SUMS ? depth + 3 : keys;
+  AttentionCall call{};
+  std::fill(call.of_keys.sizes, call.of_keys.sizes + AXES, 1);
+  call.of_keys.sizes[AXES - 2] = batch, call.of_keys.sizes[AXES - 1] = sharing, call.of_keys.is_shared[AXES - 1] = true;
+  call.of_mask = call.of_keys;
+  call.queries = queries, call.keys = keys, call.depth = depth, call.features = output == SUMS ? width : 0;
+  call.threads = THREADS, call.output = output, call.may_exclude = true, call.diagonal = diagonal, call.factor = 0.5f;
+  call.query = matrices(all, queries, depth);
+  call.key = matrices(batch, keys, depth);
+  if (output == SUMS) call.value = matrices(batch, keys, width);
+  call.out = matrices(all, queries, width);
+  std::vector<float> workspace(THREADS * Tiles::FLOATS);
+  call.workspace = workspace.data();
+  effops_attention_forward(&call);
+
+  call.dout = matrices(all, queries, width);
+  call.statistics = matrices(all, queries, 3);
+  call.dquery = matrices(all, queries, depth);
+  call.dkey = matrices(batch, keys, depth);
+  if (output == SUMS) call.dvalue = matrices(batch, keys, width), call.dropped = 0.5f;
+  effops_attention_backward(&call);
+  call.dmask = matrices(batch, queries, keys);
+  call.diagonal = keys;
+  effops_attention_backward(&call);
+  return output == SCORES || memory.is_finite();
 }
 
 int main() {
@@ -80,5 +123,9 @@ int main() {
         if (!computes(sizes, is_reduced, has_distances, has_distances ? linear : power_spherical)) return 1;
         if (!has_distances && !computes(sizes, is_reduced, false, von_mises_fisher)) return 1;
       }
+  for (Sizes sizes : {Sizes{9, 130, 40, 5}, Sizes{2, 150, 260, 9}, Sizes{3, 5, 13, 140}})
+    for (Output output : {SCORES, WEIGHTS, SUMS})
+      for (int64_t diagonal : {sizes.components, int64_t(-3)})
+        if (!attends(sizes, 2, output, diagonal)) return 1;
   puts("computed");
 }

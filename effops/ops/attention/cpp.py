@@ -13,7 +13,7 @@ from effops.dispatch.custom_op import Gradients, requires_grad
 from effops.numerics.layout import as_gradient, without_negation
 from effops.numerics.pages import with_huge_pages
 from effops.ops.attention.call import AttentionCall, given, split_arguments
-from effops.ops.attention.variants import in_blocks_backward, ordered_empty, scaled_dots
+from effops.ops.attention.variants import ordered_empty
 from effops.pytorch import FakeTensor
 
 AXES = 8  # of a batch, at most, as in C++
@@ -29,10 +29,8 @@ def obstacle(call: AttentionCall) -> str:
         return "needs float32"
     if call.masked and call.mask.dtype not in (torch.bool, torch.float32):
         return f"needs a mask of booleans or float32, got {call.mask.dtype}"
-    if call.masked and requires_grad((call.mask,)):
-        return "computes no gradient of a mask"
-    if call.dropout_p:
-        return "drops no weights"
+    if call.masked and requires_grad((call.mask,)) and call.mask.shape[-2:] != call.plan.shape[-2:]:
+        return "needs a mask that requires gradients to have a number for each query and key"
     if len(call.shape) - 2 > AXES:
         return f"takes {AXES} batch axes at most, got {len(call.shape) - 2}"
     return ""
@@ -46,29 +44,28 @@ def forward(call: AttentionCall) -> Tensor:
 
 
 def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
-    """Inside of a transform, which hides that a mask requires gradients, blocks compute all of them."""
+    """The gradients of the tensors of a call that `wanted` asks for."""
     wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
-    if wants_mask:
-        return in_blocks_backward(scaled_dots, dout, call, wanted)
     batch = call.plan.shape[:-2]
     keyed = tuple(1 if is_shared else size for is_shared, size in zip(_shared(call), batch))
-    tensors = (*call.scored, *given(call.value))
-    wants = (*wants_scored, *(bool(wants_value) for _ in given(call.value)))
+    tensors = (*call.scored, *given(call.value), call.mask)
+    outer = (batch, keyed, *(keyed for _ in given(call.value)), call.mask.shape[:-2])
+    wants = (*wants_scored, *(bool(wants_value) for _ in given(call.value)), bool(wants_mask))
     found = [
         _empty(tensor, (*axes, *tensor.shape[-2:])) if is_wanted else None
-        for tensor, axes, is_wanted in zip(tensors, (batch, keyed, keyed), wants)
+        for tensor, axes, is_wanted in zip(tensors, outer, wants)
     ]
     if call.plan.numel(call.plan.order):
-        dquery, dkey, *dvalue = found
+        dquery, dkey, *dvalue, dmask = found
         statistics = dout.new_empty((*batch, call.scored[0].shape[-2], STATISTICS))
-        gradients = {"dquery": dquery, "dkey": dkey, "dvalue": dvalue[0] if dvalue else None}
+        gradients = {"dquery": dquery, "dkey": dkey, "dvalue": dvalue[0] if dvalue else None, "dmask": dmask}
         _run(call, True, dout=without_negation(dout), statistics=statistics, **gradients)
     else:
         for gradient in found:
             if gradient is not None:
                 gradient.zero_()
     gradients_of_tensors = [None if own is None else as_gradient(own, tensor) for own, tensor in zip(found, tensors)]
-    return [*gradients_of_tensors, *(None for _ in call.tensors[len(tensors) :])]
+    return [*gradients_of_tensors, *(None for _ in given(call.seed))]
 
 
 def _shared(call: AttentionCall) -> list[bool]:
@@ -92,16 +89,18 @@ def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> No
     if call.masked:
         operands["mask"] = without_negation(call.mask)
     native = library.AttentionCall()
-    missing = AXES - (len(call.shape) - 2)
-    native.sizes[:] = (1,) * missing + tuple(call.plan.shape[:-2])
-    native.is_shared[:] = (False,) * missing + tuple(_shared(call))
+    batch = call.plan.shape[:-2]
+    native.of_keys = library.Axes.of(batch, _shared(call))
+    own = (1,) * (len(call.plan.shape) - call.mask.ndim) + tuple(call.mask.shape)
+    native.of_mask = library.Axes.of(batch, [size == 1 for size in own[:-2]])
     native.queries, native.keys, native.depth = *call.plan.shape[-2:], query.shape[-1]
     native.features = 0 if call.value is None else call.value.shape[-1]
     native.output = OUTPUTS.index(call.output)
     native.mask_is = (BOOLEANS if call.mask.dtype == torch.bool else NUMBERS) if call.masked else NO_MASK
     native.may_exclude = call.masked or call.diagonal is not None
     native.diagonal = native.keys if call.diagonal is None else call.diagonal
-    native.factor = call.factor
+    native.factor, native.dropped = call.factor, call.dropout_p
+    native.seed = call.drawn_seed if call.dropout_p else 0
     native.threads = library.threads_for(library.attention_items(native, is_backward))
     workspace = query.new_empty(native.threads * library.attention_workspace())
     if isinstance(workspace, FakeTensor):

@@ -1,0 +1,186 @@
+// Attention: a call, and what a thread keeps of a block of queries and keys.
+#pragma once
+#include <algorithm>
+
+#include "random.h"
+#include "special.h"
+#include "workspace.h"
+
+enum { AXES = 8 };  // of a batch, at most
+enum Output : int64_t { SCORES, WEIGHTS, SUMS };
+enum Mask : int64_t { NO_MASK, BOOLEANS, NUMBERS };
+enum Statistic { MOST, INVERSE, PULL, STATISTICS };  // of a query: maximum, 1 / total, and the sum of P dP
+
+// An operand and its strides along the batch axes, rows and columns. A gradient that is not wanted has no address.
+struct Batched {
+  void* at;
+  int64_t strides[AXES + 2];
+
+  int64_t offset(const int64_t* place) const {
+    int64_t sum = 0;
+    for (int axis = 0; axis < AXES; axis++) sum += place[axis] * strides[axis];
+    return sum;
+  }
+  Matrix matrix(const int64_t* place) const { return {(float*)at + offset(place), strides[AXES], strides[AXES + 1]}; }
+};
+
+// The batch axes along which an operand varies, and the others, along which its entries are shared.
+struct Axes {
+  int64_t sizes[AXES], is_shared[AXES];
+
+  int64_t entries(bool shared) const {
+    int64_t count = 1;
+    for (int axis = 0; axis < AXES; axis++) count *= (bool)is_shared[axis] == shared ? sizes[axis] : 1;
+    return count;
+  }
+  int64_t all_entries() const { return entries(false) * entries(true); }
+};
+
+// A key may come `diagonal` places after its query. A weight is dropped with a probability, and others are scaled.
+struct AttentionCall {
+  Axes of_keys, of_mask;
+  int64_t queries, keys, depth, features, threads, output, mask_is, may_exclude, diagonal, seed;
+  Batched query, key, value, mask, out, dout, statistics, dquery, dkey, dvalue, dmask;
+  float* workspace;
+  float factor, dropped;
+
+  int64_t blocks_of_queries() const { return blocks_of(queries, ROWS); }
+  int64_t blocks_of_keys() const { return blocks_of(keys, COLUMNS); }
+};
+
+static void fill(Matrix to, int64_t rows, int64_t columns, float value) {
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < columns; j++) to(i, j) = value;
+}
+
+static inline float shift_of(float most) { return std::isfinite(most) ? most : 0; }
+
+typedef int8_t Flags __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+// What a thread keeps of a block: a factor of a product, and the other one in panels; scores and their gradients; sums.
+struct Tiles : Workspace<5, 2> {
+  const AttentionCall& call;
+  float *left = block(0), *right = block(1), *scores = block(2), *pulls = block(3), *product = block(4);
+  float *keys_in_panels = panels_at(0), *values_in_panels = panels_at(1);
+  Copied copied_left, copied_right, copied_keys, copied_values;
+  int64_t place[AXES], entry;
+  Matrix query, key, value, out, dout, statistics, dquery, dkey, dvalue, dmask;
+  alignas(64) float numbers[COLUMNS];
+  alignas(64) int8_t flags[COLUMNS];
+
+  Tiles(const AttentionCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call) {}
+
+  // Go to an entry of the axes along which an operand varies, and of those along which it is shared.
+  void enter(const Axes& axes, int64_t own, int64_t shared) {
+    for (int axis = AXES - 1; axis >= 0; axis--) {
+      int64_t& index = axes.is_shared[axis] ? shared : own;
+      place[axis] = index % axes.sizes[axis], index /= axes.sizes[axis];
+    }
+    entry = 0;
+    for (int axis = 0; axis < AXES; axis++) entry = entry * axes.sizes[axis] + place[axis];
+    query = call.query.matrix(place), key = call.key.matrix(place), value = call.value.matrix(place);
+    out = call.out.matrix(place), dout = call.dout.matrix(place), statistics = call.statistics.matrix(place);
+    dquery = call.dquery.matrix(place), dkey = call.dkey.matrix(place), dvalue = call.dvalue.matrix(place);
+    dmask = call.dmask.matrix(place);
+  }
+
+  // Go to a block of queries, the last ones first, since they may have the most keys. Returns its first one.
+  int64_t enter_block(const Axes& axes, int64_t item, int64_t shared) {
+    int64_t blocks = call.blocks_of_queries();
+    enter(axes, item / blocks, shared);
+    return (blocks - 1 - item % blocks) * ROWS;
+  }
+  int64_t enter_block(int64_t item) {
+    int64_t sharing = call.of_keys.entries(true), blocks = call.blocks_of_queries();
+    return enter_block(call.of_keys, item / (sharing * blocks) * blocks + item % blocks, item / blocks % sharing);
+  }
+
+  // Behind the last key that may take part with a query.
+  int64_t end_of(int64_t query) const { return std::max<int64_t>(0, std::min(call.keys - 1, query + call.diagonal) + 1); }
+
+  void copy_left(Matrix from, int rows, int columns) {
+    if (copied_left.becomes(from, rows, columns)) copy_block(from, rows, columns, left);
+  }
+  void copy_right(Matrix from, int rows, int columns) {
+    if (copied_right.becomes(from, rows, columns)) copy_block(from, rows, columns, right);
+  }
+
+  // The products of rows of two operands, in parts of DEPTH coordinates. `room` is overwritten.
+  void pair_up(Matrix rows_from, int rows, Matrix columns_from, int columns, int64_t depth, float* panels, Copied& copied,
+               float* room, float* to) {
+    if (depth == 0) memset(to, 0, BLOCK * sizeof(float));
+    for (int64_t k = 0; k < depth; k += DEPTH) {
+      int part = at_most(depth - k, DEPTH);
+      copy_left(rows_from.from(0, k), rows, part);
+      Matrix from = columns_from.from(0, k);
+      if (copied.becomes(from, columns, part)) {
+        copy_block(from, columns, part, room);
+        transpose_block(room, columns, part, panels);
+      }
+      multiply(rows_of(left), {panels, WIDE * part, WIDE}, rows, columns, part, k > 0, to);
+    }
+  }
+
+  // Write the dot products of a block to `scores`.
+  void pair_keys(int64_t m, int rows, int64_t n, int columns) {
+    pair_up(query.from(m, 0), rows, key.from(n, 0), columns, call.depth, keys_in_panels, copied_keys, pulls, scores);
+  }
+
+  // How many keys from `n` on a query may take part with, of so many.
+  int reach(int64_t query, int64_t n, int columns) const {
+    return (int)std::max<int64_t>(0, std::min<int64_t>(columns, query + call.diagonal + 1 - n));
+  }
+
+  void read_flags(int64_t query, int64_t n, int columns) {
+    const int8_t* from = (const int8_t*)call.mask.at + call.mask.offset(place) + query * call.mask.strides[AXES];
+    int64_t step = call.mask.strides[AXES + 1];
+    if (step == 1) memcpy(flags, from + n, columns);
+    else for (int j = 0; j < columns; j++) flags[j] = from[(n + j) * step];
+  }
+
+  // Those of some values of a row whose pairs take part, and another number elsewhere.
+  Floats taking_part(Floats values, int j, int reached, float other) const {
+    if (call.mask_is == BOOLEANS)
+      values = __builtin_convertvector(*(const Flags*)(flags + j), Integers) != 0 ? values : all(other);
+    return j + LANES > reached ? (counted_from(j) < reached ? values : all(other)) : values;
+  }
+
+  // Scale and mask the dot products of a query. Returns the largest score.
+  float mask_row(float* row, int64_t query, int64_t n, int columns) {
+    int reached = reach(query, n, columns);
+    const float* terms = numbers;
+    if (call.mask_is == BOOLEANS) read_flags(query, n, columns);
+    if (call.mask_is == NUMBERS) {
+      Matrix from = call.mask.matrix(place).from(query, n);
+      if (from.column == 1 && columns % LANES == 0) terms = from.at;
+      else for (int j = 0; j < columns; j++) numbers[j] = from(0, j);
+    }
+    Floats highest = all(-INFINITY);
+    for (int j = 0; j < in_lanes(columns); j += LANES) {
+      Floats score = load(row + j) * call.factor;
+      if (call.mask_is == NUMBERS) score += load(terms + j);
+      score = taking_part(score, j, reached, -INFINITY);
+      store(row + j, score);
+      highest = score <= highest ? highest : score;  // a NaN stays
+    }
+    return maximum_of(highest);
+  }
+
+  // Multiply values of a row with 0 where a weight is dropped, and else with 1 / (1 - dropped). What is drawn depends on
+  // the seed and the place of the pair alone.
+  void drop(float* row, int64_t query, int64_t n, int columns) const {
+    if (call.dropped == 0) return;
+    Integers key = Integers{} + (int32_t)mixed(call.seed + mixed(entry * call.queries + query));
+    float kept = call.dropped < 1 ? 1 / (1 - call.dropped) : 0;
+    for (int j = 0; j < in_lanes(columns); j += LANES) {
+      Floats drawn = uniform(key, counted_from((int32_t)(n + j)));
+      store(row + j, load(row + j) * (drawn < call.dropped ? Floats{} : all(kept)));
+    }
+  }
+
+  static void scale_row(float* row, int count, float factor) {
+    for (int j = 0; j < count; j += LANES) store(row + j, load(row + j) * factor);
+  }
+
+  float inverse_of(float total) const { return 1 / (total == 0 && call.may_exclude ? 1 : total); }
+};

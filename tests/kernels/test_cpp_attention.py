@@ -1,0 +1,207 @@
+"""Attention by the C++ library: blocks that are not whole, masks, shared keys, and threads."""
+
+import math
+
+import pytest
+import torch
+from effops.kernels import library
+from torch.nn.attention.bias import causal_lower_right
+
+import effops
+from effops.reference import error_ratio, gradient_error_ratio, tried_ops
+
+pytestmark = pytest.mark.skipif(library.obstacle() != "", reason=library.obstacle())
+NAMES = "attention_scores", "attention_weights", "attention"
+# Batch axes of queries and of keys, and L, S, D, V: one owner of each entry of keys, or two sweeps; keys and values of
+# several parts, blocks that are not whole, and fewer keys than queries.
+SIZES = {
+    "owners": ((3, 4), (3, 4), 40, 70, 5, 5),
+    "shared keys": ((2, 2, 3), (2, 2, 1), 30, 140, 33, 8),
+    "sweeps": ((2,), (2,), 300, 150, 16, 20),
+    "wide": ((2,), (), 17, 140, 200, 150),
+    "one axis more": ((2, 1, 1, 2, 1, 1), (1, 3, 1, 2, 1, 2), 9, 9, 4, 3),
+    "no batch": ((), (), 5, 300, 64, 64),
+}
+MASKS = {
+    "none": lambda L, S: {},
+    "causal": lambda L, S: {"is_causal": True},
+    "lower right": lambda L, S: {"attn_mask": causal_lower_right(L, S)} if L <= S else {"is_causal": True},
+    "booleans": lambda L, S: {"attn_mask": torch.rand(L, S, generator=seeded(1)) > 0.4},
+    "of keys": lambda L, S: {"attn_mask": torch.arange(S) < max(1, S - 3)},
+    "of queries": lambda L, S: {"attn_mask": torch.arange(L).unsqueeze(-1) != 2},
+    "numbers": lambda L, S: {"attn_mask": torch.randn(L, S, generator=seeded(2))},
+    "strided numbers": lambda L, S: {"attn_mask": torch.randn(S, L, generator=seeded(2)).mT},
+}
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def operands(name, queried, keyed, L, S, D, V):
+    generator = seeded(0)
+    query, key, value = (
+        torch.randn(*batch, rows, width, generator=generator)
+        for batch, rows, width in ((queried, L, D), (keyed, S, D), (keyed, S, V))
+    )
+    return [query, key, value] if name == "attention" else [query, key]
+
+
+def with_gradients(name, args, **options):
+    leaves = [one.clone().requires_grad_() for one in args]
+    out = getattr(effops, name)(*leaves, variant="cpp", **options)
+    dout = torch.randn(out.shape, generator=seeded(3))
+    return out.detach(), dout, torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_results_and_gradients(name, sizes, mask):
+    args, options = operands(name, *SIZES[sizes]), MASKS[mask](*SIZES[sizes][2:4])
+    out, dout, gradients = with_gradients(name, args, **options)
+    op = tried_ops()[name]
+    assert error_ratio(op, args, out, **options) <= 1
+    if isinstance(options.get("attn_mask"), torch.Tensor) and mask != "lower right":
+        gradients = (*gradients, None)
+    assert gradient_error_ratio(op, args, dout, gradients, **options) <= 1
+
+
+@pytest.mark.parametrize("varies", ["everywhere", "along the first axis", "with pairs alone"])
+@pytest.mark.parametrize("sizes", ["owners", "sweeps", "shared keys"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_masks(name, sizes, varies):
+    args = operands(name, *SIZES[sizes])
+    batch, (L, S) = SIZES[sizes][0], SIZES[sizes][2:4]
+    first = (batch[0], *(1 for _ in batch[1:]))
+    axes = {"everywhere": batch, "along the first axis": first, "with pairs alone": ()}[varies]
+    mask = torch.randn(*axes, L, S, generator=seeded(4))
+    out, dout, gradients = with_gradients(name, [*args, mask])
+    op = tried_ops()[name]
+    assert error_ratio(op, [*args, mask], out) <= 1
+    assert gradient_error_ratio(op, [*args, mask], dout, gradients) <= 1
+
+
+def drawn(sizes, p, seed=0):
+    """The factors of weights of 1/2, which the values, rows of the identity, leave where they are."""
+    (_, keyed, L, S, *_), batch = sizes, sizes[0]
+    torch.manual_seed(seed)
+    query, key = torch.zeros(*batch, L, 4), torch.zeros(*keyed, S, 4)
+    return S * effops.attention(query, key, torch.eye(S), dropout_p=p, variant="cpp")
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
+def test_dropped_weights(p):
+    """Each with the probability, by its own place and by the seed, and the others are scaled."""
+    found = drawn(((3, 2), (3, 1), 200, 300), p)
+    kept = found != 0
+    assert torch.equal(found, drawn(((3, 2), (3, 1), 200, 300), p))
+    if p < 1:
+        torch.testing.assert_close(found[kept], torch.full_like(found[kept], 1 / (1 - p)))
+        assert not torch.equal(found, drawn(((3, 2), (3, 1), 200, 300), p, seed=1))
+    for axes in ((-1,), (-2,), (0, 1), (0, 1, 2), (0, 1, 3)):
+        count = math.prod(found.shape[axis] for axis in axes)
+        deviations = (kept.double().mean(axes) - (1 - p)).abs() / max(math.sqrt(p * (1 - p) / count), 1e-9)
+        assert deviations.max() < 6
+    rows = (kept.double() - (1 - p)).flatten(0, -2)
+    correlations = (rows[1:] * rows[:-1]).mean(-1) / max(p * (1 - p), 1e-9) * math.sqrt(rows.shape[-1])
+    assert correlations.abs().max() < 6
+
+
+@pytest.mark.parametrize("sizes", ["owners", "sweeps", "shared keys", "wide"])
+def test_backward_drops_the_same(sizes):
+    """Results and gradients are those of the weights times the factors that were drawn."""
+    queried, keyed, L, S, D, _ = SIZES[sizes]
+    batch = torch.broadcast_shapes(queried, keyed)
+    leaves = [one.requires_grad_() for one in operands("attention", *SIZES[sizes])]
+    torch.manual_seed(5)
+    factors = S * effops.attention(
+        torch.zeros(*queried, L, D), torch.zeros(*keyed, S, D), torch.eye(S), dropout_p=0.3, variant="cpp"
+    )
+    torch.manual_seed(5)
+    out = effops.attention(*leaves, dropout_p=0.3, variant="cpp")
+    wide = [one.detach().double().requires_grad_() for one in leaves]
+    expected = (effops.attention_weights(*wide[:2]) * factors.expand(*batch, L, S).double()) @ wide[2]
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    dout = torch.randn(out.shape, generator=seeded(6))
+    for found, right in zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, wide, dout.double())):
+        torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", ["owners", "sweeps", "shared keys"])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_threads_gives_the_same_bits(name, sizes):
+    args, count, found = operands(name, *SIZES[sizes]), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            out, _, gradients = with_gradients(name, args, is_causal=True)
+            found.append([one.view(torch.int32) for one in (out, *gradients)])
+    finally:
+        torch.set_num_threads(count)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize("sizes", ["owners", "sweeps", "wide"])
+@pytest.mark.parametrize("mask", ["none", "lower right", "of keys"])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_read_that_was_not_written(name, mask, sizes):
+    args, options = operands(name, *SIZES[sizes]), MASKS[mask](*SIZES[sizes][2:4])
+    expected, _, gradients = with_gradients(name, args, **options)
+    torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
+    try:
+        found, _, other_gradients = with_gradients(name, args, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip((expected, *gradients), (found, *other_gradients)):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("keys", [3, 200])
+def test_what_a_mask_excludes_leaves_no_trace(keys):
+    """Neither does a query without keys, whose result and gradients are 0."""
+    query, key, value = operands("attention", (2,), (2,), 5, keys, 8, 8)
+    key[:, 1] = math.nan
+    allowed = torch.ones(5, keys, dtype=torch.bool)
+    allowed[:, 1] = False
+    allowed[4] = False
+    weights, _, _ = with_gradients("attention_weights", [query, key], attn_mask=allowed)
+    out, _, (_, dkey, dvalue) = with_gradients("attention", [query, key, value], attn_mask=allowed)
+    assert all(one.isfinite().all() for one in (weights, out, dvalue))
+    assert (weights[:, :, 1] == 0).all()
+    assert all((one[:, 4] == 0).all() for one in (weights, out))
+    assert (dkey[:, 1] == 0).all()
+    assert (dvalue[:, 1] == 0).all()
+
+
+def test_scores_that_all_overflow():
+    """They give NaN without a mask, and with one 0, as in other variants."""
+    args = [torch.full((4, 2), 1e30), torch.full((3, 2), -1e30)]
+    assert effops.attention_weights(*args, variant="cpp").isnan().all()
+    allowed = torch.ones(4, 3, dtype=torch.bool)
+    assert (effops.attention_weights(*args, attn_mask=allowed, variant="cpp") == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda args: ([one.double() for one in args], {}), "needs float32"),
+        (
+            lambda args: (args, {"attn_mask": torch.zeros(5, 7, dtype=torch.float64)}),
+            "needs a mask of booleans or float32",
+        ),
+        (lambda args: (args, {"attn_mask": torch.zeros(7, requires_grad=True)}), "a number for each query and key"),
+        (lambda args: ([one[(None,) * 8] for one in args], {}), "takes 8 batch axes at most, got 9"),
+    ],
+)
+def test_what_it_does_not_take(change, expected):
+    args, options = change(operands("attention", (2,), (2,), 5, 7, 4, 4))
+    with pytest.raises(NotImplementedError, match=expected):
+        effops.attention(*args, variant="cpp", **options)
+
+
+def test_examples_of_a_batch():
+    args = operands("attention", (6, 3), (6, 3), 9, 7, 4, 4)
+    mapped = torch.func.vmap(lambda *one: effops.attention(*one, variant="cpp"))(*args)
+    torch.testing.assert_close(mapped, effops.attention(*args, variant="cpp"))
