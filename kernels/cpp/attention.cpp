@@ -143,7 +143,7 @@ struct Backward : Tiles {
     for (int i = 0; i < rows; i++) pull_scores(pulls + i * STRIDE, scores + i * STRIDE, m + i, n, columns, factor);
     if (of_keys && call.dvalue.at) pull_values(m, rows, n, columns, adds_to_keys);
     if (of_mask) {
-      put_block(pulls, rows, columns, adds_to_mask, dmask.from(m, n));
+      pull_mask(m, rows, n, columns, adds_to_mask);
       for (int i = 0; i < rows; i++) scale_row(pulls + i * STRIDE, columns, call.factor);
     }
     for (int64_t k = 0; of_queries && call.dquery.at && k < call.depth; k += DEPTH) {
@@ -153,6 +153,24 @@ struct Backward : Tiles {
       put_block(product, rows, part, adds_to_queries, dquery.from(m, k));
     }
     if (of_keys && call.dkey.at) gather(query.from(m, 0), rows, columns, call.depth, pulls, dkey.from(n, 0), adds_to_keys);
+  }
+
+  // The gradients of the mask from those of the scores of a block. They are sums over what it does not vary along.
+  void pull_mask(int64_t m, int rows, int64_t n, int columns, bool adds) {
+    if (dmask.row && dmask.column) return put_block(pulls, rows, columns, adds, dmask.from(m, n));
+    for (int j = columns; j < in_lanes(columns); j++)
+      for (int i = 0; i < rows; i++) pulls[i * STRIDE + j] = 0;
+    std::fill(numbers, numbers + COLUMNS, 0.0f);
+    for (int i = 0; i < rows; i++) {
+      Floats sum = Floats{};
+      for (int j = 0; j < in_lanes(columns); j += LANES) {
+        Floats gradient = load(pulls + i * STRIDE + j);
+        store(numbers + j, load(numbers + j) + gradient);
+        sum += gradient;
+      }
+      if (!dmask.column) dmask(m + i, 0) += sum_of(sum);
+    }
+    for (int j = 0; dmask.column && j < columns; j++) dmask(0, n + j) += numbers[j];
   }
 
   // The gradients of values, of weights in `scores`, which are overwritten.
@@ -278,13 +296,19 @@ struct OfQueries : Backward {
   }
 };
 
-// The gradients of a block of queries of all entries that share a mask, and of its mask.
+// The gradients of all entries that share a mask, and of it: of a block of queries, or of all if they share it too.
 struct OfMask : Backward {
   using Backward::Backward;
+
   void operator()(int64_t item) {
+    bool is_of_queries = call.dmask.strides[AXES], is_sum = !is_of_queries || !call.dmask.strides[AXES + 1];
     for (int64_t shared = 0; shared < call.of_mask.entries(true); shared++) {
-      int64_t m = enter_block(call.of_mask, item, shared);
-      for (int64_t n = 0; n < call.keys; n += COLUMNS) pull_back(m, n, true, false, n > 0, false, true, shared > 0);
+      int64_t first = 0, end = call.queries;
+      if (is_of_queries) first = enter_block(call.of_mask, item, shared), end = first + at_most(end - first, ROWS);
+      else enter(call.of_mask, item, shared);
+      if (is_sum && shared == 0) fill(dmask.from(first, 0), is_of_queries ? end - first : 1, dmask.column ? call.keys : 1, 0);
+      for (int64_t m = first; m < end; m += ROWS)
+        for (int64_t n = 0; n < call.keys; n += COLUMNS) pull_back(m, n, true, false, n > 0, false, true, shared > 0);
     }
   }
 };
@@ -307,7 +331,7 @@ void effops_attention_backward(const AttentionCall* call) {
   bool wants_keys = call->dkey.at || call->dvalue.at;
   if (call->output != SCORES) each<OfStatistics>(*call, of_queries);
   if (owners >= OWNERS && call->dquery.at && wants_keys && !call->dmask.at) return each<OfEntry>(*call, owners);
-  if (call->dmask.at) each<OfMask>(*call, call->of_mask.entries(false) * blocks);
+  if (call->dmask.at) each<OfMask>(*call, call->of_mask.entries(false) * (call->dmask.strides[AXES] ? blocks : 1));
   else if (call->dquery.at) each<OfQueries>(*call, of_queries);
   if (wants_keys) each<OfSomeKeys>(*call, owners * call->blocks_of_keys());
 }

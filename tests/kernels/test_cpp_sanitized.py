@@ -58,7 +58,7 @@ def attend(T, M, N, D):
         call("attention_weights", query, key, **options)
         call("attention_scores", query, key, **options)
         call("attention", query, key, value, dropout_p=0.2, **options)
-    for mask in (torch.randn(M, N), torch.randn(2, 1, M, N)):
+    for mask in (torch.randn(M, N), torch.randn(2, 1, M, N), torch.randn(N), torch.randn(T, M, 1)):
         call("attention", query, key, value, mask)
         call("attention_scores", query, key, mask)
 """

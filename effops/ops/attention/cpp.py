@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from effops.blocks.plan import Shape
-from effops.dispatch.custom_op import Gradients, requires_grad
+from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import as_gradient, without_negation
 from effops.numerics.pages import with_huge_pages
 from effops.ops.attention.call import AttentionCall, given, split_arguments
@@ -29,8 +29,6 @@ def obstacle(call: AttentionCall) -> str:
         return "needs float32"
     if call.masked and call.mask.dtype not in (torch.bool, torch.float32):
         return f"needs a mask of booleans or float32, got {call.mask.dtype}"
-    if call.masked and requires_grad((call.mask,)) and call.mask.shape[-2:] != call.plan.shape[-2:]:
-        return "needs a mask that requires gradients to have a number for each query and key"
     if len(call.shape) - 2 > AXES:
         return f"takes {AXES} batch axes at most, got {len(call.shape) - 2}"
     return ""

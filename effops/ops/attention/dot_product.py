@@ -70,7 +70,7 @@ def attention_scores(
     A pair that booleans or `is_causal` exclude scores -inf, even where its key is NaN or infinite. Numbers that are
     added leave NaN as it is. The gradient of the query may be NaN for such a key in either case.
 
-    For backward, variant chunked saves its inputs and no more.
+    For backward, variants cpp and chunked save their inputs and no more.
 
     Raises:
         TypeError: an argument is no tensor, or not of a floating-point dtype; is_causal is no bool
@@ -103,7 +103,7 @@ def attention_weights(
 
     A key that is NaN and that booleans or `is_causal` exclude has a weight of 0, and leaves the others as they are.
 
-    For backward, variant chunked saves its inputs and no more.
+    For backward, variants cpp and chunked save their inputs and no more.
 
     Example:
         >>> query, key = torch.randn(2, 8, 100, 64), torch.randn(2, 8, 120, 64)
@@ -129,9 +129,9 @@ def attention(
     """`torch.nn.functional.scaled_dot_product_attention`, which never holds queries times keys by default.
 
     It computes `softmax(scale * query @ key.mT + attn_mask) @ value`. Where PyTorch fuses this, its kernels run
-    (variant sdpa). Where PyTorch would hold the weights of all pairs, variant chunked runs instead. On a CPU that is so
-    with dropout, for a mask that requires gradients, and for values of another dimension than keys. PyTorch converts a
-    boolean mask to numbers, in a tensor of the mask's own size.
+    (variant sdpa). Where PyTorch would hold the weights of all pairs, variant cpp or chunked runs instead. On a CPU
+    that is so with dropout, for a mask that requires gradients, and for values of another dimension than keys. PyTorch
+    converts a boolean mask to numbers, in a tensor of the mask's own size.
 
     Args:
         query: `(*batch, L, D)`
@@ -165,8 +165,8 @@ def attention(
     Under a mask, the result is also 0 where all scores of a query overflow to -inf. Without one it is NaN, or 0 as in
     PyTorch in variants sdpa, compile and triton.
 
-    For backward, variant chunked saves its inputs. Variant sdpa saves two more tensors: the result, and a number for
-    each query.
+    For backward, variants cpp and chunked save their inputs. Variant sdpa saves two more tensors: the result, and a
+    number for each query.
 
     Raises:
         TypeError: an argument is no tensor, or not of a floating-point dtype; is_causal is no bool
