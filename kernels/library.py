@@ -19,6 +19,7 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parent / "cpp"
 OUTCOME = "built.json"
+ROWS = 128  # queries of a block, at most, as in C++
 SOME = 1024  # scales that a thread takes at a time
 BY_CAPABILITY = {"AVX2": "avx2", "AVX512": "avx512"}  # PyTorch's name of the processor's instructions
 MAPS = "linear", "power_spherical", "von_mises_fisher"
@@ -85,7 +86,10 @@ class AttentionCall(ctypes.Structure):
     """As `AttentionCall` in C++."""
 
     NUMBERS = "queries", "keys", "depth", "features", "threads", "output", "mask_is", "may_exclude", "diagonal", "seed"
-    OPERANDS = "query", "key", "value", "mask", "out", "dout", "statistics", "dquery", "dkey", "dvalue", "dmask"
+    OPERANDS = (
+        *("query", "key", "weight", "value", "mask", "out", "dout", "statistics"),
+        *("dquery", "dkey", "dweight", "dvalue", "dmask"),
+    )
     _fields_ = [
         ("of_keys", Axes),
         ("of_mask", Axes),

@@ -1,6 +1,7 @@
 // Attention: masked, scaled dot products of queries and keys, their softmax, or the sums of values that it weighs.
 //
-//     score[i,j] = factor <query[i], key[j]> + mask[i,j], or -inf where the pair takes no part
+//     score[i,j] = factor <query[i], key[j]> + mask[i,j], or -inf where the pair takes no part; additive scores are those
+//                  of additive.h in the place of the dot product
 //     P[i,j] = exp(score[i,j] - most[i]) / total[i],    out = score, P or (P R) value
 //
 //     dP = R dout value^T or dout,    G = P (dP - sum_j P dP), or dout for scores, and 0 where the pair takes no part
@@ -119,6 +120,7 @@ struct Backward : Tiles {
   void pull_weights(int64_t m, int rows, int64_t n, int columns) {
     if (call.output == SUMS) {
       Matrix from = value.from(n, 0);
+      if (call.features == 0) memset(pulls, 0, BLOCK * sizeof(float));
       pair_up(dout.from(m, 0), rows, from, columns, call.features, values_in_panels, copied_values, product, pulls);
       for (int i = 0; i < rows; i++) drop(pulls + i * STRIDE, m + i, n, columns);
       return;
@@ -136,7 +138,7 @@ struct Backward : Tiles {
       pair_keys(m, rows, n, columns);
       for (int i = 0; i < rows; i++) weigh(scores + i * STRIDE, m + i, n, columns);
     }
-    if (!(of_queries && call.dquery.at) && !(of_keys && call.dkey.at) && !of_mask)
+    if (!(of_queries && wants_queries()) && !(of_keys && call.dkey.at) && !of_mask)
       return pull_values(m, rows, n, columns, adds_to_keys);
     pull_weights(m, rows, n, columns);
     float factor = of_mask ? 1 : call.factor;
@@ -146,6 +148,7 @@ struct Backward : Tiles {
       pull_mask(m, rows, n, columns, adds_to_mask);
       for (int i = 0; i < rows; i++) scale_row(pulls + i * STRIDE, columns, call.factor);
     }
+    if (call.weight.at) return pull_sums(m, rows, n, columns, of_queries, of_keys, adds_to_queries, adds_to_keys);
     for (int64_t k = 0; of_queries && call.dquery.at && k < call.depth; k += DEPTH) {
       int part = at_most(call.depth - k, DEPTH);
       copy_right(key.from(n, k), columns, part);
@@ -153,6 +156,42 @@ struct Backward : Tiles {
       put_block(product, rows, part, adds_to_queries, dquery.from(m, k));
     }
     if (of_keys && call.dkey.at) gather(query.from(m, 0), rows, columns, call.depth, pulls, dkey.from(n, 0), adds_to_keys);
+  }
+
+  bool wants_queries() const { return call.dquery.at || call.dweight.at; }
+
+  // The gradients of queries, keys and weight from those of additive scores, in `pulls`. `scores` is overwritten.
+  void pull_sums(int64_t m, int rows, int64_t n, int columns, bool of_queries, bool of_keys, bool adds_to_queries,
+                 bool adds_to_keys) {
+    Floats sums = Floats{};
+    for (int i = 0; i < rows; i++)
+      for (int j = 0; j < in_lanes(columns); j += LANES) sums += load(pulls + i * STRIDE + j);
+    float total = sum_of(sums);
+    alignas(64) float drawn[DEPTH];
+    for (int64_t k = 0; k < call.depth; k += DEPTH) {
+      int part = at_most(call.depth - k, DEPTH);
+      Ratios ratios = read_factors(m, rows, n, columns, k, part);
+      std::fill(drawn, drawn + DEPTH, 0.0f);
+      auto pull = ratios == OF_FOUR ? pull_block<OF_FOUR> : ratios == DIRECTLY ? pull_block<DIRECTLY> : pull_block<OF_FACTORS>;
+      pull(pulls, left, right, rows, columns, part, scores, product, drawn);
+      if (of_queries && call.dquery.at) put_weighed(scores, rows, part, adds_to_queries, dquery.from(m, k));
+      if (of_keys && call.dkey.at) put_weighed(product, columns, part, adds_to_keys, dkey.from(n, k));
+      for (int d = 0; of_queries && call.dweight.at && d < part; d++) {
+        float& to = dweight(m / ROWS, k + d);
+        to = (adds_to_queries ? to : 0) + total - 2 * drawn[d];
+      }
+    }
+  }
+  void put_weighed(float* block, int rows, int part, bool adds, Matrix to) {
+    for (int i = 0; i < rows; i++)
+      for (int d = 0; d < part; d += LANES) store(block + i * STRIDE + d, load(block + i * STRIDE + d) * load(weights + d) * 4.0f);
+    put_block(block, rows, part, adds, to);
+  }
+
+  // The gradients of queries without keys, and what they add to that of the weight.
+  void pull_nothing(int64_t m, int rows) {
+    if (call.dquery.at) fill(dquery.from(m, 0), rows, call.depth, 0);
+    if (call.dweight.at) fill(dweight.from(m / ROWS, 0), 1, call.depth, 0);
   }
 
   // The gradients of the mask from those of the scores of a block. They are sums over what it does not vary along.
@@ -262,7 +301,7 @@ struct OfKeys : Backward {
         for (int64_t m = 0; m < call.queries; m += ROWS) {
           int rows = at_most(call.queries - m, ROWS);
           if (n < end_of(m + rows - 1)) pull_back(m, n, of_queries, true, n > 0, adds), adds = true;
-          else if (n == 0 && of_queries && call.dquery.at) fill(dquery.from(m, 0), rows, call.depth, 0);
+          else if (n == 0 && of_queries) pull_nothing(m, rows);
         }
         int columns = at_most(call.keys - n, COLUMNS);
         if (!adds && call.dkey.at) fill(dkey.from(n, 0), columns, call.depth, 0);
@@ -292,7 +331,7 @@ struct OfQueries : Backward {
     int rows = at_most(call.queries - m, ROWS);
     int64_t end = end_of(m + rows - 1);
     for (int64_t n = 0; n < end; n += COLUMNS) pull_back(m, n, true, false, n > 0, false);
-    if (end == 0) fill(dquery.from(m, 0), rows, call.depth, 0);
+    if (end == 0) pull_nothing(m, rows);
   }
 };
 
@@ -328,11 +367,11 @@ void effops_attention_forward(const AttentionCall* call) { each<Forward>(*call, 
 void effops_attention_backward(const AttentionCall* call) {
   int64_t blocks = call->blocks_of_queries(), of_queries = call->of_keys.all_entries() * blocks;
   int64_t owners = call->of_keys.entries(false);
-  bool wants_keys = call->dkey.at || call->dvalue.at;
+  bool wants_keys = call->dkey.at || call->dvalue.at, wants_queries = call->dquery.at || call->dweight.at;
   if (call->output != SCORES) each<OfStatistics>(*call, of_queries);
-  if (owners >= OWNERS && call->dquery.at && wants_keys && !call->dmask.at) return each<OfEntry>(*call, owners);
+  if (owners >= OWNERS && wants_queries && wants_keys && !call->dmask.at) return each<OfEntry>(*call, owners);
   if (call->dmask.at) each<OfMask>(*call, call->of_mask.entries(false) * (call->dmask.strides[AXES] ? blocks : 1));
-  else if (call->dquery.at) each<OfQueries>(*call, of_queries);
+  else if (wants_queries) each<OfQueries>(*call, of_queries);
   if (wants_keys) each<OfSomeKeys>(*call, owners * call->blocks_of_keys());
 }
 #pragma GCC visibility pop

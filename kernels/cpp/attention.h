@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "additive.h"
 #include "random.h"
 #include "special.h"
 #include "workspace.h"
@@ -36,11 +37,12 @@ struct Axes {
   int64_t all_entries() const { return entries(false) * entries(true); }
 };
 
-// A key may come `diagonal` places after its query. A weight is dropped with a probability, and others are scaled.
+// A key may come `diagonal` places after its query. A weight is dropped with a probability, and others are scaled. With
+// `weight` scores are additive. Its gradient has a row for each block of queries, of which it is the sum.
 struct AttentionCall {
   Axes of_keys, of_mask;
   int64_t queries, keys, depth, features, threads, output, mask_is, may_exclude, diagonal, seed;
-  Batched query, key, value, mask, out, dout, statistics, dquery, dkey, dvalue, dmask;
+  Batched query, key, weight, value, mask, out, dout, statistics, dquery, dkey, dweight, dvalue, dmask;
   float* workspace;
   float factor, dropped;
 
@@ -64,7 +66,10 @@ struct Tiles : Workspace<5, 2> {
   float *keys_in_panels = panels_at(0), *values_in_panels = panels_at(1);
   Copied copied_left, copied_right, copied_keys, copied_values;
   int64_t place[AXES], entry;
-  Matrix query, key, value, out, dout, statistics, dquery, dkey, dvalue, dmask;
+  Matrix query, key, weight, value, out, dout, statistics, dquery, dkey, dweight, dvalue, dmask;
+  Range of_left, of_right;
+  bool is_left_raised, is_right_raised;
+  alignas(64) float weights[DEPTH];
   alignas(64) float numbers[COLUMNS];
   alignas(64) int8_t flags[COLUMNS];
 
@@ -81,7 +86,7 @@ struct Tiles : Workspace<5, 2> {
     query = call.query.matrix(place), key = call.key.matrix(place), value = call.value.matrix(place);
     out = call.out.matrix(place), dout = call.dout.matrix(place), statistics = call.statistics.matrix(place);
     dquery = call.dquery.matrix(place), dkey = call.dkey.matrix(place), dvalue = call.dvalue.matrix(place);
-    dmask = call.dmask.matrix(place);
+    dmask = call.dmask.matrix(place), weight = call.weight.matrix(place), dweight = call.dweight.matrix(place);
   }
 
   // Go to a block of queries, the last ones first, since they may have the most keys. Returns its first one.
@@ -108,7 +113,6 @@ struct Tiles : Workspace<5, 2> {
   // The products of rows of two operands, in parts of DEPTH coordinates. `room` is overwritten.
   void pair_up(Matrix rows_from, int rows, Matrix columns_from, int columns, int64_t depth, float* panels, Copied& copied,
                float* room, float* to) {
-    if (depth == 0) memset(to, 0, BLOCK * sizeof(float));
     for (int64_t k = 0; k < depth; k += DEPTH) {
       int part = at_most(depth - k, DEPTH);
       copy_left(rows_from.from(0, k), rows, part);
@@ -121,9 +125,43 @@ struct Tiles : Workspace<5, 2> {
     }
   }
 
-  // Write the dot products of a block to `scores`.
+  // Read some coordinates of queries and keys to `left` and `right`, as exponentials unless their r are computed DIRECTLY.
+  Ratios read_factors(int64_t m, int rows, int64_t n, int columns, int64_t k, int part) {
+    float sum = 0;
+    for (int d = 0; d < part; d++) sum += std::fabs(weights[d] = weight(0, k + d));
+    read_factor(query.from(m, k), rows, part, left, copied_left, of_left, is_left_raised, false);
+    read_factor(key.from(n, k), columns, part, right, copied_right, of_right, is_right_raised, false);
+    Ratios ratios = ratios_of(of_left, of_right, sum);
+    read_factor(query.from(m, k), rows, part, left, copied_left, of_left, is_left_raised, ratios != DIRECTLY);
+    read_factor(key.from(n, k), columns, part, right, copied_right, of_right, is_right_raised, ratios != DIRECTLY);
+    return ratios;
+  }
+  static void read_factor(Matrix from, int rows, int part, float* to, Copied& copied, Range& range, bool& is_raised,
+                          bool raises) {
+    if (copied.becomes(from, rows, part) || (is_raised && !raises)) {
+      copy_block(from, rows, part, to);
+      range = pad_block(to, rows, part);
+      is_raised = false;
+    }
+    if (raises && !is_raised) raise_block(to, rows, part), is_raised = true;
+  }
+
+  // Write the additive scores of a block to `scores`.
+  void add_up(int64_t m, int rows, int64_t n, int columns) {
+    for (int64_t k = 0; k < call.depth; k += DEPTH) {
+      int part = at_most(call.depth - k, DEPTH);
+      Ratios ratios = read_factors(m, rows, n, columns, k, part);
+      transpose_block(right, columns, part, keys_in_panels);
+      auto score = ratios == OF_FOUR ? score_block<OF_FOUR> : ratios == DIRECTLY ? score_block<DIRECTLY> : score_block<OF_FACTORS>;
+      score(left, keys_in_panels, weights, rows, columns, part, k > 0, scores);
+    }
+  }
+
+  // Write the dot products or additive scores of a block to `scores`.
   void pair_keys(int64_t m, int rows, int64_t n, int columns) {
-    pair_up(query.from(m, 0), rows, key.from(n, 0), columns, call.depth, keys_in_panels, copied_keys, pulls, scores);
+    if (call.depth == 0) memset(scores, 0, BLOCK * sizeof(float));
+    if (call.weight.at) add_up(m, rows, n, columns);
+    else pair_up(query.from(m, 0), rows, key.from(n, 0), columns, call.depth, keys_in_panels, copied_keys, pulls, scores);
   }
 
   // How many keys from `n` on a query may take part with, of so many.

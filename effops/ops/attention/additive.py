@@ -15,8 +15,8 @@ from effops.blocks import softmax
 from effops.blocks.additive import AdditiveScores
 from effops.dispatch.arguments import check_operand, raise_order
 from effops.dispatch.call import call
-from effops.dispatch.registration import add_kernels
-from effops.ops.attention import triton
+from effops.dispatch.registration import add_kernels, add_native
+from effops.ops.attention import cpp, triton
 from effops.ops.attention.call import AttentionCall, prepare
 from effops.ops.attention.variants import (
     Kind,
@@ -71,7 +71,7 @@ def _prepare_sums(
 
 
 KIND = Kind({"query": 2, "key": 2, "weight": 3}, {"naive": naive}, blocks)
-PREFERENCE = ("triton", "chunked", "compile", "torchscript", "naive")
+PREFERENCE = ("triton", "cpp", "chunked", "compile", "torchscript", "naive")
 scores_op = attention_op(KIND, "additive_attention_scores", "scores", _prepare_scores, PREFERENCE)
 op = attention_op(KIND, "additive_attention", "sums", _prepare_sums, PREFERENCE)
 forward = functools.partial(in_blocks, triton.additive_scores)
@@ -79,6 +79,8 @@ backward = functools.partial(in_blocks_backward, triton.additive_scores)
 for with_kernels, output in ((scores_op, "scores"), (op, "sums")):
     in_kernels = custom_op(with_kernels, KIND, output, "triton", forward, backward)
     add_kernels(with_kernels, in_kernels, requires=[_requires_one_weight])
+    in_library = custom_op(with_kernels, KIND, output, "cpp", cpp.forward, cpp.backward)
+    add_native(with_kernels, in_library, requires=[_requires_one_weight, cpp.obstacle])
 
 
 @scores_op.public
@@ -96,7 +98,7 @@ def additive_attention_scores(query: Tensor, key: Tensor, weight: Tensor, *, var
         The scores `(*batch, L, S)`, in the dtype to which the tensors promote (under autocast float32 or wider). The
         arithmetic is float32, or float64 for float64; errors are absolute, in proportion to the sum of |weight|.
 
-    For backward, variants chunked and triton save the inputs and no more.
+    For backward, variants cpp, chunked and triton save the inputs and no more.
 
     Raises:
         TypeError: an argument is no tensor, or not of a floating-point dtype
@@ -142,7 +144,7 @@ def additive_attention(
     A key that is NaN and that booleans exclude leaves no trace in the result, though the gradients of query and weight
     are NaN. A mask of numbers does not keep NaN out, and neither mask keeps out a value that is NaN or infinite.
 
-    For backward, variants chunked and triton save the inputs and no more. Errors are those of
+    For backward, variants cpp, chunked and triton save the inputs and no more. Errors are those of
     `additive_attention_scores`.
 
     Example:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import as_gradient, without_negation
 from effops.numerics.pages import with_huge_pages
-from effops.ops.attention.call import AttentionCall, given, split_arguments
+from effops.ops.attention.call import AttentionCall, given, join_arguments, split_arguments
 from effops.ops.attention.variants import ordered_empty
 from effops.pytorch import FakeTensor
 
@@ -43,27 +42,32 @@ def forward(call: AttentionCall) -> Tensor:
 
 def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
     """The gradients of the tensors of a call that `wanted` asks for."""
-    wants_scored, wants_value, wants_mask, _ = split_arguments(call.output, wanted)
-    batch = call.plan.shape[:-2]
+    (query, key, *weight), batch = call.scored, tuple(call.plan.shape[:-2])
+    (wants_query, wants_key, *wants_weight), wants_value, wants_mask, _ = split_arguments(call.output, wanted)
     keyed = tuple(1 if is_shared else size for is_shared, size in zip(_shared(call), batch))
-    tensors = (*call.scored, *given(call.value), call.mask)
-    outer = (batch, keyed, *(keyed for _ in given(call.value)), call.mask.shape[:-2])
-    wants = (*wants_scored, *(bool(wants_value) for _ in given(call.value)), bool(wants_mask))
-    found = [
-        _empty(tensor, (*axes, *tensor.shape[-2:])) if is_wanted else None
-        for tensor, axes, is_wanted in zip(tensors, outer, wants)
-    ]
+    gradients = {
+        "dquery": _empty(query, batch) if wants_query else None,
+        "dkey": _empty(key, keyed) if wants_key else None,
+        "dweight": _empty_parts(call) if any(wants_weight) else None,
+        "dvalue": _empty(call.value, keyed) if call.value is not None and wants_value else None,
+        "dmask": _empty(call.mask, call.mask.shape[:-2]) if wants_mask else None,
+    }
     if call.plan.numel(call.plan.order):
-        dquery, dkey, *dvalue, dmask = found
-        statistics = dout.new_empty((*batch, call.scored[0].shape[-2], STATISTICS))
-        gradients = {"dquery": dquery, "dkey": dkey, "dvalue": dvalue[0] if dvalue else None, "dmask": dmask}
+        statistics = dout.new_empty((*batch, query.shape[-2], STATISTICS))
         _run(call, True, dout=without_negation(dout), statistics=statistics, **gradients)
     else:
-        for gradient in found:
+        for gradient in gradients.values():
             if gradient is not None:
                 gradient.zero_()
-    gradients_of_tensors = [None if own is None else as_gradient(own, tensor) for own, tensor in zip(found, tensors)]
-    return [*gradients_of_tensors, *(None for _ in given(call.seed))]
+    dquery, dkey, dweight, dvalue, dmask = gradients.values()
+    if dweight is not None:
+        dweight = dweight.sum(-2)[..., None, None, :]
+    found = join_arguments((dquery, dkey, *(dweight for _ in weight)), [dvalue for _ in given(call.value)], dmask)
+    seeds = [None for _ in given(call.seed)]
+    return [
+        None if own is None else as_gradient(own, tensor)
+        for own, tensor in zip((*found, *seeds), call.tensors, strict=True)
+    ]
 
 
 def _shared(call: AttentionCall) -> list[bool]:
@@ -71,21 +75,29 @@ def _shared(call: AttentionCall) -> list[bool]:
     return [axis not in call.plan.batch for axis in range(len(call.plan.shape) - 2)]
 
 
-def _empty(tensor: Tensor, shape: Shape) -> Tensor:
-    """An uninitialised gradient of that shape, laid out as the tensor if that has the same shape."""
+def _empty(tensor: Tensor, batch: Shape) -> Tensor:
+    """An uninitialised gradient with these batch axes, laid out as the tensor if that has the same."""
+    shape = (*batch, *tensor.shape[-2:])
     return with_huge_pages(torch.empty_like(tensor) if tuple(tensor.shape) == shape else tensor.new_empty(shape))
+
+
+def _empty_parts(call: AttentionCall) -> Tensor:
+    """For the gradient of the weight of additive scores, a part for each block of queries."""
+    from effops.kernels import library
+
+    query, _, weight = call.scored
+    blocks = -(-query.shape[-2] // library.ROWS)
+    return weight.new_empty((*call.plan.shape[:-2], blocks, weight.shape[-1]))
 
 
 def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> None:
     """Run the kernel in one direction. On fake tensors the workspace is allocated, and nothing runs."""
     from effops.kernels import library
 
-    query, key = map(without_negation, call.scored)
-    operands: dict[str, Any] = {"query": query, "key": key, **results}
-    if call.value is not None:
-        operands["value"] = without_negation(call.value)
-    if call.masked:
-        operands["mask"] = without_negation(call.mask)
+    query, key, *weight = map(without_negation, call.scored)
+    operands = {"query": query, "key": key, **results}
+    operands["value"] = None if call.value is None else without_negation(call.value)
+    operands["mask"] = without_negation(call.mask) if call.masked else None
     native = library.AttentionCall()
     batch = call.plan.shape[:-2]
     native.of_keys = library.Axes.of(batch, _shared(call))
@@ -97,7 +109,7 @@ def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> No
     native.mask_is = (BOOLEANS if call.mask.dtype == torch.bool else NUMBERS) if call.masked else NO_MASK
     native.may_exclude = call.masked or call.diagonal is not None
     native.diagonal = native.keys if call.diagonal is None else call.diagonal
-    native.factor, native.dropped = call.factor, call.dropout_p
+    native.factor, native.dropped = 1 if weight else call.factor, call.dropout_p
     native.seed = call.drawn_seed if call.dropout_p else 0
     native.threads = library.threads_for(library.attention_items(native, is_backward))
     workspace = query.new_empty(native.threads * library.attention_workspace())
@@ -106,11 +118,23 @@ def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> No
     for name, operand in operands.items():
         if operand is not None:
             setattr(native, name, library.Batched.of(operand, _strides(operand)))
+    for one in weight:
+        native.weight = library.Batched.of(one, _strides_of_weight(one))
     native.workspace = workspace.data_ptr()
     library.run_attention(native, is_backward)
 
 
 def _strides(operand: Tensor) -> list[int]:
     """The strides along all batch axes, rows and columns; 0 where the operand does not vary."""
-    own = [0 if size == 1 else stride for size, stride in zip(operand.shape, operand.stride())]
+    own = _own_strides(operand)
     return [0] * (AXES + 2 - len(own)) + own
+
+
+def _strides_of_weight(weight: Tensor) -> list[int]:
+    """Those of one row, which all pairs of a batch entry share."""
+    *batch, coordinate = _own_strides(weight)
+    return [0] * (AXES - len(batch[:-2])) + batch[:-2] + [0, coordinate]
+
+
+def _own_strides(operand: Tensor) -> list[int]:
+    return [0 if size == 1 else stride for size, stride in zip(operand.shape, operand.stride())]
