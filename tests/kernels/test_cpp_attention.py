@@ -84,6 +84,50 @@ def test_gradients_of_masks(name, sizes, varies, pairs):
     assert gradient_error_ratio(op, [*args, mask], dout, gradients) <= 1
 
 
+@pytest.mark.parametrize("spread", [1.0, 8.0, 60.0])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", ["additive_attention_scores", "additive_attention"])
+def test_additive_results_and_gradients(name, sizes, spread):
+    """By quotients of four, by factors, or by an exponential of each pair and coordinate."""
+    query, key, *value = operands("attention", *SIZES[sizes])[: 3 if name == "additive_attention" else 2]
+    batch = torch.broadcast_shapes(*SIZES[sizes][:2])
+    query, key = spread * query, spread * key
+    for shape in ((query.shape[-1],), (*batch, 1, 1, query.shape[-1])):
+        weight = torch.randn(shape, generator=seeded(7))
+        args = [query, key, *value, weight]
+        out, dout, gradients = with_gradients(name, args)
+        op = tried_ops()[name]
+        assert error_ratio(op, args, out) <= 1
+        assert gradient_error_ratio(op, args, dout, gradients) <= 1
+
+
+@pytest.mark.parametrize("mask", ["lower right", "booleans", "of queries", "numbers"])
+@pytest.mark.parametrize("sizes", ["owners", "sweeps", "shared keys"])
+def test_additive_attention_under_a_mask(sizes, mask):
+    args, options = operands("attention", *SIZES[sizes]), MASKS[mask](*SIZES[sizes][2:4])
+    args.append(torch.randn(SIZES[sizes][4], generator=seeded(7)))
+    if mask == "numbers":
+        args.append(options.pop("attn_mask"))
+    if options.pop("is_causal", False):
+        pytest.skip("has no is_causal")
+    out, dout, gradients = with_gradients("additive_attention", args, **options)
+    op = tried_ops()["additive_attention"]
+    if mask in ("booleans", "of queries"):
+        gradients = (*gradients, None)
+    assert error_ratio(op, args, out, **options) <= 1
+    assert gradient_error_ratio(op, args, dout, gradients, **options) <= 1
+
+
+def test_values_at_the_ends_of_additive_scores():
+    """tanh is 1 or -1 near infinity, and NaN stays in its own pairs."""
+    query = torch.tensor([[0.0, 0.5], [math.inf, 1.0], [-200.0, 90.0], [math.nan, 0.0]])
+    key = torch.tensor([[0.1, 0.2], [300.0, -math.inf], [-1e-30, 44.0]])
+    for weight in (torch.tensor([1.5, -2.0]), torch.tensor([2.5e38, -2.5e38])):
+        found = effops.additive_attention_scores(query, key, weight, variant="cpp")
+        expected = effops.additive_attention_scores(query.double(), key.double(), weight.double(), variant="naive")
+        torch.testing.assert_close(found, expected.float(), equal_nan=True, rtol=1e-6, atol=1e-6 * weight[0].item())
+
+
 def drawn(sizes, p, seed=0):
     """The factors of weights of 1/2, which the values, rows of the identity, leave where they are."""
     (_, keyed, L, S, *_), batch = sizes, sizes[0]

@@ -61,6 +61,9 @@ def attend(T, M, N, D):
     for mask in (torch.randn(M, N), torch.randn(2, 1, M, N), torch.randn(N), torch.randn(T, M, 1)):
         call("attention", query, key, value, mask)
         call("attention_scores", query, key, mask)
+        for spread in (1, 20, 100):
+            call("additive_attention", spread * query, key, value, torch.randn(D), mask)
+            call("additive_attention_scores", spread * query, key, torch.randn(T, 1, 1, D))
 """
 ALL_SIZES = """
 for sizes in ((20, 9, 70, 5), (2, 300, 150, 33), (3, 17, 140, 200), (1, 1, 1, 2)):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import effops
 from effops.dispatch.op import find_op
+from effops.dispatch.requirements import library_error
 from effops.measure import Pass, memory
 from effops.numerics.values import is_captured
 from effops.prediction.allocations import Allocations
@@ -247,7 +248,7 @@ def test_dropout(variant, device, generator):
     for axis in (0, 1):
         neighbours = ((kept - kept.mean()) * (kept.roll(1, axis) - kept.mean())).mean() / (p * (1 - p))
         assert abs(neighbours.item()) < 5 / math.sqrt(kept.numel())
-    if variant == "compile":
+    if variant in ("compile", "cpp"):  # the latter takes float32, and tests of its library compare its gradients
         return
     args = operands(effops.attention, (3, 5), (4, 5), dtype=torch.float64, device=device, generator=generator)
 
@@ -258,7 +259,8 @@ def test_dropout(variant, device, generator):
     assert torch.autograd.gradcheck(seeded, [arg.requires_grad_() for arg in args])
 
 
-DRAWN_BY_THE_HOST = ("sdpa", "triton", "chunked")
+DRAWN_BY_THE_HOST = ("sdpa", "triton", "cpp", "chunked")
+TRACED = [name for name in DRAWN_BY_THE_HOST if name != "cpp"]
 CAPTURED = r"attention: .* dropout while a CUDA graph is captured, .*; got dropout_p=0\.5; give .* variant \"einsum\""
 
 
@@ -283,7 +285,7 @@ def test_dropout_that_a_graph_would_repeat(variant, device, generator, monkeypat
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("variant", DRAWN_BY_THE_HOST[1:])
+@pytest.mark.parametrize("variant", TRACED[1:])
 def test_compiled_dropout_that_a_graph_would_repeat(variant, device, generator, monkeypatch):
     """Compiled code draws the seed in an operation of its own, and an operator reads it when the graph is captured."""
     args = operands(effops.attention, (3, 5), (4, 5), dtype=torch.float32, device=device, generator=generator)
@@ -347,7 +349,7 @@ def test_dropping_everything(variant, device, generator):
 
 
 def test_the_choice_never_holds_all_pairs(device):
-    """PyTorch's kernels where it fuses them, and blocks where it would not."""
+    """PyTorch's kernels where it fuses them, and those of effops or blocks where it would not."""
     if device != "cpu":
         pytest.skip("which calls are fused differs by device")
 
@@ -373,7 +375,8 @@ def test_the_choice_never_holds_all_pairs(device):
         ((query, key.mT.contiguous().mT, key), {}),
         ((query, key[:, :1].expand(2, 3, 7, 8), key), {}),
     ):
-        expected = "sdpa" if fused(*args, **options) else "chunked"
+        is_native = not library_error() and all(arg.dtype in (torch.float32, torch.bool) for arg in args)
+        expected = "sdpa" if fused(*args, **options) else "cpp" if is_native else "chunked"
         assert effops.explain(effops.attention, *args, **options).chosen == expected, (args, options)
     # other than four axes PyTorch does not fuse by itself
     assert effops.explain(effops.attention, query[0], key[0], key[0]).chosen == "sdpa"
@@ -571,7 +574,7 @@ def test_autocast_rounds_as_pytorch_does(device, generator):
             report = effops.explain(effops.attention, *args, **options)
         assert found.dtype == expected.dtype == torch.bfloat16
         # `explain` predicts the rounded operands too.
-        assert {one.output_bytes for one in report.variants.values()} == {found.numel() * 2}
+        assert {one.output_bytes for one in report.variants.values()} - {None} == {found.numel() * 2}
         torch.testing.assert_close(found, expected)
 
 
