@@ -101,6 +101,22 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
+class LogSparseCall(ctypes.Structure):
+    """As `LogSparseCall` in C++."""
+
+    OPERANDS = "query", "key", "value", "out", "dout", "statistics", "dquery", "dkey", "dvalue"
+    _fields_ = [
+        ("of_keys", Axes),
+        *((name, ctypes.c_int64) for name in ("length", "depth", "features", "offsets", "threads")),
+        ("offset", ctypes.POINTER(ctypes.c_int64)),
+        *((name, Batched) for name in OPERANDS),
+        ("factor", ctypes.c_float),
+    ]
+
+
+CALLS = {"pairs": PairsCall, "attention": AttentionCall, "log_sparse": LogSparseCall}
+
+
 @functools.cache
 def library() -> Any:
     """The loaded library. Raises OSError where there is none."""
@@ -116,8 +132,8 @@ def library() -> Any:
     if _digest() not in ("", outcome["digest"]):
         raise OSError("was built of other sources than those in kernels/cpp; run pip install -e . again")
     loaded = ctypes.CDLL(str(FOLDER / f"{name}.so"), mode=os.RTLD_NOW)
-    for kernel, call in (("pairs", PairsCall), ("attention", AttentionCall)):
-        for name in ("call_bytes", "workspace", "items"):
+    for kernel, call in CALLS.items():
+        for name in ("call_bytes", "items", *(["workspace"] if hasattr(call, "workspace") else [])):
             getattr(loaded, f"effops_{kernel}_{name}").restype = ctypes.c_int64
         assert getattr(loaded, f"effops_{kernel}_call_bytes")() == ctypes.sizeof(call)
     for name in MAPS:
@@ -224,3 +240,14 @@ def attention_workspace() -> int:
 def run_attention(call: AttentionCall, is_backward: bool) -> None:
     loaded = library()
     (loaded.effops_attention_backward if is_backward else loaded.effops_attention_forward)(ctypes.byref(call))
+
+
+def log_sparse_items(call: LogSparseCall) -> int:
+    """As `pair_items`, of log-sparse attention in either direction. It needs no workspace."""
+    return int(library().effops_log_sparse_items(ctypes.byref(call)))
+
+
+def run_log_sparse(call: LogSparseCall, offsets: Sequence[int], is_backward: bool) -> None:
+    loaded = library()
+    call.offset = (ctypes.c_int64 * len(offsets))(*offsets)
+    (loaded.effops_log_sparse_backward if is_backward else loaded.effops_log_sparse_forward)(ctypes.byref(call))

@@ -3,39 +3,14 @@
 #include <algorithm>
 
 #include "additive.h"
+#include "batched.h"
 #include "random.h"
 #include "special.h"
 #include "workspace.h"
 
-enum { AXES = 8 };  // of a batch, at most
 enum Output : int64_t { SCORES, WEIGHTS, SUMS };
 enum Mask : int64_t { NO_MASK, BOOLEANS, NUMBERS };
 enum Statistic { MOST, INVERSE, PULL, STATISTICS };  // of a query: maximum, 1 / total, and the sum of P dP
-
-// An operand and its strides along the batch axes, rows and columns. A gradient that is not wanted has no address.
-struct Batched {
-  void* at;
-  int64_t strides[AXES + 2];
-
-  int64_t offset(const int64_t* place) const {
-    int64_t sum = 0;
-    for (int axis = 0; axis < AXES; axis++) sum += place[axis] * strides[axis];
-    return sum;
-  }
-  Matrix matrix(const int64_t* place) const { return {(float*)at + offset(place), strides[AXES], strides[AXES + 1]}; }
-};
-
-// The batch axes along which an operand varies, and the others, along which its entries are shared.
-struct Axes {
-  int64_t sizes[AXES], is_shared[AXES];
-
-  int64_t entries(bool shared) const {
-    int64_t count = 1;
-    for (int axis = 0; axis < AXES; axis++) count *= (bool)is_shared[axis] == shared ? sizes[axis] : 1;
-    return count;
-  }
-  int64_t all_entries() const { return entries(false) * entries(true); }
-};
 
 // A key may come `diagonal` places after its query. A weight is dropped with a probability, and others are scaled. With
 // `weight` scores are additive. Its gradient has a row for each block of queries, of which it is the sum.
@@ -77,12 +52,7 @@ struct Tiles : Workspace<5, 2> {
 
   // Go to an entry of the axes along which an operand varies, and of those along which it is shared.
   void enter(const Axes& axes, int64_t own, int64_t shared) {
-    for (int axis = AXES - 1; axis >= 0; axis--) {
-      int64_t& index = axes.is_shared[axis] ? shared : own;
-      place[axis] = index % axes.sizes[axis], index /= axes.sizes[axis];
-    }
-    entry = 0;
-    for (int axis = 0; axis < AXES; axis++) entry = entry * axes.sizes[axis] + place[axis];
+    entry = axes.locate(own, shared, place);
     query = call.query.matrix(place), key = call.key.matrix(place), value = call.value.matrix(place);
     out = call.out.matrix(place), dout = call.dout.matrix(place), statistics = call.statistics.matrix(place);
     dquery = call.dquery.matrix(place), dkey = call.dkey.matrix(place), dvalue = call.dvalue.matrix(place);
@@ -199,7 +169,7 @@ struct Tiles : Workspace<5, 2> {
       if (call.mask_is == NUMBERS) score += load(terms + j);
       score = taking_part(score, j, reached, -INFINITY);
       store(row + j, score);
-      highest = score <= highest ? highest : score;  // a NaN stays
+      highest = score <= highest ? highest : score;
     }
     return maximum_of(highest);
   }

@@ -56,7 +56,7 @@ struct Forward : Worker {
     Floats highest = all(-INFINITY), added = Floats{};
     for (int j = 0; j < count; j += LANES) {
       Floats score = load(row + j);
-      highest = score <= highest ? highest : score;  // a NaN stays
+      highest = score <= highest ? highest : score;
     }
     float before = most, own = maximum_of(highest);
     most = own <= before ? before : own;

@@ -22,16 +22,29 @@ static inline Integers counted_from(int32_t first) {
   return lanes;
 }
 
-static inline float sum_of(Floats values) {
-  float sum = 0;
-  for (int lane = 0; lane < LANES; lane++) sum += values[lane];
-  return sum;
+typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+// What a function of two vectors makes of all lanes: of one half and the other, and so on.
+template <class Function>
+static inline float folded(Floats values, Function function) {
+#if VECTOR_BYTES == 64
+  Eight eight = function(__builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7),
+                         __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15));
+#else
+  Eight eight = values;
+#endif
+  Four four = function(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+  four = function(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
+  four = function(four, __builtin_shufflevector(four, four, 1, 0, 3, 2));
+  return four[0];
 }
-// The largest lane, or NaN where one is.
+static inline float sum_of(Floats values) {
+  return folded(values, [](auto one, auto other) { return one + other; });
+}
+// The largest lane. A NaN may get lost: who needs it finds it in a sum.
 static inline float maximum_of(Floats values) {
-  float most = values[0];
-  for (int lane = 1; lane < LANES; lane++) most = values[lane] <= most ? most : values[lane];
-  return most;
+  return folded(values, [](auto one, auto other) { return one <= other ? other : one; });
 }
 
 // Eight rows of eight become eight columns.

@@ -58,6 +58,9 @@ def attend(T, M, N, D):
         call("attention_weights", query, key, **options)
         call("attention_scores", query, key, **options)
         call("attention", query, key, value, dropout_p=0.2, **options)
+    sequence = torch.randn(2, T, M, D), torch.randn(T, M, D), torch.randn(T, M, D + 3)
+    call("log_sparse_attention", *sequence)
+    call("log_sparse_attention", *sequence, local=140, restart=150)
     for mask in (torch.randn(M, N), torch.randn(2, 1, M, N), torch.randn(N), torch.randn(T, M, 1)):
         call("attention", query, key, value, mask)
         call("attention_scores", query, key, mask)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import as_gradient, without_negation
 from effops.numerics.pages import with_huge_pages
-from effops.ops.attention.call import AttentionCall, given, join_arguments, split_arguments
+from effops.numerics.shapes import broadcast_shapes
+from effops.ops.attention.call import AttentionCall, LogSparseCall, empty, given, join_arguments, split_arguments
 from effops.ops.attention.variants import ordered_empty
 from effops.pytorch import FakeTensor
 
@@ -56,9 +58,7 @@ def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradi
         statistics = dout.new_empty((*batch, query.shape[-2], STATISTICS))
         _run(call, True, dout=without_negation(dout), statistics=statistics, **gradients)
     else:
-        for gradient in gradients.values():
-            if gradient is not None:
-                gradient.zero_()
+        _zero(gradients.values())
     dquery, dkey, dweight, dvalue, dmask = gradients.values()
     if dweight is not None:
         dweight = dweight.sum(-2)[..., None, None, :]
@@ -79,6 +79,12 @@ def _empty(tensor: Tensor, batch: Shape) -> Tensor:
     """An uninitialised gradient with these batch axes, laid out as the tensor if that has the same."""
     shape = (*batch, *tensor.shape[-2:])
     return with_huge_pages(torch.empty_like(tensor) if tuple(tensor.shape) == shape else tensor.new_empty(shape))
+
+
+def _zero(gradients: Iterable[Tensor | None]) -> None:
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
 
 
 def _empty_parts(call: AttentionCall) -> Tensor:
@@ -138,3 +144,64 @@ def _strides_of_weight(weight: Tensor) -> list[int]:
 
 def _own_strides(operand: Tensor) -> list[int]:
     return [0 if size == 1 else stride for size, stride in zip(operand.shape, operand.stride())]
+
+
+def log_sparse_obstacle(call: LogSparseCall) -> str:
+    """Why the kernels cannot take a call over the log-sparse pattern; empty if they can."""
+    if any(tensor.dtype != torch.float32 for tensor in call.tensors):
+        return "needs float32"
+    if any(tensor.shape[-1] > 1 and tensor.stride(-1) != 1 for tensor in call.tensors):
+        return "needs the features of a position to lie one after another in memory"
+    if len(call.batch) > AXES:
+        return f"takes {AXES} batch axes at most, got {len(call.batch)}"
+    return ""
+
+
+def log_sparse(call: LogSparseCall) -> Tensor:
+    out = empty(call)
+    if out.numel():
+        _run_log_sparse(call, False, out=out)
+    return out
+
+
+def log_sparse_backward(dout: Tensor, call: LogSparseCall, wanted: Sequence[bool]) -> Gradients:
+    batch, keyed = call.batch, _keyed(call)
+    gradients = [
+        _empty(tensor, axes) if is_wanted else None
+        for tensor, axes, is_wanted in zip(call.tensors, (batch, keyed, keyed), wanted)
+    ]
+    if math.prod(batch) * call.query.shape[-2]:
+        statistics = dout.new_empty((*batch, call.query.shape[-2], STATISTICS))
+        dquery, dkey, dvalue = gradients
+        dout = without_negation(dout)
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        _run_log_sparse(call, True, dout=dout, statistics=statistics, dquery=dquery, dkey=dkey, dvalue=dvalue)
+    else:
+        _zero(gradients)
+    return [None if own is None else as_gradient(own, tensor) for own, tensor in zip(gradients, call.tensors)]
+
+
+def _keyed(call: LogSparseCall) -> Shape:
+    """The sizes of the batch axes, 1 where neither keys nor values vary."""
+    own = tuple(broadcast_shapes(*(tensor.shape[:-2] for tensor in call.tensors[1:])))
+    return (1,) * (len(call.batch) - len(own)) + own
+
+
+def _run_log_sparse(call: LogSparseCall, is_backward: bool, **results: Tensor | None) -> None:
+    """Run the kernel in one direction; on fake tensors nothing."""
+    from effops.kernels import library
+
+    query, key, value = map(without_negation, call.tensors)
+    if isinstance(query, FakeTensor):
+        return
+    native = library.LogSparseCall()
+    is_shared = [size == 1 for size in _keyed(call)]
+    native.of_keys = library.Axes.of(call.batch, is_shared)
+    native.length, native.depth, native.features = *query.shape[-2:], value.shape[-1]
+    offsets = call.pattern.offsets(native.length)
+    native.offsets, native.factor = len(offsets), call.factor
+    native.threads = library.threads_for(library.log_sparse_items(native))
+    for name, operand in {"query": query, "key": key, "value": value, **results}.items():
+        if operand is not None:
+            setattr(native, name, library.Batched.of(operand, _strides(operand)))
+    library.run_log_sparse(native, offsets, is_backward)

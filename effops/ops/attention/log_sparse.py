@@ -19,10 +19,10 @@ from effops.dispatch.call import call
 from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Op, Variant
-from effops.dispatch.registration import add_custom_op, add_kernels, predicted
+from effops.dispatch.registration import add_custom_op, add_kernels, add_native, predicted
 from effops.dispatch.requirements import requires_inductor
 from effops.dispatch.validation import finite
-from effops.ops.attention import flex, triton
+from effops.ops.attention import cpp, flex, triton
 from effops.ops.attention.call import LOG_SPARSE, LogSparseCall, empty, factor, prepare_log_sparse
 from effops.prediction import inductor
 
@@ -78,7 +78,7 @@ def _few_features(call: LogSparseCall) -> str:
 op = Op(
     LOG_SPARSE,
     prepare=prepare_log_sparse,
-    preference=("triton", "chunked", "flex", "compile", "torchscript", "naive"),
+    preference=("triton", "cpp", "chunked", "flex", "compile", "torchscript", "naive"),
     core_dims={"query": 2, "key": 2, "value": 2},
     conditions=lambda call: map(finite, ("query", "key", "value"), call.tensors),
 )
@@ -119,6 +119,11 @@ add_kernels(
     custom(f"{LOG_SPARSE}_triton", forward=triton.log_sparse, backward=triton.log_sparse_backward),
     requires=[_few_features],
 )
+add_native(
+    op,
+    custom(f"{LOG_SPARSE}_cpp", forward=cpp.log_sparse, backward=cpp.log_sparse_backward),
+    requires=[cpp.log_sparse_obstacle],
+)
 
 
 @op.public
@@ -153,10 +158,11 @@ def log_sparse_attention(
         float32, or float64 for float64. Under autocast the tensors are first cast to its dtype, except float64 tensors,
         as `torch.nn.functional.scaled_dot_product_attention` does.
 
-    For backward, variants chunked and triton save the three tensors and no more. They take O(L log L) time and memory.
-    Variant flex is PyTorch's FlexAttention. It computes no gradients and takes float32 only. It compiles for seconds
-    for each pattern, scale and number of features. It has not run on CUDA yet. It runs only if a call names it. On a
-    CPU it may leave out keys whose scores are NaN, and give numbers where all other variants give NaN.
+    For backward, variants cpp, chunked and triton save the three tensors and no more. They take O(L log L) time, and
+    variants chunked and triton as much memory. Variant flex is PyTorch's FlexAttention. It computes no gradients and
+    takes float32 only. It compiles for seconds for each pattern, scale and number of features. It has not run on CUDA
+    yet. It runs only if a call names it. On a CPU it may leave out keys whose scores are NaN, and give numbers where
+    all other variants give NaN.
 
     Raises:
         TypeError: a tensor is none, or not of a floating-point dtype; `local` or `restart` is no integer
