@@ -32,9 +32,11 @@ CORPUS = AMD.with_name("amd-epyc-1-thread") / "corpus-2026-11-26.json"
 TILES = AMD / "tiles-2026-11-27.json"
 LARGE_TILES = AMD / "tiles-of-gigabytes-2026-11-27.json"
 HEAD_IN_TILES = AMD / "head-in-tiles-2026-11-27.json"
-BESIDE = [AMD / f"mixture-{load}-2026-11-27.json" for load in ("alone", "beside-processes", "beside-thread")]
+NATIVE = [AMD / f"native-alone-{number}-2026-11-27.json" for number in (1, 2, 3)]
+BESIDE = [AMD / f"native-beside-{load}-2026-11-27.json" for load in ("processes", "thread")]
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
+BUSY_OPS = ("power_spherical_mixture_log_prob", "attention_weights", "additive_attention")
 MEASURES = ("temporary memory", "time", "times faster than naive", "error / budget")
 
 Row = Mapping[str, Any]
@@ -148,18 +150,41 @@ def ratios() -> str:
     return f"{table(('op', 'forward', 'forward and backward'), lines)}\n\n{measured_in(RATIOS)}"
 
 
+def times_of_variants(found: Any) -> dict[tuple[str, str, int], dict[str, float]]:
+    """By op, pass and threads, the milliseconds of the variants and peers of a result of ratios.py."""
+    times: dict[tuple[str, str, int], dict[str, float]] = {}
+    for row in found["rows"]:
+        own = times.setdefault((row["op"], row["pass"], row["threads"]), {})
+        own |= {**row["peers_ms"], row["chosen"]: row["time_ms"]}
+    return times
+
+
+def native() -> str:
+    """A line for each op and pass: the time of `cpp`, and its ratio to `chunked`, the medians of some processes."""
+    processes = [times_of_variants(content(result)) for result in NATIVE]
+    lines: dict[tuple[str, str], list[str]] = {}
+    for op, one_pass, threads in sorted(processes[0], key=lambda way: way[2]):
+        found = [times[op, one_pass, threads] for times in processes]
+        own = median(times["cpp"] for times in found)
+        ratio = median(times["cpp"] / times["chunked"] for times in found)
+        others = [min(ms for name, ms in times.items() if name not in ("cpp", "chunked")) for times in found]
+        of_others = median(times["cpp"] / other for times, other in zip(found, others))
+        lines.setdefault((f"`{op}`", one_pass), []).extend((f"{own:.1f} ms", f"{ratio:.2f}", f"{of_others:.2f}"))
+    measures = "of `chunked`", "of the best other"
+    titles = "op", "pass", "1 thread", *measures, "2 threads", *measures
+    return f"{table(titles, [(*way, *cells) for way, cells in lines.items()])}\n\n{measured_in(NATIVE)}"
+
+
 def beside() -> str:
-    """A line for each load, number of threads and pass of the mixture: milliseconds of its variants."""
+    """A line for each op, pass, number of threads and load: milliseconds of variants."""
     lines = []
-    for found in map(content, BESIDE):
-        subjects = {(row["subject"], row["threads"], row["pass"]): row for row in found["rows"]}
-        for (subject, *way), row in subjects.items():
-            if subject == "auto":
-                chunked = subjects[("chunked", *way)]["time_ms"]
-                times = (f"{ms:.0f} ms" for ms in (row["time_ms"], chunked, row["peers_ms"]["compile"]))
-                lines.append((found["header"].get("beside", "nothing"), *map(str, way), *times))
-    titles = "beside", "threads", "pass", "`cpp`", "`chunked`", "`compile`"
-    return f"{table(titles, lines)}\n\n{measured_in(BESIDE)}"
+    for load, results in (("nothing", NATIVE[:1]), ("processes:2", BESIDE[:1]), ("thread", BESIDE[1:])):
+        for (op, one_pass, threads), times in times_of_variants(content(results[0])).items():
+            if op in BUSY_OPS:
+                cells = (f"{times[name]:.0f} ms" if name in times else "-" for name in ("cpp", "chunked", "compile"))
+                lines.append((f"`{op}`", one_pass, str(threads), load, *cells))
+    titles = "op", "pass", "threads", "beside", "`cpp`", "`chunked`", "`compile`"
+    return f"{table(titles, sorted(lines))}\n\n{measured_in([NATIVE[0], *BESIDE])}"
 
 
 def mixture_memory() -> str:
@@ -342,6 +367,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "mixture_memory": mixture_memory,
     "ratios": ratios,
     "beside": beside,
+    "native": native,
     "all_ops": partial(comparison, ALL_OPS),
     "causal_8192": partial(comparison, AMD / "attention-2026-11-22.json"),
     "causal_4096": partial(comparison, AMD / "attention-head-2026-11-22.json"),

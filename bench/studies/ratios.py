@@ -53,6 +53,7 @@ CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PEER_VARIANTS = ("compile", "einsum")
 AGAIN = "auto again"
+OWN = ("cpp", "chunked")  # which have lines of their own where they are not the automatic choice
 DEFAULT, FIRST_CALL = "default", "first call"
 TARGET, TARGET_ELSEWHERE = 1.0, 1.1  # of the ratio, at the default size and elsewhere
 
@@ -327,13 +328,13 @@ class Bench:
             found_ms[name] = once_ms
             if once_ms <= HOPELESS * found_ms[AUTO]:
                 passes[name] = measure.Pass(function, args)
-            elif step.case.name == DEFAULT and name != "chunked":
+            elif step.case.name == DEFAULT and name not in OWN:
                 self.hopeless.setdefault((op.name, pass_name), set()).add(name)
         timings = measure.times(passes, repeats=self.repeats, budget_s=self.budget_s, warmup=0)
         found_ms |= {name: timing.median_ms for name, timing in timings.items()}
-        peers_ms = {name: ms for name, ms in found_ms.items() if name not in (AUTO, AGAIN, "chunked")}
+        peers_ms = {name: ms for name, ms in found_ms.items() if name not in (AUTO, AGAIN, *OWN)}
         control = found_ms[AGAIN] / found_ms[AUTO]
-        for subject in (AUTO, "chunked"):
+        for subject in (AUTO, *OWN):
             if subject in found_ms:
                 yield Row(
                     op.name,
@@ -353,12 +354,11 @@ class Bench:
     def functions_of(
         self, step: Step, args: Arguments, options: Mapping[str, Any], pass_name: str
     ) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
-        """What runs, by name, and why others do not. `chunked` is among them where it is not the automatic choice."""
+        """What runs, by name, and why others do not. Those of `OWN` are among them where they are not the choice."""
         op = step.case.op
         workload = Workload(op, step.case.sizes, DTYPES[step.dtype], CPU, pass_name == "both", options)
-        names = list(PEER_VARIANTS)
-        if choose(op, op.prepare(*args, **options), None).name != "chunked":
-            names.append("chunked")
+        chosen = choose(op, op.prepare(*args, **options), None).name
+        names = [*PEER_VARIANTS, *(name for name in OWN if name in op.variants and name != chosen)]
         functions: dict[str, Callable[..., Any]] = dict.fromkeys((AUTO, AGAIN), partial(op, **options))
         reasons: dict[str, str] = {}
         hopeless = self.hopeless.get((op.name, pass_name), ()) if step.case.name != DEFAULT else ()

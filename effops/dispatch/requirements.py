@@ -60,10 +60,22 @@ def requires_triton(call: Call) -> str:
 def requires_cpp(call: Call) -> str:
     if call.device.type != "cpu":
         return f"needs CPU tensors, got {call.device.type}"
-    if is_compiling():
-        return "cannot be traced by torch.compile: call it outside of the compiled function"
-    error = library_error()
+    error = _traced_library_error()
     return f"needs the C++ library of effops, which {error}" if error else ""
+
+
+def _traced_library_error() -> str:
+    return library_error()
+
+
+# A trace takes the result for a constant, since it cannot follow the import. `torch.compiler.assume_constant_result`
+# does the same, and imports the compiler.
+_traced_library_error._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def requires_eager(call: Call) -> str:
+    """What kernels require that take or refuse operands by their strides and sizes, which traced code leaves open."""
+    return "cannot be traced by torch.compile: call it outside of the compiled function" if is_compiling() else ""
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Call, Op
 from effops.dispatch.registration import add_custom_op, add_kernels, add_native
+from effops.dispatch.requirements import requires_eager
 from effops.dispatch.validation import finite
 from effops.numerics.layout import as_gradient, empty_gradient
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
@@ -230,7 +231,7 @@ def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward:
 
 _add(add_custom_op, "chunked", _chunked, _chunked_backward)
 _add(add_kernels, "triton", _triton, _triton_backward)
-_add(add_native, "cpp", _native, _native_backward, requires=[_requires_native])
+_add(add_native, "cpp", _native, _native_backward, requires=[requires_eager, _requires_native])
 
 
 @op.public

@@ -14,6 +14,7 @@ from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
 from effops.dispatch.registration import add_custom_op, add_kernels, add_native
+from effops.dispatch.requirements import requires_eager
 from effops.numerics.precision import arithmetic_dtype
 from effops.ops.densities import cpp, triton
 from effops.ops.densities.density import Density, DensityCall, Form, Wanted, plan_of, prepare
@@ -56,7 +57,7 @@ class LogProb:
             backward=self.native_backward,
             by_example=lambda arguments: True,  # in a batch scales may vary as `requires_native` rules out
         )
-        add_native(self.op, native, requires=[self.requires_native])
+        add_native(self.op, native, requires=[requires_eager, self.requires_native])
 
     def split(self, arguments: Sequence[Any]) -> DensityCall:
         """The call with these arguments."""
