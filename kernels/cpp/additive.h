@@ -76,21 +76,27 @@ static inline void weigh_ratios(const float* query, const float* panel, const fl
     }
 }
 
-// Write additive scores, or add those of further coordinates to what is there.
+// Write additive scores, or add those of further coordinates to what is there. Sums are taken in parts, which round less.
 template <Ratios RATIOS>
 static void score_block(const float* query, const float* panels, const float* weight, int rows, int columns, int depth,
                         bool adds, float* to) {
-  float total = 0;
-  for (int d = 0; RATIOS != DIRECTLY && d < depth; d++) total += weight[d];
+  enum { PART = 32 };
+  float totals[DEPTH / PART];
+  for (int d = 0; d < depth; d += PART) {
+    double total = 0;
+    for (int e = d; RATIOS != DIRECTLY && e < d + at_most(depth - d, PART); e++) total += weight[e];
+    totals[d / PART] = (float)total;
+  }
   for (int j = 0; j < columns; j += WIDE, panels += WIDE * depth)
     for (int i = 0; i < rows; i++) {
-      Floats sums[2];
-      weigh_ratios<RATIOS>(query + i * STRIDE, panels, weight, depth, sums);
-      for (int v = 0; v < 2; v++) {
-        float* at = to + i * STRIDE + j + v * LANES;
-        Floats own = RATIOS == DIRECTLY ? sums[v] : total - sums[v] * 2.0f;
-        store(at, adds ? load(at) + own : own);
+      float* at = to + i * STRIDE + j;
+      Floats own[2] = {adds ? load(at) : Floats{}, adds ? load(at + LANES) : Floats{}};
+      for (int d = 0; d < depth; d += PART) {
+        Floats sums[2];
+        weigh_ratios<RATIOS>(query + i * STRIDE + d, panels + d * WIDE, weight + d, at_most(depth - d, PART), sums);
+        for (int v = 0; v < 2; v++) own[v] += RATIOS == DIRECTLY ? sums[v] : totals[d / PART] - sums[v] * 2.0f;
       }
+      for (int v = 0; v < 2; v++) store(at + v * LANES, own[v]);
     }
 }
 
