@@ -197,7 +197,7 @@ def _run_log_sparse(call: LogSparseCall, is_backward: bool, **results: Tensor | 
     native = library.LogSparseCall()
     is_shared = [size == 1 for size in _keyed(call)]
     native.of_keys = library.Axes.of(call.batch, is_shared)
-    native.length, native.depth, native.features = *query.shape[-2:], value.shape[-1]
+    (native.length, native.depth), native.features = query.shape[-2:], value.shape[-1]
     offsets = call.pattern.offsets(native.length)
     native.offsets, native.factor = len(offsets), call.factor
     native.threads = library.threads_for(library.log_sparse_items(native))
