@@ -99,6 +99,7 @@ def header(device: torch.device, copy_gbps: float | None) -> dict[str, Any]:
         "device_type": device.type,
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "cpp": library_description() if device.type == "cpu" else None,
         "python": platform.python_version(),
         "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

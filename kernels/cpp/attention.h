@@ -34,16 +34,41 @@ static inline float shift_of(float most) { return std::isfinite(most) ? most : 0
 
 typedef int8_t Flags __attribute__((vector_size(LANES), aligned(1), may_alias));
 
+// What a block of the workspace holds: rows of an operand, as they are, padded and measured, or their exponentials. The
+// same rows may be wanted in one form and then in another, as where keys are the values too.
+struct Held {
+  Copied copied;
+  enum { AS_THEY_ARE, MEASURED, RAISED } form = AS_THEY_ARE;
+  Range range;
+
+  void copy(Matrix from, int rows, int columns, float* to) {
+    if (!copied.becomes(from, rows, columns) && form != RAISED) return;
+    copy_block(from, rows, columns, to);
+    form = AS_THEY_ARE;
+  }
+  void measure(Matrix from, int rows, int columns, float* to) {
+    if (!copied.becomes(from, rows, columns) && form != AS_THEY_ARE) return;
+    copy_block(from, rows, columns, to);
+    range = pad_block(to, rows, columns);
+    form = MEASURED;
+  }
+  // What was measured becomes its exponentials, or what it was before.
+  void become(bool is_raised, Matrix from, int rows, int columns, float* to) {
+    if (is_raised == (form == RAISED)) return;
+    if (is_raised) raise_block(to, rows, columns), form = RAISED;
+    else form = AS_THEY_ARE, measure(from, rows, columns, to);
+  }
+};
+
 // What a thread keeps of a block: a factor of a product, and the other one in panels; scores and their gradients; sums.
 struct Tiles : Workspace<5, 2> {
   const AttentionCall& call;
   float *left = block(0), *right = block(1), *scores = block(2), *pulls = block(3), *product = block(4);
   float *keys_in_panels = panels_at(0), *values_in_panels = panels_at(1);
-  Copied copied_left, copied_right, copied_keys, copied_values;
+  Held in_left, in_right;
+  Copied copied_keys, copied_values;
   int64_t place[AXES], entry;
   Matrix query, key, weight, value, out, dout, statistics, dquery, dkey, dweight, dvalue, dmask;
-  Range of_left, of_right;
-  bool is_left_raised, is_right_raised;
   alignas(64) float weights[DEPTH];
   alignas(64) float numbers[COLUMNS];
   alignas(64) int8_t flags[COLUMNS];
@@ -73,12 +98,8 @@ struct Tiles : Workspace<5, 2> {
   // Behind the last key that may take part with a query.
   int64_t end_of(int64_t query) const { return std::max<int64_t>(0, std::min(call.keys - 1, query + call.diagonal) + 1); }
 
-  void copy_left(Matrix from, int rows, int columns) {
-    if (copied_left.becomes(from, rows, columns)) copy_block(from, rows, columns, left);
-  }
-  void copy_right(Matrix from, int rows, int columns) {
-    if (copied_right.becomes(from, rows, columns)) copy_block(from, rows, columns, right);
-  }
+  void copy_left(Matrix from, int rows, int columns) { in_left.copy(from, rows, columns, left); }
+  void copy_right(Matrix from, int rows, int columns) { in_right.copy(from, rows, columns, right); }
 
   // The products of rows of two operands, in parts of DEPTH coordinates. `room` is overwritten.
   void pair_up(Matrix rows_from, int rows, Matrix columns_from, int columns, int64_t depth, float* panels, Copied& copied,
@@ -99,21 +120,12 @@ struct Tiles : Workspace<5, 2> {
   Ratios read_factors(int64_t m, int rows, int64_t n, int columns, int64_t k, int part) {
     float sum = 0;
     for (int d = 0; d < part; d++) sum += std::fabs(weights[d] = weight(0, k + d));
-    read_factor(query.from(m, k), rows, part, left, copied_left, of_left, is_left_raised, false);
-    read_factor(key.from(n, k), columns, part, right, copied_right, of_right, is_right_raised, false);
-    Ratios ratios = ratios_of(of_left, of_right, sum);
-    read_factor(query.from(m, k), rows, part, left, copied_left, of_left, is_left_raised, ratios != DIRECTLY);
-    read_factor(key.from(n, k), columns, part, right, copied_right, of_right, is_right_raised, ratios != DIRECTLY);
+    in_left.measure(query.from(m, k), rows, part, left);
+    in_right.measure(key.from(n, k), columns, part, right);
+    Ratios ratios = ratios_of(in_left.range, in_right.range, sum);
+    in_left.become(ratios != DIRECTLY, query.from(m, k), rows, part, left);
+    in_right.become(ratios != DIRECTLY, key.from(n, k), columns, part, right);
     return ratios;
-  }
-  static void read_factor(Matrix from, int rows, int part, float* to, Copied& copied, Range& range, bool& is_raised,
-                          bool raises) {
-    if (copied.becomes(from, rows, part) || (is_raised && !raises)) {
-      copy_block(from, rows, part, to);
-      range = pad_block(to, rows, part);
-      is_raised = false;
-    }
-    if (raises && !is_raised) raise_block(to, rows, part), is_raised = true;
   }
 
   // Write the additive scores of a block to `scores`.

@@ -128,6 +128,21 @@ def test_values_at_the_ends_of_additive_scores():
         torch.testing.assert_close(found, expected.float(), equal_nan=True, rtol=1e-6, atol=1e-6 * weight[0].item())
 
 
+@pytest.mark.parametrize("length", [40, 300])
+@pytest.mark.parametrize("name", ["attention", "additive_attention", "log_sparse_attention"])
+def test_one_tensor_in_every_place(name, length):
+    """Queries, keys, values and the gradient from above: what is kept of one must not serve as another."""
+    one = torch.randn(2, length, 16, generator=seeded(8))
+    weight = [torch.randn(16, generator=seeded(7))] if name == "additive_attention" else []
+    found = []
+    for variant, dtype in (("cpp", torch.float32), ("naive", torch.float64)):
+        leaf = one.to(dtype).requires_grad_()
+        out = getattr(effops, name)(leaf, leaf, leaf, *(own.to(dtype) for own in weight), variant=variant)
+        found.append([out, *torch.autograd.grad(out, leaf, leaf.detach())])
+    for own, expected in zip(*found):
+        torch.testing.assert_close(own, expected.float(), rtol=1e-4, atol=1e-4)
+
+
 def drawn(sizes, p, seed=0):
     """The factors of weights of 1/2, which the values, rows of the identity, leave where they are."""
     (_, keyed, L, S, *_), batch = sizes, sizes[0]
