@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from effops.dispatch.requirements import library_description
 from effops.measure import Profile, ProfileRow, device_model
 from effops.text import counted, format_bytes
 

@@ -150,8 +150,6 @@ def log_sparse_obstacle(call: LogSparseCall) -> str:
     """Why the kernels cannot take a call over the log-sparse pattern; empty if they can."""
     if any(tensor.dtype != torch.float32 for tensor in call.tensors):
         return "needs float32"
-    if any(tensor.shape[-1] > 1 and tensor.stride(-1) != 1 for tensor in call.tensors):
-        return "needs the features of a position to lie one after another in memory"
     if len(call.batch) > AXES:
         return f"takes {AXES} batch axes at most, got {len(call.batch)}"
     return ""
@@ -167,15 +165,15 @@ def log_sparse(call: LogSparseCall) -> Tensor:
 def log_sparse_backward(dout: Tensor, call: LogSparseCall, wanted: Sequence[bool]) -> Gradients:
     batch, keyed = call.batch, _keyed(call)
     gradients = [
-        _empty(tensor, axes) if is_wanted else None
+        _empty_rows(tensor, axes) if is_wanted else None
         for tensor, axes, is_wanted in zip(call.tensors, (batch, keyed, keyed), wanted)
     ]
     if math.prod(batch) * call.query.shape[-2]:
         statistics = dout.new_empty((*batch, call.query.shape[-2], STATISTICS))
         dquery, dkey, dvalue = gradients
-        dout = without_negation(dout)
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        _run_log_sparse(call, True, dout=dout, statistics=statistics, dquery=dquery, dkey=dkey, dvalue=dvalue)
+        _run_log_sparse(
+            call, True, dout=_with_whole_rows(dout), statistics=statistics, dquery=dquery, dkey=dkey, dvalue=dvalue
+        )
     else:
         _zero(gradients)
     return [None if own is None else as_gradient(own, tensor) for own, tensor in zip(gradients, call.tensors)]
@@ -187,11 +185,23 @@ def _keyed(call: LogSparseCall) -> Shape:
     return (1,) * (len(call.batch) - len(own)) + own
 
 
+def _empty_rows(tensor: Tensor, batch: Shape) -> Tensor:
+    """As `_empty`; the features of a position lie one after another, as the kernel writes them."""
+    are_whole = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    return _empty(tensor, batch) if are_whole else tensor.new_empty((*batch, *tensor.shape[-2:]))
+
+
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where the features of a position do not lie one after another, as the kernel reads them."""
+    tensor = without_negation(tensor)
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
 def _run_log_sparse(call: LogSparseCall, is_backward: bool, **results: Tensor | None) -> None:
     """Run the kernel in one direction; on fake tensors nothing."""
     from effops.kernels import library
 
-    query, key, value = map(without_negation, call.tensors)
+    query, key, value = map(_with_whole_rows, call.tensors)
     if isinstance(query, FakeTensor):
         return
     native = library.LogSparseCall()

@@ -12,8 +12,9 @@ from effops.blocks.dots import DotMap
 from effops.blocks.logsumexp import Reduction
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import without_negation
+from effops.numerics.pages import with_huge_pages
 from effops.ops.densities.density import DensityCall, Native, Wanted
-from effops.ops.densities.layout import Groups, Layout, LogsumexpGradients
+from effops.ops.densities.layout import Groups, Layout
 from effops.pytorch import FakeTensor
 
 COMPONENTS_ALONE, POINTS_ALONE, BOTH = range(3)  # as `Along` in C++
@@ -50,6 +51,36 @@ def of_distances(dimension: int) -> Native:
         return values, None
 
     return Native(1, "linear", DotMap.settings, normalisers)
+
+
+class _Gradient:
+    """The uninitialised gradient of an operand, and its strides along an axis for each group, of some sizes.
+
+    It is one of the operand's shape where it has such strides, so that nothing is left to do for it.
+    """
+
+    def __init__(
+        self, layout: Layout, operand: Tensor, groups: tuple[int, ...], shape: Sequence[int], *, trailing: int = 0
+    ) -> None:
+        self.layout, self.operand, self.groups, self.trailing = layout, operand, groups, trailing
+        strides = None
+        if operand.numel() == math.prod(shape):
+            self.tensor = with_huge_pages(torch.empty_like(operand))
+            strides = layout.strides(self.tensor, groups, trailing=trailing)
+        self.is_whole = strides is not None
+        if strides is None:
+            self.tensor = layout.empty(operand, groups, tuple(shape), operand.dtype, trailing=trailing)
+            strides = self.tensor.stride()
+        self.strides: Sequence[int] = strides
+
+    def restored(self) -> Tensor | None:
+        if self.is_whole:
+            return self.tensor
+        return self.layout.restore(self.tensor, self.operand, self.groups, trailing=self.trailing)
+
+
+def _restored(gradient: _Gradient | None) -> Tensor | None:
+    return None if gradient is None else gradient.restored()
 
 
 class Kernel:
@@ -122,24 +153,43 @@ class Kernel:
         call.workspace = workspace.data_ptr()
         library.run_pairs(call, self.native.map, self.native.settings, is_backward)
 
-    def run_backward(self, dscale: Tensor | None, gradients: Mapping[str, Tensor | None], **operands: Operand) -> None:
-        """Write gradients, which have an axis for each group."""
+    def run_backward(
+        self, dscale: _Gradient | None, gradients: Mapping[str, _Gradient | None], **operands: Operand
+    ) -> None:
+        """Write gradients, or zeros if there are no pairs."""
         for name, gradient in gradients.items():
-            operands[name] = None if gradient is None else (gradient, gradient.stride())
+            operands[name] = None if gradient is None else (gradient.tensor, gradient.strides)
+        if not self.layout.plan.numel(self.layout.plan.order):
+            for gradient in (dscale, *gradients.values()):
+                if gradient is not None:
+                    gradient.tensor.zero_()
+            return
         if dscale is not None and self.native.scale_dims:
-            *outer, _, components, coordinates = dscale.stride()
-            operands["ddeviations"] = dscale, _of_coordinates((dscale, (*outer, components, coordinates)), self.depth)
+            *outer, _, components, coordinates = dscale.strides
+            strides = (*outer, components, coordinates)
+            operands["ddeviations"] = dscale.tensor, _of_coordinates((dscale.tensor, strides), self.depth)
         elif dscale is not None:
-            operands["dscale"] = dscale, dscale.stride()
+            operands["dscale"] = dscale.tensor, dscale.strides
         self.run(True, with_slopes=dscale is not None, **operands)
 
-    def empty_scale_gradient(self) -> Tensor:
-        """Uninitialised. That of deviations is summed over points alone."""
+    def gradient_of_rows(self, operand: Tensor, groups: tuple[int, ...]) -> _Gradient:
+        """That of x or of loc. The points do not vary along the second of four groups."""
+        sizes = [self.layout.plan.numel(self.layout.axes[group]) for group in groups]
+        if groups == Groups.LEFT:
+            sizes[1] = 1
+        return _Gradient(self.layout, operand, groups, (*sizes, operand.shape[-1]), trailing=1)
+
+    def gradient_of_sums(self, operand: Tensor) -> _Gradient:
+        """That of weights or of a scale, without a last dimension."""
+        return _Gradient(self.layout, operand, self.pairs, self.layout.shape_of_sums(operand))
+
+    def gradient_of_scale(self) -> _Gradient:
+        """That of deviations is summed over points alone."""
         if not self.native.scale_dims:
-            return self.layout.empty_sums(self.scale, self.scale.dtype)
+            return self.gradient_of_sums(self.scale)
         *outer, _, components = map(self.layout.plan.numel, self.layout.axes)
         shape = (*outer, 1, components, self.scale.shape[-1])
-        return self.layout.empty(self.scale, self.pairs, shape, self.scale.dtype, trailing=1)
+        return _Gradient(self.layout, self.scale, self.pairs, shape, trailing=1)
 
 
 def _four_axes(strides: Sequence[int]) -> Sequence[int]:
@@ -191,31 +241,12 @@ def forward(native: Native, call: DensityCall) -> Tensor:
 def backward(native: Native, call: DensityCall, dout: Tensor, wanted: Wanted) -> Gradients:
     """Gradients of loc, scale and x, in their shapes and dtypes, each where `wanted` asks for it."""
     wants_loc, wants_scale, wants_x = wanted
-    layout = Layout.of_pairs(call.plan)
-    kernel = Kernel(native, layout, call.x, call.loc, call.scale)
-    batch, rows, columns = map(call.plan.numel, layout.axes)
-
-    def of_vectors(operand: Tensor, groups: tuple[int, ...], count: int) -> Tensor:
-        return layout.empty(operand, groups, (batch, count, call.dimension), call.arithmetic, trailing=1)
-
-    dloc = of_vectors(call.loc, (0, 2), columns) if wants_loc else None
-    dx = of_vectors(call.x, (0, 1), rows) if wants_x else None
-    dscale = kernel.empty_scale_gradient() if wants_scale else None
-    if batch * rows * columns:
-        kernel.run_backward(dscale, {"dleft": dx, "dright": dloc}, dout=kernel.of_pairs(without_negation(dout)))
-    else:
-        _zero(dloc, dscale, dx)
-    return (
-        layout.restore(dloc, call.loc, (0, 2), trailing=1),
-        layout.restore(dscale, kernel.scale, (0, 1, 2), trailing=native.scale_dims),
-        layout.restore(dx, call.x, (0, 1), trailing=1),
-    )
-
-
-def _zero(*gradients: Tensor | None) -> None:
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.zero_()
+    kernel = Kernel(native, Layout.of_pairs(call.plan), call.x, call.loc, call.scale)
+    dloc = kernel.gradient_of_rows(call.loc, (0, 2)) if wants_loc else None
+    dx = kernel.gradient_of_rows(call.x, (0, 1)) if wants_x else None
+    dscale = kernel.gradient_of_scale() if wants_scale else None
+    kernel.run_backward(dscale, {"dleft": dx, "dright": dloc}, dout=kernel.of_pairs(without_negation(dout)))
+    return _restored(dloc), _restored(dscale), _restored(dx)
 
 
 def _mixture_kernel(native: Native, groups: Groups, log_weights: Tensor, call: DensityCall) -> Kernel:
@@ -269,15 +300,13 @@ def backward_logsumexp(
     groups = Groups(reduction, call.loc, call.x)
     kernel = _mixture_kernel(native, groups, log_weights, call)
     wants_weights, wants_loc, wants_scale, wants_x = wanted
-    others = wants_weights, wants_loc, False, wants_x
-    dims = native.scale_dims
-    gradients = LogsumexpGradients(groups, log_weights, kernel.scale, others, call.arithmetic, scale_dims=dims)
-    if wants_scale:
-        gradients.factor = kernel.empty_scale_gradient()
-    if groups.plan.numel(groups.plan.order):
-        most, rest, dresult = (_of_result(groups, one) for one in (*statistics.unbind(-1), dout))
-        found = {"dleft": gradients.left, "dright": gradients.right, "dweights": gradients.weights}
-        kernel.run_backward(gradients.factor, found, most=most, rest=rest, dout=dresult)
-    else:
-        _zero(gradients.left, gradients.right, gradients.weights, gradients.factor)
-    return gradients.restored()
+    wants_left, wants_right = (wants_loc, wants_x) if groups.is_swapped else (wants_x, wants_loc)
+    left = kernel.gradient_of_rows(groups.left, groups.LEFT) if wants_left else None
+    right = kernel.gradient_of_rows(groups.right, groups.RIGHT) if wants_right else None
+    weights = kernel.gradient_of_sums(log_weights) if wants_weights else None
+    dscale = kernel.gradient_of_scale() if wants_scale else None
+    most, rest, dresult = (_of_result(groups, one) for one in (*statistics.unbind(-1), dout))
+    found = {"dleft": left, "dright": right, "dweights": weights}
+    kernel.run_backward(dscale, found, most=most, rest=rest, dout=dresult)
+    dloc, dx = (left, right) if groups.is_swapped else (right, left)
+    return _restored(weights), _restored(dloc), _restored(dscale), _restored(dx)

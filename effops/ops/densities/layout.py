@@ -78,10 +78,12 @@ class Layout:
         return self._merged(gradient, groups, trailing).expand(shape)
 
     def empty_sums(self, operand: Tensor, dtype: torch.dtype, *, trailing: int = 0) -> Tensor:
-        """An uninitialised gradient of an operand, with an axis for each group.
+        """An uninitialised gradient of an operand, with an axis for each group."""
+        shape = self.shape_of_sums(operand, trailing=trailing)
+        return self.empty(operand, tuple(range(len(self.axes))), shape, dtype, trailing=trailing)
 
-        An axis over which the kernel sums has size 1.
-        """
+    def shape_of_sums(self, operand: Tensor, *, trailing: int = 0) -> Shape:
+        """The shape of a gradient, with an axis for each group. One over which the kernel sums has size 1."""
         *outer, by_rows, by_columns = (self.plan.varies(operand, group, trailing=trailing) for group in self.axes)
         if not trailing:  # a kernel of dot products sums over the rows or over the columns, not over both
             outer, by_columns = [True] * len(outer), by_columns or not by_rows
@@ -89,8 +91,7 @@ class Layout:
             math.prod(self.plan.sizes(group)) if varies else 1
             for group, varies in zip(self.axes, (*outer, by_rows, by_columns))
         )
-        shape = (*sizes, *operand.shape[operand.ndim - trailing :])
-        return self.empty(operand, tuple(range(len(self.axes))), shape, dtype, trailing=trailing)
+        return (*sizes, *operand.shape[operand.ndim - trailing :])
 
     def restore(
         self, gradient: Tensor | None, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0
