@@ -36,7 +36,7 @@ NATIVE = [AMD / f"native-alone-{number}-2026-11-27.json" for number in (1, 2, 3)
 BESIDE = [AMD / f"native-beside-{load}-2026-11-27.json" for load in ("processes", "thread")]
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
-BUSY_OPS = ("power_spherical_mixture_log_prob", "attention_weights", "additive_attention")
+BUSY_OPS = ("power_spherical_mixture_log_prob", "attention_weights")
 MEASURES = ("temporary memory", "time", "times faster than naive", "error / budget")
 
 Row = Mapping[str, Any]
@@ -162,17 +162,21 @@ def times_of_variants(found: Any) -> dict[tuple[str, str, int], dict[str, float]
 def native() -> str:
     """A line for each op and pass: the time of `cpp`, and its ratio to `chunked`, the medians of some processes."""
     processes = [times_of_variants(content(result)) for result in NATIVE]
-    lines: dict[tuple[str, str], list[str]] = {}
-    for op, one_pass, threads in sorted(processes[0], key=lambda way: way[2]):
-        found = [times[op, one_pass, threads] for times in processes]
+    lines: dict[tuple[str, str], dict[int, tuple[str, ...]]] = {}
+    for op, one_pass, threads in processes[0]:
+        found = [times[op, one_pass, threads] for times in processes if (op, one_pass, threads) in times]
+        if "cpp" not in found[0]:
+            continue
         own = median(times["cpp"] for times in found)
         ratio = median(times["cpp"] / times["chunked"] for times in found)
         others = [min(ms for name, ms in times.items() if name not in ("cpp", "chunked")) for times in found]
         of_others = median(times["cpp"] / other for times, other in zip(found, others))
-        lines.setdefault((f"`{op}`", one_pass), []).extend((f"{own:.1f} ms", f"{ratio:.2f}", f"{of_others:.2f}"))
+        cells = f"{own:.1f} ms", f"{ratio:.2f}", f"{of_others:.2f}"
+        lines.setdefault((f"`{op}`", one_pass), {})[threads] = cells
     measures = "of `chunked`", "of the best other"
     titles = "op", "pass", "1 thread", *measures, "2 threads", *measures
-    return f"{table(titles, [(*way, *cells) for way, cells in lines.items()])}\n\n{measured_in(NATIVE)}"
+    rows = [(*way, *by.get(1, ("-",) * 3), *by.get(2, ("-",) * 3)) for way, by in lines.items()]
+    return f"{table(titles, rows)}\n\n{measured_in(NATIVE)}"
 
 
 def beside() -> str:
