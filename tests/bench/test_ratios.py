@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from effops.dispatch.op import Op
+from effops.dispatch.requirements import library_error
 from effops.reference import reference_of, tried_ops
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -62,8 +63,9 @@ def test_rows(ratios: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "left_out" not in content["header"]
     rows = content["rows"]
     forward = {(row["op"], row["subject"]) for row in rows if (row["pass"], row["case"]) == ("forward", "strided")}
-    # Attention's automatic choice is sdpa, so that its blocks have a line of their own.
-    assert forward == {("broadcast_dot", "auto"), ("attention", "auto"), ("attention", "chunked")}
+    # Attention's automatic choice is sdpa, so that its other variants have lines of their own.
+    own = {("attention", name) for name in ("cpp", "chunked") if name != "cpp" or not library_error()}
+    assert forward == {("broadcast_dot", "auto"), ("attention", "auto"), *own}
     for row in rows:
         assert row["time_ms"] > 0
         assert row["control"] > 0
