@@ -202,5 +202,9 @@ struct Tiles : Workspace<5, 2> {
     for (int j = 0; j < count; j += LANES) store(row + j, load(row + j) * factor);
   }
 
-  float inverse_of(float total) const { return 1 / (total == 0 && call.may_exclude ? 1 : total); }
+  // 1 / total, or NaN where a score is infinite, as the other weights are too.
+  float inverse_of(float total) const {
+    if (!(total < INFINITY)) return NAN;
+    return 1 / (total == 0 && call.may_exclude ? 1 : total);
+  }
 };

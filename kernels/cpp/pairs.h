@@ -39,7 +39,7 @@ struct Terms {
 struct Worker : Workspace<4, 1> {
   const PairsCall& call;
   float *left, *right, *panels, *scores, *product;
-  Copied copied_left, copied_right;
+  Copied copied_left, copied_right, copied_deviations;
   alignas(64) float scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
   alignas(64) float own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
 
@@ -54,7 +54,8 @@ struct Worker : Workspace<4, 1> {
     if (copied_left.becomes(from, rows, depth)) copy_block(from, rows, depth, left);
   }
   void copy_right(Matrix from, Matrix deviations, int rows, int depth) {
-    if (!copied_right.becomes(from, rows, depth)) return;
+    bool differ = has_distances() && copied_deviations.becomes(deviations, rows, depth);  // of the same components
+    if (!copied_right.becomes(from, rows, depth) && !differ) return;
     copy_block(from, rows, depth, right);
     transpose_block(right, rows, depth, panels);
     if (!has_distances()) return;

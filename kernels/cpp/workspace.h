@@ -29,12 +29,13 @@ struct Workspace {
 
 // Which block of a matrix a part of the workspace holds.
 struct Copied {
-  const float* at = nullptr;
+  Matrix held = {nullptr, 0, 0};
   int rows = 0, columns = 0;
 
   bool becomes(Matrix from, int more_rows, int more_columns) {
-    bool was = at == from.at && rows == more_rows && columns == more_columns;
-    at = from.at, rows = more_rows, columns = more_columns;
+    bool was = held.at == from.at && held.row == from.row && held.column == from.column;
+    was = was && rows == more_rows && columns == more_columns;
+    held = from, rows = more_rows, columns = more_columns;
     return !was;
   }
 };

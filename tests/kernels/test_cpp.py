@@ -246,6 +246,17 @@ def test_a_point_at_infinity_spoils_no_gradient_of_others():
 
 
 @needs_library
+@pytest.mark.parametrize("name", ["normal_log_prob", "normal_mixture_log_prob"])
+def test_components_in_one_place_with_deviations_of_their_own(name):
+    """What was kept of one entry of a batch served the next one, whose components lie at the same address."""
+    generator = torch.Generator().manual_seed(8)
+    loc, x = torch.randn(9, 4, generator=generator), torch.randn(3, 30, 1, 4, generator=generator)
+    scale = torch.rand(3, 1, 9, 4, generator=generator) + 0.3
+    log_weights = [torch.zeros(9)] if "mixture" in name else []
+    check(tried_ops()[name], [*log_weights, loc.expand(3, 1, 9, 4), scale, x])
+
+
+@needs_library
 def test_a_share_below_the_normal_numbers_is_not_lost():
     """exp(-88) of a share was flushed to 0, which an error budget does not explain."""
     loc = torch.nn.functional.normalize(torch.tensor([[1.0, 0.0], [0.8, 0.6]]), dim=-1)

@@ -143,6 +143,33 @@ def test_one_tensor_in_every_place(name, length):
         torch.testing.assert_close(own, expected.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["attention", "additive_attention"])
+def test_operands_that_begin_at_one_address(name):
+    """Views of one tensor with other strides, and a gradient from above that is a view of the query."""
+    square = torch.randn(16, 16, generator=seeded(9))
+    weight = [torch.randn(16, generator=seeded(7))] if name == "additive_attention" else []
+    found = []
+    for variant, dtype in (("cpp", torch.float32), ("naive", torch.float64)):
+        own = square.to(dtype)
+        leaves = [one.requires_grad_() for one in (own.clone(), *(extra.to(dtype) for extra in weight))]
+        query, dout = leaves[0], leaves[0].detach()[:, :1].expand(16, 16)
+        for value in (query.mT, query):
+            out = getattr(effops, name)(query, query, value, *leaves[1:], variant=variant)
+            found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    for one, expected in zip(found[:2], found[2:]):
+        for own, right in zip(one, expected):
+            torch.testing.assert_close(own, right.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("keys", [3, 40, 300])
+def test_an_infinite_score_leaves_no_weight(keys):
+    query, key, value = torch.ones(1, 1), torch.ones(keys, 1), torch.ones(keys, 2)
+    key[1] = math.inf
+    weights, _, _ = with_gradients("attention_weights", [query, key])
+    out, _, (_, _, dvalue) = with_gradients("attention", [query, key, value])
+    assert all(one.isnan().all() for one in (weights, out, dvalue))
+
+
 def drawn(sizes, p, seed=0):
     """The factors of weights of 1/2, which the values, rows of the identity, leave where they are."""
     (_, keyed, L, S, *_), batch = sizes, sizes[0]
