@@ -98,9 +98,7 @@ struct Forward : Tiles {
   // Overwrite the dot products of a query with exp(score - most), and add them to `total`. Returns the factor that makes
   // sums of earlier terms relative to the same maximum.
   float absorb(float* row, int64_t query, int64_t n, int columns, float& most, float& total) {
-    float before = most, own = mask_row(row, query, n, columns);
-    most = own <= before ? before : own;
-    float shift = shift_of(most), factor = total == 0 ? 0 : std::exp(before - shift);
+    float factor = rise(most, mask_row(row, query, n, columns), total), shift = shift_of(most);
     Floats added = Floats{};
     for (int j = 0; j < in_lanes(columns); j += LANES) {
       Floats term = exponential(load(row + j) - shift);
@@ -267,9 +265,7 @@ struct OfStatistics : Backward {
       for (int i = 0; i < rows; i++) {
         float* row = scores + i * STRIDE;
         const float* gradients = is_read ? &dout(m + i, n) : pulls + i * STRIDE;
-        float before = most[i], own = mask_row(row, m + i, n, columns);
-        most[i] = own <= before ? before : own;
-        float shift = shift_of(most[i]), factor = total[i] == 0 ? 0 : std::exp(before - shift);
+        float factor = rise(most[i], mask_row(row, m + i, n, columns), total[i]), shift = shift_of(most[i]);
         Floats added = Floats{}, pulled = Floats{};
         for (int j = 0; j < in_lanes(columns); j += LANES) {
           Floats term = exponential(load(row + j) - shift);

@@ -5,6 +5,7 @@
 #include "additive.h"
 #include "batched.h"
 #include "random.h"
+#include "softmax.h"
 #include "special.h"
 #include "workspace.h"
 
@@ -29,8 +30,6 @@ static void fill(Matrix to, int64_t rows, int64_t columns, float value) {
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j++) to(i, j) = value;
 }
-
-static inline float shift_of(float most) { return std::isfinite(most) ? most : 0; }
 
 typedef int8_t Flags __attribute__((vector_size(LANES), aligned(1), may_alias));
 
@@ -86,13 +85,17 @@ struct Tiles : Workspace<5, 2> {
 
   // Go to a block of queries, the last ones first, since they may have the most keys. Returns its first one.
   int64_t enter_block(const Axes& axes, int64_t item, int64_t shared) {
-    int64_t blocks = call.blocks_of_queries();
-    enter(axes, item / blocks, shared);
-    return (blocks - 1 - item % blocks) * ROWS;
+    enter(axes, item / call.blocks_of_queries(), shared);
+    return first_of(item);
   }
   int64_t enter_block(int64_t item) {
-    int64_t sharing = call.of_keys.entries(true), blocks = call.blocks_of_queries();
-    return enter_block(call.of_keys, item / (sharing * blocks) * blocks + item % blocks, item / blocks % sharing);
+    int64_t any = item / call.blocks_of_queries(), sharing = call.of_keys.entries(true);
+    enter(call.of_keys, any / sharing, any % sharing);
+    return first_of(item);
+  }
+  int64_t first_of(int64_t item) const {
+    int64_t blocks = call.blocks_of_queries();
+    return (blocks - 1 - item % blocks) * ROWS;
   }
 
   // Behind the last key that may take part with a query.
@@ -202,9 +205,5 @@ struct Tiles : Workspace<5, 2> {
     for (int j = 0; j < count; j += LANES) store(row + j, load(row + j) * factor);
   }
 
-  // 1 / total, or NaN where a score is infinite, as the other weights are too.
-  float inverse_of(float total) const {
-    if (!(total < INFINITY)) return NAN;
-    return 1 / (total == 0 && call.may_exclude ? 1 : total);
-  }
+  float inverse_of(float total) const { return inverse_of_total(total == 0 && call.may_exclude ? 1 : total); }
 };

@@ -10,7 +10,10 @@
 
 #include "batched.h"
 #include "parallel.h"
+#include "softmax.h"
 #include "special.h"
+
+enum { BLOCK_OF_ROWS = 64 };
 
 struct LogSparseCall {
   Axes of_keys;
@@ -18,10 +21,15 @@ struct LogSparseCall {
   const int64_t* offset;  // ascending, the first one is 0
   Batched query, key, value, out, dout, statistics, dquery, dkey, dvalue;
   float factor;
+
+  int64_t blocks() const { return blocks_of(length, BLOCK_OF_ROWS); }
 };
 
 namespace {
-enum { SOME = 128, BLOCK_OF_ROWS = 64 };
+enum { SOME = 128 };
+struct Span {
+  int64_t first, end;
+};
 enum Statistic { MOST, INVERSE, PULL };  // of a query: maximum, 1 / total, and the sum of P dP
 
 float dot(const float* one, const float* other, int64_t count) {
@@ -64,6 +72,17 @@ struct Rows {
     dquery = call.dquery.matrix(place), dkey = call.dkey.matrix(place), dvalue = call.dvalue.matrix(place);
   }
 
+  // The rows of an item, for which `enter_block` goes to its entry of all axes.
+  Span rows_of(int64_t item) const {
+    int64_t first = item % call.blocks() * BLOCK_OF_ROWS;
+    return {first, std::min(call.length, first + BLOCK_OF_ROWS)};
+  }
+  Span enter_block(int64_t item) {
+    int64_t any = item / call.blocks(), sharing = call.of_keys.entries(true);
+    enter(any / sharing, any % sharing);
+    return rows_of(item);
+  }
+
   // How many offsets are at most `reach`.
   int64_t reached(int64_t reach) const {
     return std::upper_bound(call.offset, call.offset + call.offsets, reach) - call.offset;
@@ -83,9 +102,7 @@ struct Rows {
   float absorb(int count, float& most, float& total) {
     Floats highest = all(-INFINITY), added = Floats{};
     for (int u = 0; u < count; u += LANES) highest = highest <= load(scores + u) ? load(scores + u) : highest;
-    float before = most, own = maximum_of(highest);
-    most = own <= before ? before : own;
-    float shift = std::isfinite(most) ? most : 0, factor = total == 0 ? 0 : std::exp(before - shift);
+    float factor = rise(most, maximum_of(highest), total), shift = shift_of(most);
     for (int u = 0; u < count; u += LANES) {
       Floats term = exponential(load(scores + u) - shift);
       store(scores + u, term);
@@ -100,9 +117,8 @@ struct Forward : Rows {
   using Rows::Rows;
 
   void operator()(int64_t item) {
-    int64_t blocks = blocks_of(call.length, BLOCK_OF_ROWS), start = item % blocks * BLOCK_OF_ROWS;
-    enter(item / blocks / call.of_keys.entries(true), item / blocks % call.of_keys.entries(true));
-    for (int64_t l = start; l < std::min(call.length, start + BLOCK_OF_ROWS); l++) {
+    Span rows = enter_block(item);
+    for (int64_t l = rows.first; l < rows.end; l++) {
       int64_t offsets = reached(l);
       float most = -INFINITY, total = 0;
       for (int64_t first = 0; first < offsets; first += SOME) {
@@ -111,7 +127,7 @@ struct Forward : Rows {
         float factor = absorb(count, most, total);
         gather(values, scores, count, call.features, first == 0 ? 0 : factor, &out(l, 0));
       }
-      float inverse = 1 / total;
+      float inverse = inverse_of_total(total);
       for (int64_t f = 0; f < call.features; f++) out(l, f) *= inverse;
     }
   }
@@ -122,9 +138,8 @@ struct OfQueries : Rows {
   using Rows::Rows;
 
   void operator()(int64_t item) {
-    int64_t blocks = blocks_of(call.length, BLOCK_OF_ROWS), start = item % blocks * BLOCK_OF_ROWS;
-    enter(item / blocks / call.of_keys.entries(true), item / blocks % call.of_keys.entries(true));
-    for (int64_t l = start; l < std::min(call.length, start + BLOCK_OF_ROWS); l++) {
+    Span rows = enter_block(item);
+    for (int64_t l = rows.first; l < rows.end; l++) {
       int64_t offsets = reached(l);
       float most = -INFINITY, total = 0, pull = 0;
       for (int64_t first = 0; first < offsets; first += SOME) {
@@ -132,7 +147,7 @@ struct OfQueries : Rows {
         float factor = absorb(count, most, total);
         pull = pull * factor + dot(scores, pulls, count);
       }
-      float shift = std::isfinite(most) ? most : 0, inverse = 1 / total;
+      float shift = shift_of(most), inverse = inverse_of_total(total);
       pull *= inverse;
       statistics(l, MOST) = shift, statistics(l, INVERSE) = inverse, statistics(l, PULL) = pull;
       for (int64_t first = 0; call.dquery.at && first < offsets; first += SOME) {
@@ -161,10 +176,10 @@ struct OfKeys : Rows {
   using Rows::Rows;
 
   void operator()(int64_t item) {
-    int64_t blocks = blocks_of(call.length, BLOCK_OF_ROWS), start = item % blocks * BLOCK_OF_ROWS;
+    Span rows = rows_of(item);
     for (int64_t shared = 0; shared < call.of_keys.entries(true); shared++) {
-      enter(item / blocks, shared);
-      for (int64_t j = start; j < std::min(call.length, start + BLOCK_OF_ROWS); j++) {
+      enter(item / call.blocks(), shared);
+      for (int64_t j = rows.first; j < rows.end; j++) {
         int64_t offsets = reached(call.length - 1 - j);
         for (int64_t first = 0; first < offsets; first += SOME) pull_back(j, first, at_most(offsets - first, SOME), shared > 0 || first > 0);
       }
@@ -197,14 +212,14 @@ extern "C" {
 int64_t effops_log_sparse_call_bytes() { return sizeof(LogSparseCall); }
 
 int64_t effops_log_sparse_items(const LogSparseCall* call) {
-  return call->of_keys.all_entries() * blocks_of(call->length, BLOCK_OF_ROWS);
+  return call->of_keys.all_entries() * call->blocks();
 }
 void effops_log_sparse_forward(const LogSparseCall* call) { each<Forward>(*call, effops_log_sparse_items(call)); }
 
 void effops_log_sparse_backward(const LogSparseCall* call) {
   each<OfQueries>(*call, effops_log_sparse_items(call));
   if (call->dkey.at || call->dvalue.at)
-    each<OfKeys>(*call, call->of_keys.entries(false) * blocks_of(call->length, BLOCK_OF_ROWS));
+    each<OfKeys>(*call, call->of_keys.entries(false) * call->blocks());
 }
 #pragma GCC visibility pop
 }

@@ -13,6 +13,7 @@
 #include "pairs.h"
 
 #include "parallel.h"
+#include "softmax.h"
 #include "special.h"
 
 namespace {
@@ -58,11 +59,9 @@ struct Forward : Worker {
       Floats score = load(row + j);
       highest = score <= highest ? highest : score;
     }
-    float before = most, own = maximum_of(highest);
-    most = own <= before ? before : own;
-    float shift = std::isfinite(most) ? most : 0;
+    float factor = rise(most, maximum_of(highest), sum), shift = shift_of(most);
     for (int j = 0; j < count; j += LANES) added += exponential(load(row + j) - shift);
-    sum = (sum == 0 ? 0 : sum * std::exp(before - shift)) + sum_of(added);
+    sum = sum * factor + sum_of(added);
   }
 };
 

@@ -25,14 +25,17 @@ STATISTICS = 3  # of a query, which backward finds first
 
 def obstacle(call: AttentionCall) -> str:
     """Why the kernels cannot take a call; empty if they can."""
-    tensors = (*call.scored, *given(call.value))
+    error = _obstacle((*call.scored, *given(call.value)), len(call.shape) - 2)
+    if not error and call.masked and call.mask.dtype not in (torch.bool, torch.float32):
+        return f"needs a mask of booleans or float32, got {call.mask.dtype}"
+    return error
+
+
+def _obstacle(tensors: Iterable[Tensor], axes: int) -> str:
+    """Why the kernels cannot take operands with so many batch axes in all; empty if they can."""
     if any(tensor.dtype != torch.float32 for tensor in tensors):
         return "needs float32"
-    if call.masked and call.mask.dtype not in (torch.bool, torch.float32):
-        return f"needs a mask of booleans or float32, got {call.mask.dtype}"
-    if len(call.shape) - 2 > AXES:
-        return f"takes {AXES} batch axes at most, got {len(call.shape) - 2}"
-    return ""
+    return f"takes {AXES} batch axes at most, got {axes}" if axes > AXES else ""
 
 
 def forward(call: AttentionCall) -> Tensor:
@@ -148,11 +151,7 @@ def _own_strides(operand: Tensor) -> list[int]:
 
 def log_sparse_obstacle(call: LogSparseCall) -> str:
     """Why the kernels cannot take a call over the log-sparse pattern; empty if they can."""
-    if any(tensor.dtype != torch.float32 for tensor in call.tensors):
-        return "needs float32"
-    if len(call.batch) > AXES:
-        return f"takes {AXES} batch axes at most, got {len(call.batch)}"
-    return ""
+    return _obstacle(call.tensors, len(call.batch))
 
 
 def log_sparse(call: LogSparseCall) -> Tensor:
