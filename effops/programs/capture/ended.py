@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from effops.programs.capture.tracked import tracked
 from effops.pytorch import FakeTensor, FakeTensorMode, tree_leaves
 
 
@@ -28,7 +28,7 @@ class EndingMode(FakeTensorMode):
     def end(self, escapes: bool) -> None:
         """Have each use of the mode's tensors raise from now on; also those that are no operators, if any escapes."""
         self.has_ended = True
-        for one in gc.get_objects() if escapes else ():
+        for one in tracked() if escapes else ():
             if type(one) is FakeTensor and one.fake_mode is self:
                 one.__class__ = _Ended
 

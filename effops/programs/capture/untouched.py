@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import random
 import threading
 import time
@@ -24,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
 from effops.programs.capture.ended import EndingMode
+from effops.programs.capture.tracked import tracked
 from effops.pytorch import (
     FakeTensor,
     FakeTensorMode,
@@ -84,7 +84,7 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
     says that none did.
     """
     interesting = _Interesting()
-    objects = [one for one in gc.get_objects() if interesting[type(one)] and not _is_wrapped(one)]
+    objects = [one for one in tracked() if interesting[type(one)] and not _is_wrapped(one)]
     leaves = [(one, one.grad, _alias(one)) for one in objects if isinstance(one, Tensor) and one.is_leaf]
     holders = [(one, _kept(one)) for one in objects if not isinstance(one, Tensor)]
     del objects
