@@ -261,7 +261,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
         pairs = query.shape[-2], keys
         per_head = (batch * self.num_heads, *pairs)
-        if mask is not None and mask.shape not in (pairs, per_head):
+        if mask is not None and mask.shape != pairs and mask.shape != per_head:
             remedy = reshaped("attn_mask", mask.shape, lambda shape: shape in (pairs, per_head))
             raise ValueError(
                 f"{layer}: `attn_mask` must have the shape (queries, keys) = {pairs} or (batch * heads, queries, keys) "

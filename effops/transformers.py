@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from effops.numerics.shapes import spreads
 from effops.ops.attention.dot_product import attention
 from effops.text import how_to_install
 
@@ -137,7 +138,7 @@ def _make_mask(
     mask: Tensor | None = sdpa_mask(
         q_length=q_length,
         kv_length=kv_length,
-        allow_is_causal_skip=allow_is_causal_skip and q_length in (1, kv_length),
+        allow_is_causal_skip=allow_is_causal_skip and spreads(q_length, kv_length),
         **others,
     )
     return mask

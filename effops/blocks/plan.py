@@ -37,7 +37,7 @@ class Plan:
     rows: Axes
     columns: Axes
 
-    @functools.cached_property
+    @property
     def order(self) -> Axes:
         """Axes of the result in the order batch, rows, columns: the order that blocks and kernels see."""
         return self.batch + self.rows + self.columns

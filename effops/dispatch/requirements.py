@@ -73,11 +73,6 @@ def _traced_library_error() -> str:
 _traced_library_error._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def requires_eager(call: Call) -> str:
-    """What kernels require that take or refuse operands by their strides and sizes, which traced code leaves open."""
-    return "cannot be traced by torch.compile: call it outside of the compiled function" if is_compiling() else ""
-
-
 @functools.cache
 def library_error() -> str:
     """Why the C++ kernels cannot be loaded; empty if they can."""

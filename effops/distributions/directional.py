@@ -23,7 +23,7 @@ from effops.distributions.told import TellingDistribution, check_validate_args, 
 from effops.numerics.directions import have_length_one, lengths
 from effops.numerics.layout import repeated
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
-from effops.numerics.shapes import broadcast_shapes, do_broadcast, is_known
+from effops.numerics.shapes import broadcast_shapes, do_broadcast, is_known, spreads
 from effops.ops.densities.density import KeptNormaliser
 from effops.pytorch import _size
 from effops.text import tells_wrong_arguments
@@ -102,7 +102,7 @@ class Directional(TellingDistribution):
             return False
         if self._batch_shape and value.ndim > 1:
             sizes = zip(reversed(value.shape[:-1]), reversed(self._batch_shape))
-            if not all(size == other or 1 in (size, other) for size, other in sizes):
+            if not all(size == 1 or spreads(other, size) for size, other in sizes):
                 return False
         return _are_surely_directions(value)
 

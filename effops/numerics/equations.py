@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from effops.numerics.shapes import is_known, remembered
+from effops.numerics.shapes import is_known, remembered, spreads
 from effops.text import counted
 
 Shape = tuple[int, ...]
@@ -293,7 +293,7 @@ def check_sizes(function: str, equation: str, shapes: Sequence[Sequence[int]], q
                 )
             if known == 1:
                 sizes[letter] = size
-            elif size not in (1, known):
+            elif not spreads(size, known):
                 raise ValueError(
                     f"{function}: axes of one label must have one size, or 1; got {known} and {size} for "
                     f"{named(letter)}, the latter in operand {number} of {quoted()!r}; check the order of the labels"

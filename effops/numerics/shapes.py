@@ -20,6 +20,15 @@ def is_known(condition: bool) -> bool:
     return bool(guard_or_false(condition))
 
 
+def is_certain(condition: bool) -> bool:
+    """Whether a condition on sizes holds whatever sizes a trace leaves open. Nothing is guarded for it."""
+    if not isinstance(condition, torch.SymBool) and not is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(condition))
+
+
 def remembered(function: FunctionT) -> FunctionT:
     """A function of shapes with a cache of its latest results. Traced calls and symbolic sizes are not in it."""
     cached = functools.lru_cache(maxsize=4096)(function)
@@ -34,6 +43,14 @@ def remembered(function: FunctionT) -> FunctionT:
             return function(*args)
 
     return call  # type: ignore[return-value]
+
+
+def spreads(size: int, wanted: int) -> bool:
+    """Whether an axis of some size broadcasts to a wanted one.
+
+    It stands for `size in (1, wanted)`, which Dynamo takes for False where `size` is a constant and `wanted` a symbol.
+    """
+    return size == 1 or size == wanted
 
 
 def do_broadcast(*shapes: Sequence[int]) -> bool:

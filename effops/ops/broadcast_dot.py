@@ -22,14 +22,13 @@ from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Call, Op
 from effops.dispatch.registration import add_custom_op, add_kernels, add_native
-from effops.dispatch.requirements import requires_eager
 from effops.dispatch.validation import finite
 from effops.numerics.layout import as_gradient, empty_gradient
 from effops.numerics.precision import arithmetic_dtype, autocast_enabled, wider
 from effops.numerics.shapes import broadcast_shapes, do_broadcast
 from effops.ops.densities import cpp, triton
 from effops.ops.densities.density import DensityCall
-from effops.ops.densities.log_prob import requires_native
+from effops.ops.densities.log_prob import prefers_native, requires_native
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
 
@@ -231,7 +230,14 @@ def _add(add: Callable[..., None], variant: str, compute: Any, compute_backward:
 
 _add(add_custom_op, "chunked", _chunked, _chunked_backward)
 _add(add_kernels, "triton", _triton, _triton_backward)
-_add(add_native, "cpp", _native, _native_backward, requires=[requires_eager, _requires_native])
+_add(
+    add_native,
+    "cpp",
+    _native,
+    _native_backward,
+    requires=[_requires_native],
+    automatic=lambda call: prefers_native(call.pairs),
+)
 
 
 @op.public

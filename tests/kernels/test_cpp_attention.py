@@ -292,3 +292,24 @@ def test_examples_of_a_batch():
     args = operands("attention", (6, 3), (6, 3), 9, 7, 4, 4)
     mapped = torch.func.vmap(lambda *one: effops.attention(*one, variant="cpp"))(*args)
     torch.testing.assert_close(mapped, effops.attention(*args, variant="cpp"))
+
+
+@pytest.mark.parametrize("name", ["attention_weights", "attention", "additive_attention", "log_sparse_attention"])
+def test_more_axes_than_the_kernels_take(name):
+    """Under vmap a call may have one axis more than fits: then examples are computed one after another."""
+    taken = operands("attention", (2, 1, 1, 2, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1, 1, 2), 5, 5, 4, 4)
+    args = {"additive_attention": [*taken, torch.ones(4)], "attention_weights": taken[:2]}.get(name, taken)
+
+    def function(*one):
+        return getattr(effops, name)(*one, variant="cpp")
+
+    def gradients(*one):
+        return torch.func.grad(lambda *one: function(*one).square().sum(), tuple(range(len(one))))(*one)
+
+    for one_of in (function, gradients):
+        batch = torch.stack([args[0], 2 * args[0]])
+        found = torch.func.vmap(one_of, in_dims=(0, *(None for _ in args[1:])))(batch, *args[1:])
+        for i, query in enumerate(batch):
+            expected = one_of(query, *args[1:])
+            own = found[i] if one_of is function else tuple(one[i] for one in found)
+            torch.testing.assert_close(own, expected)

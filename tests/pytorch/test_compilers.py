@@ -1,14 +1,17 @@
 """Every op under torch.compile, torch.export and AOTInductor."""
 
+import functools
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import effops
+from effops.dispatch.requirements import library_error
 from effops.distributions import PowerSpherical, VonMisesFisher
 from effops.numerics.directions import random_directions
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
@@ -45,6 +48,49 @@ def test_compiled_as_one_graph(op, variant, backend, dynamic, device, generator)
         same((out, gradients), (expected, expected_gradients), rtol=0, atol=0)
         with torch.no_grad():
             same(compiled(*args), expected, rtol=0, atol=0)
+
+
+@pytest.mark.compiled
+@pytest.mark.skipif(library_error() != "", reason=library_error())
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_library_in_traced_code(op, dynamic, generator):
+    """Traced code calls the C++ kernels: the bits and strides of eager mode."""
+    if "cpp" not in op.variants:
+        pytest.skip(f"{op.name} has no variant cpp")
+    torch._dynamo.reset()
+    called = []
+
+    def backend(graph, inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    sizes = {name: 11 + 6 * i for i, name in enumerate(reference_of(op).sizes)}
+    args = leaves(reference_of(op).workload(**sizes, generator=generator))
+    expected = op(*args, variant="cpp")
+    aot = torch._dynamo.backends.common.aot_autograd(fw_compiler=backend)
+    out = torch.compile(lambda *args: op(*args, variant="cpp"), fullgraph=True, backend=aot, dynamic=dynamic)(*args)
+    assert any(f"{op.name}_cpp" in name for name in called)
+    assert out.stride() == expected.stride()
+    dout = torch.randn(out.shape, generator=generator)
+    gradients, expected_gradients = (torch.autograd.grad(one, args, dout) for one in (out, expected))
+    assert [one.stride() for one in gradients] == [one.stride() for one in expected_gradients]
+    same((out, gradients), (expected, expected_gradients), rtol=0, atol=0)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dynamic", [0, 1, 2])
+def test_one_size_is_dynamic_and_the_others_are_not(dynamic):
+    """Dynamo takes a constant to be in no tuple with a symbol, be they equal."""
+    loc, scale, x = (torch.rand(3, 16) + 1 for _ in range(3))
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    for function, args, axis in (
+        (effops.normal_log_prob, (loc, scale, x), -1),
+        (functools.partial(effops.attention, enable_gqa=True), (query, key, key.clone()), -3),
+    ):
+        torch._dynamo.reset()
+        torch._dynamo.maybe_mark_dynamic(args[dynamic], axis)
+        same(torch.compile(function, fullgraph=True, backend="eager")(*args), function(*args))
 
 
 @pytest.mark.compiled

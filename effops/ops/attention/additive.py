@@ -79,7 +79,7 @@ backward = functools.partial(in_blocks_backward, triton.additive_scores)
 for with_kernels, output in ((scores_op, "scores"), (op, "sums")):
     in_kernels = custom_op(with_kernels, KIND, output, "triton", forward, backward)
     add_kernels(with_kernels, in_kernels, requires=[_requires_one_weight])
-    in_library = custom_op(with_kernels, KIND, output, "cpp", cpp.forward, cpp.backward)
+    in_library = custom_op(with_kernels, KIND, output, "cpp", cpp.forward, cpp.backward, fills_axes=cpp.fills_axes)
     add_native(with_kernels, in_library, requires=[_requires_one_weight, cpp.obstacle])
 
 

@@ -21,7 +21,7 @@ from effops.dispatch.arguments import check_devices, check_mask, check_operand, 
 from effops.dispatch.custom_op import requires_grad
 from effops.dispatch.op import Call
 from effops.numerics.precision import autocast_enabled, promote, wider
-from effops.numerics.shapes import broadcast_shapes, do_broadcast
+from effops.numerics.shapes import broadcast_shapes, do_broadcast, spreads
 from effops.numerics.values import is_captured, observed
 from effops.ops.attention.misfits import check_batches, check_pairs, shapes_of, sharing_heads, widens
 from effops.pytorch import _are_functorch_transforms_active, _neg_view
@@ -316,7 +316,7 @@ def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_operand("attention", name, tensor, dims=3)
     heads, shared = query.shape[-3], key.shape[-3]
-    if shared == 0 or heads % shared or value.shape[-3] not in (1, shared):
+    if shared == 0 or heads % shared or not spreads(value.shape[-3], shared):
         raise ValueError(
             "attention: with enable_gqa the heads of `query`, axis -3, must be a multiple of those of `key` and "
             f"`value`; got {heads}, {shared} and {value.shape[-3]}; repeat heads, or transpose"
@@ -332,7 +332,7 @@ def group_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
     if is_causal_bias(type(mask)):
         return query.unflatten(-3, (shared, group)), key.unsqueeze(-3), value.unsqueeze(-3), mask
     if mask is not None and mask.ndim >= 3:
-        if mask.shape[-3] not in (1, heads):
+        if not spreads(mask.shape[-3], heads):
             axis = mask.ndim - 3
             remedy = "repeat those of a group"
             if mask.ndim < query.ndim and mask.shape[axis] == query.shape[axis]:  # of batch entries, not of heads

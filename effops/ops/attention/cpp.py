@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,11 @@ def _obstacle(tensors: Iterable[Tensor], axes: int) -> str:
     if any(tensor.dtype != torch.float32 for tensor in tensors):
         return "needs float32"
     return f"takes {AXES} batch axes at most, got {axes}" if axes > AXES else ""
+
+
+def fills_axes(arguments: Sequence[Any], core_dims: Sequence[int]) -> bool:
+    """Whether an operand has as many batch axes as the kernels take, so that those of a batch may be too many."""
+    return any(operand.ndim - dims >= AXES for operand, dims in zip(arguments, core_dims))
 
 
 def forward(call: AttentionCall) -> Tensor:

@@ -27,7 +27,7 @@ op = attention_op(KIND, "attention", "sums", prepare_sums, ("sdpa", *PREFERENCE)
 for with_kernels, output in ((scores_op, "scores"), (weights_op, "weights"), (op, "sums")):
     in_kernels = custom_op(with_kernels, KIND, output, "triton", triton.forward, triton.backward, empty=empty)
     add_kernels(with_kernels, in_kernels)
-    in_library = custom_op(with_kernels, KIND, output, "cpp", cpp.forward, cpp.backward)
+    in_library = custom_op(with_kernels, KIND, output, "cpp", cpp.forward, cpp.backward, fills_axes=cpp.fills_axes)
     add_native(with_kernels, in_library, requires=[cpp.obstacle])
 in_sdpa = custom_op(op, KIND, "sums", "sdpa", sdpa.forward, sdpa.backward, empty=sdpa.forward, native=lambda call: True)
 add_custom_op(

@@ -121,7 +121,12 @@ add_kernels(
 )
 add_native(
     op,
-    custom(f"{LOG_SPARSE}_cpp", forward=cpp.log_sparse, backward=cpp.log_sparse_backward),
+    custom(
+        f"{LOG_SPARSE}_cpp",
+        forward=cpp.log_sparse,
+        backward=cpp.log_sparse_backward,
+        by_example=functools.partial(cpp.fills_axes, core_dims=tuple(op.core_dims.values())),
+    ),
     requires=[cpp.log_sparse_obstacle],
 )
 

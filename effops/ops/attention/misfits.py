@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from effops.dispatch.arguments import masking_keys, reshaped
-from effops.numerics.shapes import broadcast_shapes, do_broadcast
+from effops.numerics.shapes import broadcast_shapes, do_broadcast, spreads
 
 Shape = tuple[int, ...]
 
@@ -17,7 +17,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> str:
 
 def widens(own: Sequence[int], pairs: tuple[int, int]) -> bool:
     """Whether the last two axes of a shape would enlarge those of the pairs, not just broadcast to them."""
-    return any(size not in (1, wanted) for size, wanted in zip((1, 1, *own)[-2:], pairs))
+    return any(not spreads(size, wanted) for size, wanted in zip((1, 1, *own)[-2:], pairs))
 
 
 def check_pairs(function: str, mask: Tensor, query: Tensor, key: Tensor) -> None:

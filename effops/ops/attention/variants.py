@@ -136,8 +136,13 @@ def custom_op(
     backward: Callable[[Tensor, AttentionCall, Sequence[bool]], Gradients],
     empty: Callable[[AttentionCall], Tensor] = ordered_empty,
     native: Callable[[AttentionCall], bool] = lambda call: False,
+    fills_axes: Callable[[Sequence[Any], Sequence[int]], bool] = lambda arguments, core_dims: False,
 ) -> CustomOp:
-    """The operator of a forward and a backward function. `empty` and `native` are as in `CustomOp`."""
+    """The operator of a forward and a backward function.
+
+    `empty` and `native` are as in `CustomOp`. `fills_axes` tells of arguments, and of their dimensions that are no
+    batch axes, that the functions may not take another such axis.
+    """
 
     def composite(call: AttentionCall) -> Tensor:
         if call.dropout_p:
@@ -157,7 +162,7 @@ def custom_op(
         composite=composite,
         empty=empty,
         core_dims=tuple(core_dims.values()),
-        by_example=lambda arguments: arguments[DROPOUT_P] > 0,
+        by_example=lambda arguments: arguments[DROPOUT_P] > 0 or fills_axes(arguments, tuple(core_dims.values())),
         native=native,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from effops.blocks.dots import DotMap
 from effops.blocks.logsumexp import Reduction
@@ -224,7 +225,11 @@ def obstacle(layout: Layout, left: Tensor, right: Tensor, **operands: tuple[Tens
     if not all(plan.varies(right, (axis,), trailing=1) for axis in shared):
         return "needs components that each have their own direction"
     *batch, points, _ = pairs = range(len(layout.axes))
-    if None in (layout.strides(left, (0, points), trailing=1), layout.strides(right, (*batch, pairs[-1]), trailing=1)):
+    # Traced code leaves strides open. Whatever they are when it runs, operands that cannot be read so are copied.
+    if not is_compiling() and None in (
+        layout.strides(left, (0, points), trailing=1),
+        layout.strides(right, (*batch, pairs[-1]), trailing=1),
+    ):
         return "needs axes of one role to lie one after another in memory; here they would be copied"
     return ""
 

@@ -29,7 +29,7 @@ from effops.dispatch.arguments import (
 from effops.dispatch.op import Call
 from effops.dispatch.validation import Condition
 from effops.numerics.precision import FLOATS, INTEGERS, arithmetic_dtype, autocast_enabled, promote, wider
-from effops.numerics.shapes import broadcast_shapes, do_broadcast
+from effops.numerics.shapes import broadcast_shapes, do_broadcast, spreads
 
 # A scriptable function of loc, scale in no narrower a dtype than that of the arithmetic, the normaliser of scale in
 # float64, x, the dtype of the arithmetic, and the tolerance. It returns the scores in the dtype of the arithmetic.
@@ -317,7 +317,7 @@ def _prepare_scale(density: Density, function: str, scale: Tensor | float, commo
         scale = scale.to(x.device)
     if scale.ndim < dims:
         scale = scale.unsqueeze(-1)
-    if dims and scale.shape[-1] not in (1, x.shape[-1]):
+    if dims and not spreads(scale.shape[-1], x.shape[-1]):
         raise ValueError(
             f"{function}: last dimension of `{name}` must be that of `x`, or 1; got {name} {tuple(scale.shape)}, x "
             f"{tuple(x.shape)}; give {name}.unsqueeze(-1) if it has one value for all coordinates"

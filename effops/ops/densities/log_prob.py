@@ -14,8 +14,8 @@ from effops.dispatch.custom_op import CustomOp, Gradients
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
 from effops.dispatch.registration import add_custom_op, add_kernels, add_native
-from effops.dispatch.requirements import requires_eager
 from effops.numerics.precision import arithmetic_dtype
+from effops.numerics.shapes import is_certain
 from effops.ops.densities import cpp, triton
 from effops.ops.densities.density import Density, DensityCall, Form, Wanted, plan_of, prepare
 from effops.ops.densities.layout import Layout
@@ -57,7 +57,7 @@ class LogProb:
             backward=self.native_backward,
             by_example=lambda arguments: True,  # in a batch scales may vary as `requires_native` rules out
         )
-        add_native(self.op, native, requires=[requires_eager, self.requires_native])
+        add_native(self.op, native, requires=[self.requires_native], automatic=prefers_native)
 
     def split(self, arguments: Sequence[Any]) -> DensityCall:
         """The call with these arguments."""
@@ -115,10 +115,12 @@ def requires_native(call: DensityCall, scale_dims: int = 0) -> str:
     """Whether the C++ kernels take all pairs of a call."""
     if any(tensor.dtype != torch.float32 for tensor in call.tensors):
         return "needs float32"
-    layout = Layout.of_pairs(call.plan)
-    if min(map(call.plan.numel, layout.axes[1:])) < limits.LEAST_SIDE:
-        return f"needs {limits.LEAST_SIDE} rows of x and of loc at least that meet each other"
-    return cpp.obstacle(layout, call.x, call.loc, scale=(call.scale, scale_dims))
+    return cpp.obstacle(Layout.of_pairs(call.plan), call.x, call.loc, scale=(call.scale, scale_dims))
+
+
+def prefers_native(call: DensityCall) -> bool:
+    """Whether so many rows of x and of loc meet each other that the C++ kernels are the faster ones."""
+    return all(is_certain(call.plan.numel(axes) >= limits.LEAST_SIDE) for axes in (call.plan.rows, call.plan.columns))
 
 
 def tensor_dims(density: Density) -> dict[str, int]:

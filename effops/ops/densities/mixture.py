@@ -28,7 +28,6 @@ from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_gr
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
 from effops.dispatch.registration import add_custom_op, add_kernels, add_native, allocated, predicted
-from effops.dispatch.requirements import requires_eager
 from effops.dispatch.validation import Condition, below_infinity
 from effops.numerics.precision import autocast_enabled, promote
 from effops.numerics.shapes import do_broadcast
@@ -172,7 +171,7 @@ class Mixture:
             self.native_backward,
             self.native,
             by_example=True,  # in a batch operands may vary along points, as `requires_native` rules out
-            requires=[requires_eager, self.requires_native],
+            requires=[self.requires_native],
         )
 
     def _add(
