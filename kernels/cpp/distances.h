@@ -6,7 +6,8 @@
 //
 //     dleft = 2 sum_n G z inverse,    dright = -2 sum_m G z inverse,    ddeviations = -2 sum_m G z^2 inverse
 //
-// Where a distance is not finite, a G of 0 leaves its pair out, as 0 times infinity is NaN.
+// PLAIN are sums of squared differences, which inverse[n]^2 multiplies afterwards, as it multiplies G here. Where a distance
+// is not finite, a G of 0 LEAVES_OUT its pair, as 0 times infinity is NaN.
 #pragma once
 #include "product.h"
 
@@ -17,11 +18,15 @@ enum {
   SHORT = 4,                     // rows in registers where gradients are summed
 };
 
+enum Squares { OF_QUOTIENTS, LEAVES_OUT, PLAIN };  // as the functions of tables are ordered
+
 static void invert_block(Matrix from, int rows, int columns, float* to) {
+  copy_block(from, rows, columns, to);
   for (int i = 0; i < rows; i++, to += STRIDE)
-    for (int j = 0; j < columns; j++) to[j] = 1.0f / from(i, j);
+    for (int j = 0; j < columns; j += LANES) store(to + j, 1.0f / load(to + j));
 }
 
+template <Squares SQUARES>
 static inline void measure_part(const float* left, const float* right, const float* inverse, int depth, bool adds,
                                 float* to) {
   Floats sums[TALL][2];
@@ -31,8 +36,8 @@ static inline void measure_part(const float* left, const float* right, const flo
 #pragma GCC unroll 8
     for (int i = 0; i < TALL; i++) {
       Floats value = all(left[i * STRIDE]);
-      Floats first = (value - load(right)) * load(inverse);
-      Floats second = (value - load(right + LANES)) * load(inverse + LANES);
+      Floats first = value - load(right), second = value - load(right + LANES);
+      if (SQUARES != PLAIN) first *= load(inverse), second *= load(inverse + LANES);
       sums[i][0] += first * first;
       sums[i][1] += second * second;
     }
@@ -45,17 +50,22 @@ static inline void measure_part(const float* left, const float* right, const flo
 }
 
 // The distances of a block of rows and columns, the latter in panels.
+template <Squares SQUARES>
 static void measure(const float* left, const float* right, const float* inverse, int rows, int columns, int depth,
                     bool adds, float* to) {
   for (int j = 0; j < columns; j += WIDE, right += WIDE * depth, inverse += WIDE * depth)
     for (int i = 0; i < rows; i += TALL)
       for (int k = 0; k < depth; k += PART)
-        measure_part(left + i * STRIDE + k, right + k * WIDE, inverse + k * WIDE, at_most(depth - k, PART),
+        measure_part<SQUARES>(left + i * STRIDE + k, right + k * WIDE, inverse + k * WIDE, at_most(depth - k, PART),
                      adds || k > 0, to + i * STRIDE + j);
 }
 
+static void (*const MEASURE[])(const float*, const float*, const float*, int, int, int, bool, float*) = {
+  measure<OF_QUOTIENTS>, measure<OF_QUOTIENTS>, measure<PLAIN>,
+};
+
 // 2 sum_n G z inverse of SHORT rows and WIDE coordinates, over the columns n.
-template <bool LEAVES_OUT>
+template <Squares SQUARES>
 static inline void pull_left_part(const float* G, const float* left, const float* right, int columns, float* to) {
   Floats sums[SHORT][2], own[SHORT][2];
 #pragma GCC unroll 4
@@ -64,20 +74,22 @@ static inline void pull_left_part(const float* G, const float* left, const float
   for (int n = 0; n < columns; n++, right += STRIDE)
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-      Floats inverse = load(right + HALF + half * LANES), other = load(right + half * LANES);
-      inverse *= inverse;
+      Floats other = load(right + half * LANES), inverse = Floats{};
+      if (SQUARES != PLAIN) inverse = load(right + HALF + half * LANES), inverse *= inverse;
 #pragma GCC unroll 4
       for (int i = 0; i < SHORT; i++) {
-        if (LEAVES_OUT && G[i * STRIDE + n] == 0) continue;
-        sums[i][half] += all(G[i * STRIDE + n]) * ((own[i][half] - other) * inverse);
+        if (SQUARES == LEAVES_OUT && G[i * STRIDE + n] == 0) continue;
+        Floats difference = own[i][half] - other;
+        sums[i][half] += all(G[i * STRIDE + n]) * (SQUARES == PLAIN ? difference : difference * inverse);
       }
     }
   for (int i = 0; i < SHORT; i++)
     for (int half = 0; half < 2; half++) store(to + i * STRIDE + half * LANES, 2.0f * sums[i][half]);
 }
 
-// -2 sum_m G z inverse of SHORT columns and WIDE coordinates, over the rows m, and the sum with z^2 HALF behind it.
-template <bool LEAVES_OUT>
+// -2 sum_m G z inverse of SHORT columns and WIDE coordinates, over the rows m, and unless PLAIN the sum with z^2 HALF
+// behind it.
+template <Squares SQUARES>
 static inline void pull_right_part(const float* G, const float* left, const float* right, int rows, float* to) {
   Floats sums[SHORT][2], squares[SHORT][2], own[SHORT][2];
 #pragma GCC unroll 4
@@ -92,14 +104,18 @@ static inline void pull_right_part(const float* G, const float* left, const floa
       Floats other = load(left + half * LANES);
 #pragma GCC unroll 4
       for (int i = 0; i < SHORT; i++) {
-        if (LEAVES_OUT && G[i] == 0) continue;
+        if (SQUARES == LEAVES_OUT && G[i] == 0) continue;
         Floats difference = other - own[i][half], pull = all(G[i]) * difference;
         sums[i][half] += pull;
-        squares[i][half] += pull * difference;
+        if (SQUARES != PLAIN) squares[i][half] += pull * difference;
       }
     }
   for (int i = 0; i < SHORT; i++, to += STRIDE, right += STRIDE)
     for (int half = 0; half < 2; half++) {
+      if (SQUARES == PLAIN) {
+        store(to + half * LANES, sums[i][half] * -2.0f);
+        continue;
+      }
       Floats inverse = load(right + HALF + half * LANES), both = inverse * inverse * -2.0f;
       store(to + half * LANES, sums[i][half] * both);
       store(to + HALF + half * LANES, squares[i][half] * both * inverse);
@@ -107,17 +123,21 @@ static inline void pull_right_part(const float* G, const float* left, const floa
 }
 
 // The gradients of rows or of columns, of `depth` coordinates; deviations have theirs HALF behind that of columns.
-template <bool LEAVES_OUT>
+template <Squares SQUARES>
 static void pull_left(const float* G, const float* left, const float* right, int rows, int columns, int depth,
                       float* to) {
   for (int i = 0; i < rows; i += SHORT)
     for (int k = 0; k < depth; k += WIDE)
-      pull_left_part<LEAVES_OUT>(G + i * STRIDE, left + i * STRIDE + k, right + k, columns, to + i * STRIDE + k);
+      pull_left_part<SQUARES>(G + i * STRIDE, left + i * STRIDE + k, right + k, columns, to + i * STRIDE + k);
 }
-template <bool LEAVES_OUT>
+template <Squares SQUARES>
 static void pull_right(const float* G, const float* left, const float* right, int rows, int columns, int depth,
                        float* to) {
   for (int j = 0; j < columns; j += SHORT)
     for (int k = 0; k < depth; k += WIDE)
-      pull_right_part<LEAVES_OUT>(G + j, left + k, right + j * STRIDE + k, rows, to + j * STRIDE + k);
+      pull_right_part<SQUARES>(G + j, left + k, right + j * STRIDE + k, rows, to + j * STRIDE + k);
 }
+
+typedef void (*Pull)(const float* G, const float* left, const float* right, int rows, int columns, int depth, float* to);
+static const Pull PULL_LEFT[] = {pull_left<OF_QUOTIENTS>, pull_left<LEAVES_OUT>, pull_left<PLAIN>};
+static const Pull PULL_RIGHT[] = {pull_right<OF_QUOTIENTS>, pull_right<LEAVES_OUT>, pull_right<PLAIN>};

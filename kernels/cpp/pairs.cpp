@@ -17,6 +17,7 @@
 #include "special.h"
 
 namespace {
+enum { AHEAD = 8 };    // rows of gradients
 enum { OWNERS = 16 };  // batch entries from which on each has one owner in backward
 
 struct Forward : Worker {
@@ -73,7 +74,6 @@ struct Part {
 struct Backward : Worker {
   alignas(64) float phi[COLUMNS], pulls[COLUMNS], dscale[COLUMNS], dweights[COLUMNS];
   double all_dscale[COLUMNS], all_dweights[COLUMNS];  // sums of these over the blocks of points
-  bool is_finite;  // whether all distances of the block are
   using Worker::Worker;
 
   // The gradients of points and of what varies with them, or of components and of what varies with these, or all.
@@ -92,7 +92,6 @@ struct Backward : Worker {
         for (int64_t m = part.first_point; m < part.end_point; m += ROWS) {
           int rows = at_most(part.end_point - m, ROWS);
           if (needs_pairs) pair_up(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
-          is_finite = true;
           for (int j = 0; j < COLUMNS; j++) dscale[j] = dweights[j] = 0;
           for (int i = 0; i < rows; i++) weigh(i, columns, part.batch, other, m + i, n, of_points, n > part.first);
           for (int j = 0; j < columns; j++) all_dscale[j] += dscale[j], all_dweights[j] += dweights[j];
@@ -102,20 +101,20 @@ struct Backward : Worker {
               copy_right(components.from(n, k), deviations.from(n, k), columns, depth);
               if (has_distances()) copy_left(points.from(m, k), rows, depth);
               if (!has_distances()) multiply(rows_of(scores), panels_of(right), rows, depth, columns, false, product);
-              else (is_finite ? pull_left<false> : pull_left<true>)(scores, left, right, rows, columns, depth, product);
+              else PULL_LEFT[form](scores, left, right, rows, columns, depth, product);
               put_block(product, rows, depth, adds_left, dpoints.from(m, k));
             }
             if (wants_right) {
               copy_left(points.from(m, k), rows, depth);
               if (has_distances()) {
                 copy_right(components.from(n, k), deviations.from(n, k), columns, depth);
-                (is_finite ? pull_right<false> : pull_right<true>)(scores, left, right, rows, columns, depth, product);
+                PULL_RIGHT[form](scores, left, right, rows, columns, depth, product);
               } else {
                 multiply(columns_of(scores), panels_of(left), columns, depth, rows, false, product);
               }
               bool adds = m > part.first_point;
               if (call.dright.at) put_block(product, columns, depth, adds, dcomponents.from(n, k));
-              if (call.ddeviations.at) put_deviations(part.batch, other, n, k, columns, depth, adds);
+              if (call.ddeviations.at && call.ddeviations.strides[3]) put_deviations(part.batch, other, n, k, columns, depth, adds);
             }
           }
         }
@@ -133,6 +132,7 @@ struct Backward : Worker {
       take_shares(own, columns, batch, other, point);
     } else {
       Matrix douts = call.dout.matrix(batch, other).from(point, first);
+      for (int j = 0; j < columns; j += 16) __builtin_prefetch(&douts(AHEAD, j));
       if (douts.column == 1) memcpy(pulls, douts.at, columns * sizeof(float));
       else for (int j = 0; j < columns; j++) pulls[j] = douts(0, j);
     }
@@ -141,10 +141,11 @@ struct Backward : Worker {
     for (int j = 0; j < columns; j += LANES) {
       Floats pull = load(pulls + j), value = load(phi + j);
       oddity += value * 0.0f;
-      store(row + j, pull * load(own.scale + j) * load(row + j));
-      store(phi + j, pull * (value + load(own.slope + j)));
+      Floats gradient = pull * load(own.scale + j) * load(row + j), of_scale = pull * (value + load(own.slope + j));
+      store(row + j, form == PLAIN ? gradient * load(squares + j) : gradient);
+      store(phi + j, has_distances() ? (pull == 0.0f ? Floats{} : of_scale) : of_scale);
     }
-    if (!(sum_of(oddity) == 0)) is_finite = false;
+    if (form == OF_QUOTIENTS && !(sum_of(oddity) == 0)) form = LEAVES_OUT;
     gather(call.dweights, call.weights_along, pulls, dweights, batch, other, point, first, columns, of_points, adds);
     gather(call.dscale, call.scales_along, phi, dscale, batch, other, point, first, columns, of_points, adds);
     if (has_distances())  // that of deviations needs the sums
@@ -187,18 +188,14 @@ struct Backward : Worker {
     to(point, 0) = adds ? to(point, 0) + sum_of(sum) : sum_of(sum);
   }
 
-  // The gradients of deviations, from what `pull_right` wrote. Of one deviation for all coordinates it is their sum.
+  // The gradients of deviations of each coordinate, from what `pull_right` wrote.
   void put_deviations(int64_t batch, int64_t other, int64_t first, int64_t k, int columns, int depth, bool adds) {
     Matrix to = call.ddeviations.matrix(batch, other).from(first, k);
-    bool is_single = to.column == 0;
     for (int j = 0; j < columns; j++)
-      for (int d = 0; d < depth; d++) {
-        bool is_first = !adds && !(is_single && k + d > 0);
-        to(j, d) = product[j * STRIDE + HALF + d] + (is_first ? 0 : to(j, d));
-      }
+      for (int d = 0; d < depth; d++) to(j, d) = product[j * STRIDE + HALF + d] + (adds ? to(j, d) : 0);
   }
 
-  // Write the sums over points.
+  // Write the sums over points. The gradient of one deviation for all coordinates is (sum G distance - D sum G) / deviation.
   void write_sums(Part part, int64_t other, int64_t first, int columns) {
     Matrix scales = call.dscale.matrix(part.batch, other), weights = call.dweights.matrix(part.batch, other);
     Matrix deviations = call.deviations.matrix(part.batch, other).from(first, 0);
@@ -206,7 +203,9 @@ struct Backward : Worker {
     for (int j = 0; j < columns; j++) {
       if (call.dscale.at && call.scales_along == COMPONENTS_ALONE) scales(0, first + j) = (float)all_dscale[j];
       if (call.dweights.at && call.weights_along == COMPONENTS_ALONE) weights(0, first + j) = (float)all_dweights[j];
-      for (int64_t d = 0; call.ddeviations.at && d < call.depth; d++) to(j, d) -= (float)(all_dweights[j] / deviations(j, d));
+      if (!call.ddeviations.at) continue;
+      if (to.column == 0) to(j, 0) = (float)((all_dscale[j] - call.depth * all_dweights[j]) / deviations(j, 0));
+      else for (int64_t d = 0; d < call.depth; d++) to(j, d) -= (float)(all_dweights[j] / deviations(j, d));
     }
   }
 };

@@ -41,6 +41,8 @@ struct Worker : Workspace<4, 1> {
   float *left, *right, *panels, *scores, *product;
   Copied copied_left, copied_right, copied_deviations;
   alignas(64) float scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
+  alignas(64) float squares[COLUMNS];  // of inverse deviations, where each component has one
+  Squares form = OF_QUOTIENTS;         // of the distances of the block
   alignas(64) float own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
 
   Worker(const PairsCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call) {
@@ -54,25 +56,59 @@ struct Worker : Workspace<4, 1> {
     if (copied_left.becomes(from, rows, depth)) copy_block(from, rows, depth, left);
   }
   void copy_right(Matrix from, Matrix deviations, int rows, int depth) {
-    bool differ = has_distances() && copied_deviations.becomes(deviations, rows, depth);  // of the same components
-    if (!copied_right.becomes(from, rows, depth) && !differ) return;
-    copy_block(from, rows, depth, right);
-    transpose_block(right, rows, depth, panels);
-    if (!has_distances()) return;
+    if (copied_right.becomes(from, rows, depth)) {
+      copy_block(from, rows, depth, right);
+      transpose_block(right, rows, depth, panels);
+    }
+    if (!has_distances() || form == PLAIN || !copied_deviations.becomes(deviations, rows, depth)) return;
     invert_block(deviations, rows, depth, right + HALF);
     transpose_block(right + HALF, rows, depth, panels + HALF_PANELS);
   }
 
-  // Write the dot products or squared distances of a block to `scores`.
+  // Write the dot products or squared distances of a block to `scores`. Where each component has one deviation, distances
+  // are PLAIN sums of squares, unless these overflow.
   void pair_up(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
     if (call.depth == 0) memset(scores, 0, BLOCK * sizeof(float));
+    form = has_distances() && read_squares(deviations, columns) ? PLAIN : OF_QUOTIENTS;
+    add_up(points, rows, components, deviations, columns);
+    if (form != PLAIN || scale_distances(rows, columns)) return;
+    form = OF_QUOTIENTS;
+    add_up(points, rows, components, deviations, columns);
+  }
+  void add_up(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
     for (int64_t k = 0; k < call.depth; k += deepest()) {
       int depth = at_most(call.depth - k, deepest());
       copy_left(points.from(0, k), rows, depth);
       copy_right(components.from(0, k), deviations.from(0, k), columns, depth);
-      if (has_distances()) measure(left, panels, panels + HALF_PANELS, rows, columns, depth, k > 0, scores);
-      else multiply(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, k > 0, scores);
+      if (!has_distances()) multiply(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, k > 0, scores);
+      else MEASURE[form](left, panels, panels + HALF_PANELS, rows, columns, depth, k > 0, scores);
     }
+  }
+
+  // The inverse squares of single deviations. Returns whether there are such, none so large or small that it matters when
+  // they multiply, and no gradient for each coordinate is wanted.
+  bool read_squares(Matrix deviations, int columns) {
+    if (deviations.column != 0 || (call.ddeviations.at && call.ddeviations.strides[3] != 0)) return false;
+    memset(squares, 0, sizeof squares);
+    for (int j = 0; j < columns; j++) {
+      float deviation = deviations(j, 0);
+      if (!(deviation > 1e-10f && deviation < 1e10f)) return false;
+      squares[j] = 1 / (deviation * deviation);
+    }
+    return true;
+  }
+
+  // Multiply sums of squares with those of inverse deviations. Returns whether all distances are finite.
+  bool scale_distances(int rows, int columns) {
+    Floats oddity = Floats{};
+    for (int i = 0; i < rows; i++)
+      for (int j = 0; j < columns; j += LANES) {
+        float* at = scores + i * STRIDE + j;
+        Floats square = load(squares + j), distance = square > 0.0f ? load(at) * square : Floats{};
+        store(at, distance);
+        oddity += distance * 0.0f;
+      }
+    return sum_of(oddity) == 0;
   }
 
   // Read the terms that are constant along the points of a block. Components that are not there have a weight of 0.

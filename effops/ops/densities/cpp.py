@@ -212,7 +212,7 @@ def _along(layout: Layout, operand: Tensor, dims: int = 0) -> int:
     return BOTH if components else POINTS_ALONE
 
 
-def obstacle(layout: Layout, left: Tensor, right: Tensor, **operands: tuple[Tensor, int]) -> str:
+def obstacle(layout: Layout, right: Tensor, **operands: tuple[Tensor, int]) -> str:
     """Why the kernel cannot take the operands of a call; empty if it can. Scales and weights have last dimensions."""
     plan, components = layout.plan, layout.axes[-1]
     for name, (operand, dims) in operands.items():
@@ -224,14 +224,16 @@ def obstacle(layout: Layout, left: Tensor, right: Tensor, **operands: tuple[Tens
     shared = [axis for group in (*layout.axes[1:-2], components) for axis in group if plan.shape[axis] > 1]
     if not all(plan.varies(right, (axis,), trailing=1) for axis in shared):
         return "needs components that each have their own direction"
-    *batch, points, _ = pairs = range(len(layout.axes))
-    # Traced code leaves strides open. Whatever they are when it runs, operands that cannot be read so are copied.
-    if not is_compiling() and None in (
-        layout.strides(left, (0, points), trailing=1),
-        layout.strides(right, (*batch, pairs[-1]), trailing=1),
-    ):
-        return "needs axes of one role to lie one after another in memory; here they would be copied"
     return ""
+
+
+def reads_in_place(layout: Layout, left: Tensor, right: Tensor) -> bool:
+    """Whether the kernel reads operands where they lie, and not in copies. Traced code leaves strides open."""
+    if is_compiling():
+        return True
+    *batch, points, components = range(len(layout.axes))
+    strides = layout.strides(left, (0, points), trailing=1), layout.strides(right, (*batch, components), trailing=1)
+    return None not in strides
 
 
 def forward(native: Native, call: DensityCall) -> Tensor:

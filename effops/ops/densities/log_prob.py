@@ -115,12 +115,15 @@ def requires_native(call: DensityCall, scale_dims: int = 0) -> str:
     """Whether the C++ kernels take all pairs of a call."""
     if any(tensor.dtype != torch.float32 for tensor in call.tensors):
         return "needs float32"
-    return cpp.obstacle(Layout.of_pairs(call.plan), call.x, call.loc, scale=(call.scale, scale_dims))
+    return cpp.obstacle(Layout.of_pairs(call.plan), call.loc, scale=(call.scale, scale_dims))
 
 
 def prefers_native(call: DensityCall) -> bool:
-    """Whether so many rows of x and of loc meet each other that the C++ kernels are the faster ones."""
-    return all(is_certain(call.plan.numel(axes) >= limits.LEAST_SIDE) for axes in (call.plan.rows, call.plan.columns))
+    """Whether the C++ kernels are the faster ones: many rows meet each other, and none has to be copied for them."""
+    has_many = all(
+        is_certain(call.plan.numel(axes) >= limits.LEAST_SIDE) for axes in (call.plan.rows, call.plan.columns)
+    )
+    return has_many and cpp.reads_in_place(Layout.of_pairs(call.plan), call.x, call.loc)
 
 
 def tensor_dims(density: Density) -> dict[str, int]:

@@ -172,6 +172,7 @@ class Mixture:
             self.native,
             by_example=True,  # in a batch operands may vary along points, as `requires_native` rules out
             requires=[self.requires_native],
+            automatic=self.prefers_native,
         )
 
     def _add(
@@ -252,7 +253,11 @@ class Mixture:
             return "needs components along an axis of x or of loc; here both vary along it"
         groups = Groups(call.reduction, call.loc, call.x)
         scale, log_weights = (call.scale, self.density.scale_dims), (call.log_weights, 0)
-        return cpp.obstacle(groups, groups.left, groups.right, scale=scale, log_weights=log_weights)
+        return cpp.obstacle(groups, groups.right, scale=scale, log_weights=log_weights)
+
+    def prefers_native(self, call: MixtureCall) -> bool:
+        groups = Groups(call.reduction, call.loc, call.x)
+        return cpp.reads_in_place(groups, groups.left, groups.right)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:
         """The statistics as a form computes them: a function of the tensors of a call and of its `settings`."""
