@@ -22,35 +22,37 @@ OUTCOME = "built.json"
 ROWS = 128  # queries of a block, at most, as in C++
 SOME = 1024  # scales that a thread takes at a time
 BY_CAPABILITY = {"AVX2": "avx2", "AVX512": "avx512"}  # PyTorch's name of the processor's instructions
+TYPES = torch.float32, torch.bfloat16, torch.float16  # as `Type` in C++
 MAPS = "linear", "power_spherical", "von_mises_fisher"
 AGAIN = "install effops again, with a C++ compiler"
 
 
 class _Strided(ctypes.Structure):
-    """An address, and strides along some axes."""
+    """An address, strides along some axes, and what the numbers are."""
 
     AXES: int
 
     @classmethod
     def of(cls, tensor: Tensor, strides: Sequence[int]) -> Any:
-        """Some strides of a tensor in memory. One that is not there has 0."""
+        """Some strides of a tensor in memory. One that is not there has 0. Booleans are told elsewhere."""
         if tensor.data_ptr() == 0 and tensor.numel() > 0:
             raise RuntimeError("effops.kernels.library: an operand must have memory; got a tensor without")
-        return cls(tensor.data_ptr(), (ctypes.c_int64 * cls.AXES)(*strides))
+        kind = 0 if tensor.dtype == torch.bool else TYPES.index(tensor.dtype)
+        return cls(tensor.data_ptr(), (ctypes.c_int64 * cls.AXES)(*strides), kind)
 
 
 class Operand(_Strided):
     """As `Operand` in C++."""
 
     AXES = 4
-    _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * AXES)]
+    _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * AXES), ("type", ctypes.c_int64)]
 
 
 class Batched(_Strided):
     """As `Batched` in C++."""
 
     AXES = 10
-    _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * AXES)]
+    _fields_ = [("at", ctypes.c_void_p), ("strides", ctypes.c_int64 * AXES), ("type", ctypes.c_int64)]
 
 
 class PairsCall(ctypes.Structure):

@@ -31,6 +31,7 @@ struct Forward : Tiles {
   void write_pairs(int64_t m, int rows) {
     int64_t end = end_of(m + rows - 1);
     bool is_softmax = call.output == WEIGHTS;
+    if (is_softmax && out.type != FLOAT32) return write_rounded(m, rows, end);
     float most[ROWS];
     std::fill(most, most + ROWS, -INFINITY);
     for (int64_t n = 0; n < end; n += COLUMNS) {
@@ -45,6 +46,25 @@ struct Forward : Tiles {
     int64_t written = std::min(call.keys, blocks_of(end, COLUMNS) * COLUMNS);
     fill(out.from(m, written), rows, call.keys - written, is_softmax ? 0 : -INFINITY);
     for (int i = 0; is_softmax && i < rows; i++) take_exponentials(&out(m + i, 0), written, shift_of(most[i]));
+  }
+
+  // Weights of 16 bits. They are rounded once, so that the sums of exponentials come first.
+  void write_rounded(int64_t m, int rows, int64_t end) {
+    float most[ROWS], total[ROWS];
+    for (int i = 0; i < rows; i++) most[i] = -INFINITY, total[i] = 0;
+    for (bool writes : {false, true})
+      for (int64_t n = 0; n < end; n += COLUMNS) {
+        int columns = at_most(call.keys - n, COLUMNS);
+        pair_keys(m, rows, n, columns);
+        for (int i = 0; i < rows; i++) {
+          float* row = scores + i * STRIDE;
+          if (!writes) absorb(row, m + i, n, columns, most[i], total[i]);
+          else weigh(row, m + i, n, columns, shift_of(most[i]), inverse_of(total[i]));
+        }
+        if (writes) put_block(scores, rows, columns, false, out.from(m, n));
+      }
+    int64_t written = std::min(call.keys, blocks_of(end, COLUMNS) * COLUMNS);
+    fill(out.from(m, written), rows, call.keys - written, 0);
   }
 
   // Overwrite scores that lie one after another with their weights.
@@ -134,7 +154,8 @@ struct Backward : Tiles {
     int rows = at_most(call.queries - m, ROWS), columns = at_most(call.keys - n, COLUMNS);
     if (call.output != SCORES) {
       pair_keys(m, rows, n, columns);
-      for (int i = 0; i < rows; i++) weigh(scores + i * STRIDE, m + i, n, columns);
+      for (int i = 0; i < rows; i++)
+        weigh(scores + i * STRIDE, m + i, n, columns, statistics(m + i, MOST), statistics(m + i, INVERSE));
     }
     if (!(of_queries && wants_queries()) && !(of_keys && call.dkey.at) && !of_mask)
       return pull_values(m, rows, n, columns, adds_to_keys);
@@ -226,13 +247,6 @@ struct Backward : Tiles {
     }
   }
 
-  // Overwrite the dot products of a query with its weights.
-  void weigh(float* row, int64_t query, int64_t n, int columns) {
-    mask_row(row, query, n, columns);
-    float shift = statistics(query, MOST), inverse = statistics(query, INVERSE);
-    for (int j = 0; j < in_lanes(columns); j += LANES) store(row + j, exponential(load(row + j) - shift) * inverse);
-  }
-
   // Overwrite the gradients of the weights of a query with those of its scores, times a factor.
   void pull_scores(float* row, const float* weights, int64_t query, int64_t n, int columns, float factor) {
     int reached = reach(query, n, columns);
@@ -259,7 +273,7 @@ struct OfStatistics : Backward {
     for (int64_t n = 0; n < end; n += COLUMNS) {
       int columns = at_most(call.keys - n, COLUMNS);
       // Gradients of weights that lie one after another are read where they are.
-      bool is_read = call.output == WEIGHTS && dout.column == 1 && columns % LANES == 0;
+      bool is_read = call.output == WEIGHTS && dout.type == FLOAT32 && dout.column == 1 && columns % LANES == 0;
       pair_keys(m, rows, n, columns);
       if (!is_read) pull_weights(m, rows, n, columns);
       for (int i = 0; i < rows; i++) {

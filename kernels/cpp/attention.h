@@ -28,7 +28,10 @@ struct AttentionCall {
 
 static void fill(Matrix to, int64_t rows, int64_t columns, float value) {
   for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < columns; j++) to(i, j) = value;
+    for (int64_t j = 0; j < columns; j++) {
+      if (to.type == FLOAT32) to(i, j) = value;
+      else narrow(&value, 1, to.type, (uint16_t*)to.address(i, j), 1);
+    }
 }
 
 typedef int8_t Flags __attribute__((vector_size(LANES), aligned(1), may_alias));
@@ -175,7 +178,7 @@ struct Tiles : Workspace<5, 2> {
     if (call.mask_is == BOOLEANS) read_flags(query, n, columns);
     if (call.mask_is == NUMBERS) {
       Matrix from = call.mask.matrix(place).from(query, n);
-      if (from.column == 1 && columns % LANES == 0) terms = from.at;
+      if (from.column == 1 && columns % LANES == 0) terms = &from(0, 0);
       else for (int j = 0; j < columns; j++) numbers[j] = from(0, j);
     }
     Floats highest = all(-INFINITY);
@@ -199,6 +202,12 @@ struct Tiles : Workspace<5, 2> {
       Floats drawn = uniform(key, counted_from((int32_t)(n + j)));
       store(row + j, load(row + j) * (drawn < call.dropped ? Floats{} : all(kept)));
     }
+  }
+
+  // Overwrite the dot products of a query with its weights.
+  void weigh(float* row, int64_t query, int64_t n, int columns, float shift, float inverse) {
+    mask_row(row, query, n, columns);
+    for (int j = 0; j < in_lanes(columns); j += LANES) store(row + j, exponential(load(row + j) - shift) * inverse);
   }
 
   static void scale_row(float* row, int count, float factor) {

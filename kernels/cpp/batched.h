@@ -8,13 +8,16 @@ enum { AXES = 8 };  // of a batch, at most
 struct Batched {
   void* at;
   int64_t strides[AXES + 2];
+  Type type;
 
   int64_t offset(const int64_t* place) const {
     int64_t sum = 0;
     for (int axis = 0; axis < AXES; axis++) sum += place[axis] * strides[axis];
     return sum;
   }
-  Matrix matrix(const int64_t* place) const { return {(float*)at + offset(place), strides[AXES], strides[AXES + 1]}; }
+  Matrix matrix(const int64_t* place) const {
+    return {(char*)at + offset(place) * bytes_of(type), strides[AXES], strides[AXES + 1], type};
+  }
 };
 
 // The batch axes along which an operand varies, and the others, along which its entries are shared.

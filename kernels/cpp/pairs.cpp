@@ -132,9 +132,8 @@ struct Backward : Worker {
       take_shares(own, columns, batch, other, point);
     } else {
       Matrix douts = call.dout.matrix(batch, other).from(point, first);
-      for (int j = 0; j < columns; j += 16) __builtin_prefetch(&douts(AHEAD, j));
-      if (douts.column == 1) memcpy(pulls, douts.at, columns * sizeof(float));
-      else for (int j = 0; j < columns; j++) pulls[j] = douts(0, j);
+      for (int j = 0; j < columns; j += 16) __builtin_prefetch(douts.address(AHEAD, j));
+      copy_row(douts, 0, columns, pulls);
     }
     for (int j = columns; j < in_lanes(columns); j++) pulls[j] = phi[j] = 0;
     Floats oddity = Floats{};  // 0 if all distances are finite

@@ -7,11 +7,12 @@
 // An operand and its strides, along: batch, others (along which points do not vary), points or components, coordinates.
 // An operand of pairs has points and components last. A gradient that is not wanted has no address.
 struct Operand {
-  float* at;
+  void* at;
   int64_t strides[4];
+  Type type;
 
   Matrix matrix(int64_t batch, int64_t other) const {
-    return {at + batch * strides[0] + other * strides[1], strides[2], strides[3]};
+    return {(char*)at + (batch * strides[0] + other * strides[1]) * bytes_of(type), strides[2], strides[3], type};
   }
 };
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstring>
 
-#include "vector.h"
+#include "narrow.h"
 
 enum {
   ROWS = 128, COLUMNS = 128, DEPTH = 128,        // of a block, at most
@@ -12,31 +12,37 @@ enum {
   PANELS = COLUMNS * DEPTH,
 };
 
-// A matrix in memory, by the strides of its rows and columns.
+// A matrix in memory, by the strides of its rows and columns, and what its numbers are. Single ones are read of float32.
 struct Matrix {
-  float* at;
+  void* at;
   int64_t row, column;
+  Type type = FLOAT32;
 
-  Matrix from(int64_t first_row, int64_t first_column) const {
-    return {at + first_row * row + first_column * column, row, column};
-  }
-  float& operator()(int64_t i, int64_t j) const { return at[i * row + j * column]; }
+  void* address(int64_t i, int64_t j) const { return (char*)at + (i * row + j * column) * bytes_of(type); }
+  Matrix from(int64_t first_row, int64_t first_column) const { return {address(first_row, first_column), row, column, type}; }
+  float& operator()(int64_t i, int64_t j) const { return ((float*)at)[i * row + j * column]; }
 };
 
 static inline int at_most(int64_t count, int most) { return count < most ? (int)count : most; }
 static inline int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
+static inline void copy_row(Matrix from, int64_t i, int columns, float* to) {
+  if (from.type != FLOAT32) widen((const uint16_t*)from.address(i, 0), from.column, columns, from.type, to);
+  else if (from.column == 1) memcpy(to, &from(i, 0), columns * sizeof(float));
+  else for (int j = 0; j < columns; j++) to[j] = from(i, j);
+}
 static void copy_block(Matrix from, int rows, int columns, float* to) {
-  for (int i = 0; i < rows; i++, to += STRIDE) {
-    if (from.column == 1) memcpy(to, &from(i, 0), columns * sizeof(float));
-    else for (int j = 0; j < columns; j++) to[j] = from(i, j);
-  }
+  for (int i = 0; i < rows; i++, to += STRIDE) copy_row(from, i, columns, to);
 }
 
-// Put a block into memory, or add it to what is there.
+// Put a block into memory, or add it to what is there, which has float32.
 static void put_block(const float* from, int rows, int columns, bool adds, Matrix to) {
   for (int i = 0; i < rows; i++, from += STRIDE) {
     int j = 0;
+    if (to.type != FLOAT32) {
+      narrow(from, columns, to.type, (uint16_t*)to.address(i, 0), to.column);
+      continue;
+    }
     if (to.column == 1 && !adds) memcpy(&to(i, 0), from, columns * sizeof(float)), j = columns;
     if (to.column == 1)
       for (float* row = &to(i, 0); j + LANES <= columns; j += LANES) store(row + j, load(row + j) + load(from + j));

@@ -33,7 +33,8 @@ struct Copied {
   int rows = 0, columns = 0;
 
   bool becomes(Matrix from, int more_rows, int more_columns) {
-    bool was = held.at == from.at && held.row == from.row && held.column == from.column;
+    bool was = held.at == from.at && held.type == from.type;
+    was = was && held.row == from.row && held.column == from.column;
     was = was && rows == more_rows && columns == more_columns;
     held = from, rows = more_rows, columns = more_columns;
     return !was;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,22 +22,25 @@ from effops.pytorch import FakeTensor
 AXES = 8  # of a batch, at most, as in C++
 OUTPUTS = "scores", "weights", "sums"  # as `Output` in C++
 NO_MASK, BOOLEANS, NUMBERS = range(3)  # as `Mask` in C++
+DEPTH = 128  # features that are summed at a time, as in C++
 STATISTICS = 3  # of a query, which backward finds first
 
 
 def obstacle(call: AttentionCall) -> str:
     """Why the kernels cannot take a call; empty if they can."""
-    error = _obstacle((*call.scored, *given(call.value)), len(call.shape) - 2)
-    if not error and call.masked and call.mask.dtype not in (torch.bool, torch.float32):
-        return f"needs a mask of booleans or float32, got {call.mask.dtype}"
-    return error
+    if any(tensor.dtype == torch.float64 for tensor in call.tensors):
+        return "needs float32, or dtypes of 16 bits"
+    return _obstacle(len(call.shape) - 2)
 
 
-def _obstacle(tensors: Iterable[Tensor], axes: int) -> str:
-    """Why the kernels cannot take operands with so many batch axes in all; empty if they can."""
-    if any(tensor.dtype != torch.float32 for tensor in tensors):
-        return "needs float32"
+def _obstacle(axes: int) -> str:
+    """Why the kernels cannot take so many batch axes; empty if they can."""
     return f"takes {AXES} batch axes at most, got {axes}" if axes > AXES else ""
+
+
+def is_faster(call: AttentionCall) -> bool:
+    """Whether the kernels are faster than blocks. Of weights of 16 bits they compute all scores twice."""
+    return call.output != "weights" or call.dtype.itemsize > 2
 
 
 def fills_axes(arguments: Sequence[Any], core_dims: Sequence[int]) -> bool:
@@ -45,10 +49,12 @@ def fills_axes(arguments: Sequence[Any], core_dims: Sequence[int]) -> bool:
 
 
 def forward(call: AttentionCall) -> Tensor:
-    out = ordered_empty(call)
+    # Sums of many features are added up where the result is, which 16 bits are too few for.
+    has_parts = call.value is not None and call.value.shape[-1] > DEPTH
+    out = ordered_empty(replace(call, dtype=torch.float32) if has_parts else call)
     if out.numel():
         _run(call, False, out=out)
-    return out
+    return out.to(call.dtype)
 
 
 def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
@@ -64,7 +70,7 @@ def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradi
         "dmask": _empty(call.mask, call.mask.shape[:-2]) if wants_mask else None,
     }
     if call.plan.numel(call.plan.order):
-        statistics = dout.new_empty((*batch, query.shape[-2], STATISTICS))
+        statistics = dout.new_empty((*batch, query.shape[-2], STATISTICS), dtype=torch.float32)
         _run(call, True, dout=without_negation(dout), statistics=statistics, **gradients)
     else:
         _zero(gradients.values())
@@ -87,7 +93,9 @@ def _shared(call: AttentionCall) -> list[bool]:
 def _empty(tensor: Tensor, batch: Shape) -> Tensor:
     """An uninitialised gradient with these batch axes, laid out as the tensor if that has the same."""
     shape = (*batch, *tensor.shape[-2:])
-    return with_huge_pages(torch.empty_like(tensor) if tuple(tensor.shape) == shape else tensor.new_empty(shape))
+    if tuple(tensor.shape) == shape:
+        return with_huge_pages(torch.empty_like(tensor, dtype=torch.float32))
+    return with_huge_pages(tensor.new_empty(shape, dtype=torch.float32))
 
 
 def _zero(gradients: Iterable[Tensor | None]) -> None:
@@ -102,7 +110,7 @@ def _empty_parts(call: AttentionCall) -> Tensor:
 
     query, _, weight = call.scored
     blocks = -(-query.shape[-2] // library.ROWS)
-    return weight.new_empty((*call.plan.shape[:-2], blocks, weight.shape[-1]))
+    return weight.new_empty((*call.plan.shape[:-2], blocks, weight.shape[-1]), dtype=torch.float32)
 
 
 def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> None:
@@ -110,9 +118,11 @@ def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> No
     from effops.kernels import library
 
     query, key, *weight = map(without_negation, call.scored)
+    weight = [one.float() for one in weight]
     operands = {"query": query, "key": key, **results}
     operands["value"] = None if call.value is None else without_negation(call.value)
-    operands["mask"] = without_negation(call.mask) if call.masked else None
+    mask = without_negation(call.mask) if call.masked else None
+    operands["mask"] = mask if mask is None or mask.dtype == torch.bool else mask.float()
     native = library.AttentionCall()
     batch = call.plan.shape[:-2]
     native.of_keys = library.Axes.of(batch, _shared(call))
@@ -127,7 +137,7 @@ def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> No
     native.factor, native.dropped = 1 if weight else call.factor, call.dropout_p
     native.seed = call.drawn_seed if call.dropout_p else 0
     native.threads = library.threads_for(library.attention_items(native, is_backward))
-    workspace = query.new_empty(native.threads * library.attention_workspace())
+    workspace = query.new_empty(native.threads * library.attention_workspace(), dtype=torch.float32)
     if isinstance(workspace, FakeTensor):
         return
     for name, operand in operands.items():
@@ -157,7 +167,9 @@ def _own_strides(operand: Tensor) -> list[int]:
 
 def log_sparse_obstacle(call: LogSparseCall) -> str:
     """Why the kernels cannot take a call over the log-sparse pattern; empty if they can."""
-    return _obstacle(call.tensors, len(call.batch))
+    if any(tensor.dtype != torch.float32 for tensor in call.tensors):
+        return "needs float32"
+    return _obstacle(len(call.batch))
 
 
 def log_sparse(call: LogSparseCall) -> Tensor:

@@ -28,7 +28,7 @@ for with_kernels, output in ((scores_op, "scores"), (weights_op, "weights"), (op
     in_kernels = custom_op(with_kernels, KIND, output, "triton", triton.forward, triton.backward, empty=empty)
     add_kernels(with_kernels, in_kernels)
     in_library = custom_op(with_kernels, KIND, output, "cpp", cpp.forward, cpp.backward, fills_axes=cpp.fills_axes)
-    add_native(with_kernels, in_library, requires=[cpp.obstacle])
+    add_native(with_kernels, in_library, requires=[cpp.obstacle], automatic=cpp.is_faster)
 in_sdpa = custom_op(op, KIND, "sums", "sdpa", sdpa.forward, sdpa.backward, empty=sdpa.forward, native=lambda call: True)
 add_custom_op(
     op,

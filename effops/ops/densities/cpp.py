@@ -66,17 +66,17 @@ class _Gradient:
         self.layout, self.operand, self.groups, self.trailing = layout, operand, groups, trailing
         strides = None
         if operand.numel() == math.prod(shape):
-            self.tensor = with_huge_pages(torch.empty_like(operand))
+            self.tensor = with_huge_pages(torch.empty_like(operand, dtype=torch.float32))
             strides = layout.strides(self.tensor, groups, trailing=trailing)
         self.is_whole = strides is not None
         if strides is None:
-            self.tensor = layout.empty(operand, groups, tuple(shape), operand.dtype, trailing=trailing)
+            self.tensor = layout.empty(operand, groups, tuple(shape), torch.float32, trailing=trailing)
             strides = self.tensor.stride()
         self.strides: Sequence[int] = strides
 
     def restored(self) -> Tensor | None:
         if self.is_whole:
-            return self.tensor
+            return self.tensor.to(self.operand.dtype)
         return self.layout.restore(self.tensor, self.operand, self.groups, trailing=self.trailing)
 
 
@@ -122,18 +122,19 @@ class Kernel:
         """Run the kernel in one direction. On fake tensors the workspace is allocated, and nothing runs."""
         from effops.kernels import library
 
-        normaliser, slope = self.native.normalisers(self.scale, with_slopes)
-        scale, dims = self.of_pairs(self.scale) if not self.native.scale_dims else None, self.native.scale_dims
+        factors, dims = self.scale.float(), self.native.scale_dims
+        normaliser, slope = self.native.normalisers(factors, with_slopes)
+        scale = self.of_pairs(factors) if not dims else None
         if dims:
-            deviations = self.operand(self.scale, self.components, trailing=1)
+            deviations = self.operand(factors, self.components, trailing=1)
             assert deviations is not None
             operands["deviations"] = deviations[0], _of_coordinates(deviations, self.depth)
-            scale = self.scale.new_full((), -0.5), (0, 0, 0, 0)
+            scale = factors.new_full((), -0.5), (0, 0, 0, 0)
         given: dict[str, Operand] = {
             "left": self.operand(self.left, self.points, trailing=1),
             "right": self.operand(self.right, self.components, trailing=1),
             "scale": scale,
-            "weights": self.of_pairs(self.log_weights),
+            "weights": None if self.log_weights is None else self.of_pairs(self.log_weights.float()),
             "normaliser": self.of_pairs(normaliser),
             "slope": self.of_pairs(slope),
             **operands,
@@ -144,7 +145,7 @@ class Kernel:
         call.scales_along = _along(self.layout, self.scale, dims)
         call.weights_along = COMPONENTS_ALONE if self.log_weights is None else _along(self.layout, self.log_weights)
         call.threads = library.threads_for(library.pair_items(call, is_backward))
-        workspace = self.left.new_empty(call.threads * library.pairs_workspace())
+        workspace = factors.new_empty(call.threads * library.pairs_workspace())
         if isinstance(workspace, FakeTensor):
             return
         for name, operand in given.items():
@@ -263,7 +264,7 @@ def _mixture_kernel(native: Native, groups: Groups, log_weights: Tensor, call: D
 def _of_result(groups: Groups, tensor: Tensor | None) -> Operand:
     if tensor is None:
         return None
-    tensor = without_negation(tensor)
+    tensor = without_negation(tensor).float()
     strides = groups.strides_of_result(tensor)
     if strides is None:
         tensor = groups.of_result(tensor)
@@ -289,9 +290,9 @@ def forward_logsumexp(native: Native, reduction: Reduction, log_weights: Tensor,
 
 def logsumexp(native: Native, reduction: Reduction, log_weights: Tensor, call: DensityCall) -> Tensor:
     """The result, without statistics."""
-    out = reduction.reduced.empty(call.x, call.dtype)
+    out = reduction.reduced.empty(call.x, call.arithmetic)
     _reduce(native, reduction, log_weights, call, out, None)
-    return out
+    return out.to(call.dtype)
 
 
 def backward_logsumexp(

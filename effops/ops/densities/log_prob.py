@@ -113,8 +113,8 @@ class LogProb:
 
 def requires_native(call: DensityCall, scale_dims: int = 0) -> str:
     """Whether the C++ kernels take all pairs of a call."""
-    if any(tensor.dtype != torch.float32 for tensor in call.tensors):
-        return "needs float32"
+    if any(tensor.dtype == torch.float64 for tensor in call.tensors):
+        return "needs float32, or dtypes of 16 bits"
     return cpp.obstacle(Layout.of_pairs(call.plan), call.loc, scale=(call.scale, scale_dims))
 
 

@@ -247,8 +247,8 @@ class Mixture:
         return layout.obstacle(call.scale, self.density.scale_dims)
 
     def requires_native(self, call: MixtureCall) -> str:
-        if any(tensor.dtype != torch.float32 for tensor in call.tensors):
-            return "needs float32"
+        if any(tensor.dtype == torch.float64 for tensor in call.tensors):
+            return "needs float32, or dtypes of 16 bits"
         if call.axis in call.plan.batch:
             return "needs components along an axis of x or of loc; here both vary along it"
         groups = Groups(call.reduction, call.loc, call.x)
