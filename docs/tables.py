@@ -33,7 +33,10 @@ TILES = AMD / "tiles-2026-11-27.json"
 LARGE_TILES = AMD / "tiles-of-gigabytes-2026-11-27.json"
 HEAD_IN_TILES = AMD / "head-in-tiles-2026-11-27.json"
 NATIVE = [AMD / f"native-alone-{number}-2026-11-27.json" for number in (1, 2, 3)]
-BESIDE = [AMD / f"native-beside-{load}-2026-11-27.json" for load in ("processes", "thread")]
+BESIDE = {
+    load: AMD / f"native-beside-{load.replace(':', '-')}-2026-11-27.json"
+    for load in ("processes:1", "processes:2", "moving:1", "moving:2", "thread")
+}
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
 BUSY_OPS = ("power_spherical_mixture_log_prob", "attention_weights")
@@ -182,13 +185,13 @@ def native() -> str:
 def beside() -> str:
     """A line for each op, pass, number of threads and load: milliseconds of variants."""
     lines = []
-    for load, results in (("nothing", NATIVE[:1]), ("processes:2", BESIDE[:1]), ("thread", BESIDE[1:])):
-        for (op, one_pass, threads), times in times_of_variants(content(results[0])).items():
+    for load, result in {"nothing": NATIVE[0], **BESIDE}.items():
+        for (op, one_pass, threads), times in times_of_variants(content(result)).items():
             if op in BUSY_OPS:
                 cells = (f"{times[name]:.0f} ms" if name in times else "-" for name in ("cpp", "chunked", "compile"))
                 lines.append((f"`{op}`", one_pass, str(threads), load, *cells))
     titles = "op", "pass", "threads", "beside", "`cpp`", "`chunked`", "`compile`"
-    return f"{table(titles, sorted(lines))}\n\n{measured_in([NATIVE[0], *BESIDE])}"
+    return f"{table(titles, sorted(lines))}\n\n{measured_in([NATIVE[0], *BESIDE.values()])}"
 
 
 def mixture_memory() -> str:

@@ -26,6 +26,19 @@ static void invert_block(Matrix from, int rows, int columns, float* to) {
     for (int j = 0; j < columns; j += LANES) store(to + j, 1.0f / load(to + j));
 }
 
+// Whether all values of a block are so small that their differences are finite.
+static bool is_small(const float* block, int rows, int columns) {
+  float sum = 0;
+  for (int i = 0; i < rows; i++, block += STRIDE) {
+    Floats sums = Floats{};
+    int j = 0;
+    for (; j + LANES <= columns; j += LANES) sums += (load(block + j) * 2.0f) * 0.0f;
+    for (; j < columns; j++) sum += (block[j] * 2.0f) * 0.0f;
+    sum += sum_of(sums);
+  }
+  return sum == 0;
+}
+
 template <Squares SQUARES>
 static inline void measure_part(const float* left, const float* right, const float* inverse, int depth, bool adds,
                                 float* to) {

@@ -91,7 +91,9 @@ struct Backward : Worker {
         for (int j = 0; j < COLUMNS; j++) all_dscale[j] = all_dweights[j] = 0;
         for (int64_t m = part.first_point; m < part.end_point; m += ROWS) {
           int rows = at_most(part.end_point - m, ROWS);
-          if (needs_pairs) pair_up(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
+          bool is_enough = has_distances() && !of_components &&
+                           needs_no_distances(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
+          if (needs_pairs && !is_enough) pair_up(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
           for (int j = 0; j < COLUMNS; j++) dscale[j] = dweights[j] = 0;
           for (int i = 0; i < rows; i++) weigh(i, columns, part.batch, other, m + i, n, of_points, n > part.first);
           for (int j = 0; j < columns; j++) all_dscale[j] += dscale[j], all_dweights[j] += dweights[j];

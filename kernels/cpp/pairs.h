@@ -44,6 +44,7 @@ struct Worker : Workspace<4, 1> {
   alignas(64) float scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
   alignas(64) float squares[COLUMNS];  // of inverse deviations, where each component has one
   Squares form = OF_QUOTIENTS;         // of the distances of the block
+  bool is_left_small, is_right_small;
   alignas(64) float own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
 
   Worker(const PairsCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call) {
@@ -54,12 +55,15 @@ struct Worker : Workspace<4, 1> {
   int deepest() const { return has_distances() ? (int)HALF : (int)DEPTH; }
 
   void copy_left(Matrix from, int rows, int depth) {
-    if (copied_left.becomes(from, rows, depth)) copy_block(from, rows, depth, left);
+    if (!copied_left.becomes(from, rows, depth)) return;
+    copy_block(from, rows, depth, left);
+    is_left_small = has_distances() && is_small(left, rows, depth);
   }
   void copy_right(Matrix from, Matrix deviations, int rows, int depth) {
     if (copied_right.becomes(from, rows, depth)) {
       copy_block(from, rows, depth, right);
       transpose_block(right, rows, depth, panels);
+      is_right_small = has_distances() && is_small(right, rows, depth);
     }
     if (!has_distances() || form == PLAIN || !copied_deviations.becomes(deviations, rows, depth)) return;
     invert_block(deviations, rows, depth, right + HALF);
@@ -76,6 +80,15 @@ struct Worker : Workspace<4, 1> {
     form = OF_QUOTIENTS;
     add_up(points, rows, components, deviations, columns);
   }
+  // Whether the gradients of the points of a block need no distances, as their factors are PLAIN and finite.
+  bool needs_no_distances(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
+    if (call.is_reduced || call.depth > HALF || !read_squares(deviations, columns)) return false;
+    form = PLAIN;
+    copy_left(points, rows, (int)call.depth);
+    copy_right(components, deviations, columns, (int)call.depth);
+    return is_left_small && is_right_small;
+  }
+
   void add_up(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
     for (int64_t k = 0; k < call.depth; k += deepest()) {
       int depth = at_most(call.depth - k, deepest());

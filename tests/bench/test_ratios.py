@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import threading
 from pathlib import Path
@@ -63,9 +64,9 @@ def test_rows(ratios: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "left_out" not in content["header"]
     rows = content["rows"]
     forward = {(row["op"], row["subject"]) for row in rows if (row["pass"], row["case"]) == ("forward", "strided")}
-    # Attention's automatic choice is sdpa, so that its other variants have lines of their own.
-    own = {("attention", name) for name in ("cpp", "chunked") if name != "cpp" or not library_error()}
-    assert forward == {("broadcast_dot", "auto"), ("attention", "auto"), *own}
+    # The automatic choices are sdpa and chunked, so that other variants have lines of their own.
+    own = {("attention", "cpp"), ("broadcast_dot", "cpp")} if not library_error() else set()
+    assert forward == {("broadcast_dot", "auto"), ("attention", "auto"), ("attention", "chunked"), *own}
     for row in rows:
         assert row["time_ms"] > 0
         assert row["control"] > 0
@@ -93,9 +94,13 @@ def test_a_load_begins_and_ends(ratios: ModuleType, monkeypatch: pytest.MonkeyPa
             begun.append(self)
 
     monkeypatch.setattr(module.subprocess, "Popen", Popen)
-    with module.beside("processes:1"):
-        assert [process.poll() for process in begun] == [None]
-    assert all(process.poll() is not None for process in begun)
+    cores = os.sched_getaffinity(0)
+    for load, count, width in (("processes:2", 2, 1), ("moving:1", 1, len(cores))):
+        begun.clear()
+        with module.beside(load):
+            assert [process.poll() for process in begun] == [None] * count
+            assert [len(os.sched_getaffinity(process.pid)) for process in begun] == [width] * count
+        assert all(process.poll() is not None for process in begun)
     threads = threading.active_count()
     with module.beside("thread"):
         assert threading.active_count() == threads + 1

@@ -334,7 +334,7 @@ def test_operands_of_16_bits(name, sizes):
     out, dout, gradients = with_gradients(name, args)
     wide = [one.float().requires_grad_() for one in args]
     expected = getattr(effops, name)(*wide, variant="cpp")
-    rtol = 2**-8 if name == "attention_weights" else 0
+    rtol = 2**-7 if name == "attention_weights" else 0
     torch.testing.assert_close(out, expected.detach().bfloat16(), rtol=rtol, atol=0)
     of_wide = torch.autograd.grad(expected, wide, dout.float())
     for gradient, one in zip(gradients, of_wide):
