@@ -284,7 +284,7 @@ class CustomOp:
             found: Tensor = self.operator(*self.listed(arguments, self.settings), *inputs[self.taken :])
             return found
 
-        if self.by_example(arguments):
+        if info.batch_size and self.by_example(arguments):
             return torch.stack([result(one) for one in _examples(info, dims, arguments)]), 0
         return result(self.batch_axes_first(arguments, dims)), 0
 
@@ -300,7 +300,7 @@ class CustomOp:
             found: list[Tensor] = self.backward_operator(dout, *arguments, *inputs[self.kept :])
             return found
 
-        if self.by_example(saved):
+        if info.batch_size and self.by_example(saved):
             each = [gradients(*one) for one in _examples(info, dims, (dout, *saved))]
             return [torch.stack(found) for found in zip(*each)], [0] * len(each[0])
         dout, *batched = (
@@ -397,7 +397,7 @@ class _Transformable(torch.autograd.Function):
         # The whole batch is one call. The backward of this call sums the gradients of an operand that examples share.
         *inputs, name = arguments
         custom = CUSTOM_OPS[name]
-        if custom.by_example(inputs):
+        if info.batch_size and custom.by_example(inputs):
             return torch.stack([_Transformable.apply(*one, name) for one in _examples(info, in_dims, inputs)]), 0
         return _Transformable.apply(*custom.batch_axes_first(inputs, in_dims), name), 0
 

@@ -27,10 +27,11 @@ struct AttentionCall {
 };
 
 static void fill(Matrix to, int64_t rows, int64_t columns, float value) {
+  uint16_t number = narrowed_number(value, to.type);
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j++) {
       if (to.type == FLOAT32) to(i, j) = value;
-      else narrow(&value, 1, to.type, (uint16_t*)to.address(i, j), 1);
+      else *(uint16_t*)to.address(i, j) = number;
     }
 }
 
@@ -178,8 +179,8 @@ struct Tiles : Workspace<5, 2> {
     if (call.mask_is == BOOLEANS) read_flags(query, n, columns);
     if (call.mask_is == NUMBERS) {
       Matrix from = call.mask.matrix(place).from(query, n);
-      if (from.column == 1 && columns % LANES == 0) terms = &from(0, 0);
-      else for (int j = 0; j < columns; j++) numbers[j] = from(0, j);
+      if (from.type == FLOAT32 && from.column == 1 && columns % LANES == 0) terms = &from(0, 0);
+      else copy_row(from, 0, columns, numbers);
     }
     Floats highest = all(-INFINITY);
     for (int j = 0; j < in_lanes(columns); j += LANES) {

@@ -7,7 +7,7 @@
 //     dleft = 2 sum_n G z inverse,    dright = -2 sum_m G z inverse,    ddeviations = -2 sum_m G z^2 inverse
 //
 // PLAIN are sums of squared differences, which inverse[n]^2 multiplies afterwards, as it multiplies G here. Where a distance
-// is not finite, a G of 0 LEAVES_OUT its pair, as 0 times infinity is NaN.
+// is not finite, LEAVES_OUT skips pairs whose G is 0, as 0 times infinity is NaN.
 #pragma once
 #include "product.h"
 
@@ -72,10 +72,6 @@ static void measure(const float* left, const float* right, const float* inverse,
         measure_part<SQUARES>(left + i * STRIDE + k, right + k * WIDE, inverse + k * WIDE, at_most(depth - k, PART),
                      adds || k > 0, to + i * STRIDE + j);
 }
-
-static void (*const MEASURE[])(const float*, const float*, const float*, int, int, int, bool, float*) = {
-  measure<OF_QUOTIENTS>, measure<OF_QUOTIENTS>, measure<PLAIN>,
-};
 
 // 2 sum_n G z inverse of SHORT rows and WIDE coordinates, over the columns n.
 template <Squares SQUARES>

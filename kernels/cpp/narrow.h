@@ -13,8 +13,9 @@ static inline Floats widened(Shorts from, Type type) {
   Bits bits = __builtin_convertvector(from, Bits);
   if (type == BFLOAT16) return (Floats)(bits << 16);
   Bits sign = (bits & 0x8000) << 16, size = (bits & 0x7fff) << 13;
-  Floats value = (Floats)size * 0x1p112f;  // the exponent has another origin; below the normal numbers it is right too
-  Bits found = size >= 0x0f800000 ? size | 0x7f800000 : (Bits)value;  // infinities and NaN
+  Floats subnormal = __builtin_convertvector((Integers)(bits & 0x3ff), Floats) * 0x1p-24f;
+  Bits found = size < 0x00800000 ? (Bits)subnormal : size + 0x38000000;  // the exponent has another origin
+  found = size >= 0x0f800000 ? size | 0x7f800000 : found;                // infinities and NaN
   return (Floats)(found | sign);
 }
 
@@ -44,6 +45,9 @@ static inline void widen(const uint16_t* from, int64_t step, int count, Type typ
     for (int lane = 0; lane < left; lane++) to[j + lane] = values[lane];
   }
 }
+
+static inline float widened_number(uint16_t from, Type type) { return widened(Shorts{} + from, type)[0]; }
+static inline uint16_t narrowed_number(float from, Type type) { return narrowed(all(from), type)[0]; }
 
 static inline void narrow(const float* from, int count, Type type, uint16_t* to, int64_t step) {
   int j = 0;

@@ -49,7 +49,7 @@ struct Forward : Worker {
     for (int i = 0; i < rows; i++) {
       float rest = std::log(sum[i]);
       if (call.rest.at) mosts(first + i, 0) = most[i], rests(first + i, 0) = rest;
-      else mosts(first + i, 0) = most[i] + rest;
+      else mosts.set(first + i, 0, most[i] + rest);
     }
   }
 
@@ -91,9 +91,10 @@ struct Backward : Worker {
         for (int j = 0; j < COLUMNS; j++) all_dscale[j] = all_dweights[j] = 0;
         for (int64_t m = part.first_point; m < part.end_point; m += ROWS) {
           int rows = at_most(part.end_point - m, ROWS);
-          bool is_enough = has_distances() && !of_components &&
-                           needs_no_distances(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
-          if (needs_pairs && !is_enough) pair_up(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
+          bool skips = has_distances() && !of_components &&
+                       skip_distances(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
+          if (needs_pairs && !skips) pair_up(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
+          if (call.ddeviations.at && call.ddeviations.strides[3] && form == PLAIN) form = OF_QUOTIENTS;  // whose sums it needs
           for (int j = 0; j < COLUMNS; j++) dscale[j] = dweights[j] = 0;
           for (int i = 0; i < rows; i++) weigh(i, columns, part.batch, other, m + i, n, of_points, n > part.first);
           for (int j = 0; j < columns; j++) all_dscale[j] += dscale[j], all_dweights[j] += dweights[j];
@@ -156,7 +157,7 @@ struct Backward : Worker {
   // The gradients of the scores of a point: its shares of `dout`.
   void take_shares(Terms own, int columns, int64_t batch, int64_t other, int64_t point) {
     float most = call.most.matrix(batch, other)(point, 0), rest = call.rest.matrix(batch, other)(point, 0);
-    float dout = call.dout.matrix(batch, other)(point, 0);
+    float dout = call.dout.matrix(batch, other).get(point, 0);
     // Where the sum is 0, shares are 0 or unknown. An unknown share of a gradient of 0 is 0.
     bool has_no_share = rest == -INFINITY && (dout == 0 || lacks_weight(batch, other, point));
     float shift = has_no_share ? 0 : most, factor = (has_no_share ? 0 : std::exp(-rest)) * dout;

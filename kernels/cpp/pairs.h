@@ -44,7 +44,6 @@ struct Worker : Workspace<4, 1> {
   alignas(64) float scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
   alignas(64) float squares[COLUMNS];  // of inverse deviations, where each component has one
   Squares form = OF_QUOTIENTS;         // of the distances of the block
-  bool is_left_small, is_right_small;
   alignas(64) float own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
 
   Worker(const PairsCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call) {
@@ -55,15 +54,12 @@ struct Worker : Workspace<4, 1> {
   int deepest() const { return has_distances() ? (int)HALF : (int)DEPTH; }
 
   void copy_left(Matrix from, int rows, int depth) {
-    if (!copied_left.becomes(from, rows, depth)) return;
-    copy_block(from, rows, depth, left);
-    is_left_small = has_distances() && is_small(left, rows, depth);
+    if (copied_left.becomes(from, rows, depth)) copy_block(from, rows, depth, left);
   }
   void copy_right(Matrix from, Matrix deviations, int rows, int depth) {
     if (copied_right.becomes(from, rows, depth)) {
       copy_block(from, rows, depth, right);
       transpose_block(right, rows, depth, panels);
-      is_right_small = has_distances() && is_small(right, rows, depth);
     }
     if (!has_distances() || form == PLAIN || !copied_deviations.becomes(deviations, rows, depth)) return;
     invert_block(deviations, rows, depth, right + HALF);
@@ -76,17 +72,21 @@ struct Worker : Workspace<4, 1> {
     if (call.depth == 0) memset(scores, 0, BLOCK * sizeof(float));
     form = has_distances() && read_squares(deviations, columns) ? PLAIN : OF_QUOTIENTS;
     add_up(points, rows, components, deviations, columns);
-    if (form != PLAIN || scale_distances(rows, columns)) return;
-    form = OF_QUOTIENTS;
-    add_up(points, rows, components, deviations, columns);
+    if (form == PLAIN && !scale_distances(rows, columns)) {
+      form = OF_QUOTIENTS;
+      add_up(points, rows, components, deviations, columns);
+    }
+    for (int i = 0; i < rows; i++)  // an infinite point has NaN there
+      for (int j = columns; j < in_lanes(columns); j++) scores[i * STRIDE + j] = 0;
   }
-  // Whether the gradients of the points of a block need no distances, as their factors are PLAIN and finite.
-  bool needs_no_distances(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
+  // Go to a block of which only gradients of points are wanted, without its distances. Returns whether these are not
+  // needed, as the factors are PLAIN and finite.
+  bool skip_distances(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
     if (call.is_reduced || call.depth > HALF || !read_squares(deviations, columns)) return false;
     form = PLAIN;
     copy_left(points, rows, (int)call.depth);
     copy_right(components, deviations, columns, (int)call.depth);
-    return is_left_small && is_right_small;
+    return is_small(left, rows, (int)call.depth) && is_small(right, columns, (int)call.depth);
   }
 
   void add_up(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
@@ -95,14 +95,15 @@ struct Worker : Workspace<4, 1> {
       copy_left(points.from(0, k), rows, depth);
       copy_right(components.from(0, k), deviations.from(0, k), columns, depth);
       if (!has_distances()) multiply(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, k > 0, scores);
-      else MEASURE[form](left, panels, panels + HALF_PANELS, rows, columns, depth, k > 0, scores);
+      else (form == PLAIN ? measure<PLAIN> : measure<OF_QUOTIENTS>)(left, panels, panels + HALF_PANELS, rows, columns, depth,
+                                                                     k > 0, scores);
     }
   }
 
-  // The inverse squares of single deviations. Returns whether there are such, none so large or small that it matters when
-  // they multiply, and no gradient for each coordinate is wanted.
+  // Read the inverse squares of single deviations. Returns whether there are such, none so large or small that it matters
+  // when they multiply.
   bool read_squares(Matrix deviations, int columns) {
-    if (deviations.column != 0 || (call.ddeviations.at && call.ddeviations.strides[3] != 0)) return false;
+    if (deviations.column != 0) return false;
     memset(squares, 0, sizeof squares);
     for (int j = 0; j < columns; j++) {
       float deviation = deviations(j, 0);

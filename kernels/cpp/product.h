@@ -12,7 +12,7 @@ enum {
   PANELS = COLUMNS * DEPTH,
 };
 
-// A matrix in memory, by the strides of its rows and columns, and what its numbers are. Single ones are read of float32.
+// A matrix in memory, by the strides of its rows and columns, and what its numbers are.
 struct Matrix {
   void* at;
   int64_t row, column;
@@ -20,7 +20,14 @@ struct Matrix {
 
   void* address(int64_t i, int64_t j) const { return (char*)at + (i * row + j * column) * bytes_of(type); }
   Matrix from(int64_t first_row, int64_t first_column) const { return {address(first_row, first_column), row, column, type}; }
-  float& operator()(int64_t i, int64_t j) const { return ((float*)at)[i * row + j * column]; }
+  float& operator()(int64_t i, int64_t j) const { return ((float*)at)[i * row + j * column]; }  // of float32 alone
+  float get(int64_t i, int64_t j) const {
+    return type == FLOAT32 ? (*this)(i, j) : widened_number(*(uint16_t*)address(i, j), type);
+  }
+  void set(int64_t i, int64_t j, float value) const {
+    if (type == FLOAT32) (*this)(i, j) = value;
+    else *(uint16_t*)address(i, j) = narrowed_number(value, type);
+  }
 };
 
 static inline int at_most(int64_t count, int most) { return count < most ? (int)count : most; }

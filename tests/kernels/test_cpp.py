@@ -338,3 +338,40 @@ def test_wide_vectors_of_narrow_instructions_give_the_same_bits(tmp_path, monkey
     else:
         for one, other in zip(found, expected):
             torch.testing.assert_close(one.view(torch.float32), other.view(torch.float32))
+
+
+@needs_library
+@pytest.mark.parametrize("mixes", [False, True])
+def test_each_coordinate_has_the_gradient_of_one_deviation(mixes):
+    """Distances are computed alike whatever gradients are wanted: shares far away magnify what differs."""
+    generator = torch.Generator().manual_seed(0)
+    x, loc = (torch.randn(*shape, 64, generator=generator, dtype=torch.float64) * 3 for shape in ((20, 1), (9,)))
+    scale, weights = torch.full((9, 1), 0.01, dtype=torch.float64), torch.zeros(9, dtype=torch.float64)
+
+    def gradients(dtype, **options):
+        leaves = [one.to(dtype).requires_grad_() for one in (x, loc, scale)]
+        args = leaves[1], leaves[2].expand(9, 64), leaves[0]
+        function = effops.normal_mixture_log_prob if mixes else effops.normal_log_prob
+        out = function(*([weights.to(dtype)] if mixes else []), *args, **options)
+        return torch.autograd.grad(out.sum(), leaves)
+
+    for found, expected in zip(gradients(torch.float32, variant="cpp"), gradients(torch.float64, variant="naive")):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@needs_library
+@pytest.mark.parametrize("components", [5, 16, 17])
+def test_an_infinite_point_has_no_density(components):
+    x = torch.zeros(3, 1, 4)
+    x[1] = math.inf
+    args = torch.zeros(components), torch.zeros(components, 4), torch.ones(components, 1), x
+    found = effops.normal_mixture_log_prob(*args, variant="cpp")
+    assert found[1] == -math.inf
+    assert torch.isfinite(found[[0, 2]]).all()
+
+
+@needs_library
+def test_an_empty_batch_of_examples():
+    loc, scale, x = torch.zeros(9, 4), torch.ones(9, 1), torch.zeros(0, 8, 1, 4)
+    found = torch.func.vmap(lambda x: effops.normal_log_prob(loc, scale, x, variant="cpp"))(x)
+    assert found.shape == (0, 8, 9)

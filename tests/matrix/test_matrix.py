@@ -153,6 +153,8 @@ LAYOUTS = ("transposed", "sliced", "expanded")
 def test_any_strides(op, variant, how, device, generator):
     for case, args in samples(op, variant, LAYOUTS.index(how), device, generator):
         args = tuple(strided(arg, how) for arg in args)
+        if op.variants[variant].obstacle(op.prepare(*args)):  # `cpp` takes no operands that it would copy
+            continue
         plain = torch.randn(op.prepare(*args).shape, generator=generator).to(device)
         dout = strided(plain, how)
         leaf_args = tuple(arg.detach().requires_grad_() for arg in args)

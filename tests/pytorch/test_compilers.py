@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -68,7 +69,7 @@ def test_the_library_in_traced_code(op, dynamic, generator):
     sizes = {name: 11 + 6 * i for i, name in enumerate(reference_of(op).sizes)}
     args = leaves(reference_of(op).workload(**sizes, generator=generator))
     expected = op(*args, variant="cpp")
-    aot = torch._dynamo.backends.common.aot_autograd(fw_compiler=backend)
+    aot = aot_autograd(fw_compiler=backend)
     out = torch.compile(lambda *args: op(*args, variant="cpp"), fullgraph=True, backend=aot, dynamic=dynamic)(*args)
     assert any(f"{op.name}_cpp" in name for name in called)
     assert out.stride() == expected.stride()
@@ -201,6 +202,19 @@ def test_sizes_that_depend_on_values(op, how, device, generator):
         eager = op(*selected, variant="chunked" if chosen == "cpp" and "attention" not in op.name else None)
         expected = torch.autograd.grad(eager, args, dout)
         same(found, expected)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["one scale", "a scale each"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_as_many_components_as_a_mask_keeps(scaled, device, generator):
+    torch._dynamo.reset()
+    loc, x = (torch.randn(*batch, 3, generator=generator).to(device) for batch in ((20,), (30, 1)))
+    scale, keep = torch.ones(20 if scaled else 1, 1, device=device), torch.arange(20, device=device) % 3 > 0
+
+    def log_prob(keep):
+        return effops.normal_mixture_log_prob(loc.new_zeros(()), loc[keep], scale[keep] if scaled else scale, x)
+
+    same(torch.compile(log_prob, backend="aot_eager", fullgraph=True)(keep), log_prob(keep))
 
 
 @pytest.mark.parametrize("family", [PowerSpherical, VonMisesFisher])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +29,9 @@ def obstacle(call: AttentionCall) -> str:
     """Why the kernels cannot take a call; empty if they can."""
     if any(tensor.dtype == torch.float64 for tensor in call.tensors):
         return "needs float32, or dtypes of 16 bits"
+    if call.value is not None and call.value.shape[-1] > DEPTH and call.dtype != torch.float32:
+        # Of more, sums are added up where the result is.
+        return f"adds up at most {DEPTH} features of 16 bits, got {call.value.shape[-1]}"
     return _obstacle(len(call.shape) - 2)
 
 
@@ -49,12 +51,10 @@ def fills_axes(arguments: Sequence[Any], core_dims: Sequence[int]) -> bool:
 
 
 def forward(call: AttentionCall) -> Tensor:
-    # Sums of many features are added up where the result is, which 16 bits are too few for.
-    has_parts = call.value is not None and call.value.shape[-1] > DEPTH
-    out = ordered_empty(replace(call, dtype=torch.float32) if has_parts else call)
+    out = ordered_empty(call)
     if out.numel():
         _run(call, False, out=out)
-    return out.to(call.dtype)
+    return out
 
 
 def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradients:
@@ -121,8 +121,7 @@ def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> No
     weight = [one.float() for one in weight]
     operands = {"query": query, "key": key, **results}
     operands["value"] = None if call.value is None else without_negation(call.value)
-    mask = without_negation(call.mask) if call.masked else None
-    operands["mask"] = mask if mask is None or mask.dtype == torch.bool else mask.float()
+    operands["mask"] = without_negation(call.mask) if call.masked else None
     native = library.AttentionCall()
     batch = call.plan.shape[:-2]
     native.of_keys = library.Axes.of(batch, _shared(call))

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from effops.blocks.dots import DotMap
 from effops.blocks.logsumexp import Reduction
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import without_negation
 from effops.numerics.pages import with_huge_pages
+from effops.numerics.shapes import is_certain
 from effops.ops.densities.density import DensityCall, Native, Wanted
 from effops.ops.densities.layout import Groups, Layout
 from effops.pytorch import FakeTensor
@@ -213,28 +213,28 @@ def _along(layout: Layout, operand: Tensor, dims: int = 0) -> int:
     return BOTH if components else POINTS_ALONE
 
 
-def obstacle(layout: Layout, right: Tensor, **operands: tuple[Tensor, int]) -> str:
+def obstacle(layout: Layout, left: Tensor, right: Tensor, **operands: tuple[Tensor, int]) -> str:
     """Why the kernel cannot take the operands of a call; empty if it can. Scales and weights have last dimensions."""
     plan, components = layout.plan, layout.axes[-1]
+    if any(tensor.dtype == torch.float64 for tensor in (left, right, *(operand for operand, _ in operands.values()))):
+        return "needs float32, or dtypes of 16 bits"
+    if not all(is_certain(size == 1) or is_certain(size != 1) for size in plan.shape):
+        return "needs to know of all sizes whether they are 1, which this trace leaves open"
     for name, (operand, dims) in operands.items():
         along = _along(layout, operand, dims)
         if along != COMPONENTS_ALONE and dims:
             return f"needs a {name} that is the same for all points"
-        if along == BOTH and operand.numel() < plan.numel(plan.order):
+        if along == BOTH and operand.numel() < math.prod(plan.shape):
             return f"needs a {name} that varies along points or components alone, or that is each pair's own"
+        if along == BOTH and operand.dtype != torch.float32:
+            return f"needs a {name} of float32 where it is each pair's own"
     shared = [axis for group in (*layout.axes[1:-2], components) for axis in group if plan.shape[axis] > 1]
     if not all(plan.varies(right, (axis,), trailing=1) for axis in shared):
         return "needs components that each have their own direction"
+    *batch, points, _ = pairs = range(len(layout.axes))
+    if None in (layout.strides(left, (0, points), trailing=1), layout.strides(right, (*batch, pairs[-1]), trailing=1)):
+        return "needs axes of one role to lie one after another in memory; here they would be copied"
     return ""
-
-
-def reads_in_place(layout: Layout, left: Tensor, right: Tensor) -> bool:
-    """Whether the kernel reads operands where they lie, and not in copies. Traced code leaves strides open."""
-    if is_compiling():
-        return True
-    *batch, points, components = range(len(layout.axes))
-    strides = layout.strides(left, (0, points), trailing=1), layout.strides(right, (*batch, components), trailing=1)
-    return None not in strides
 
 
 def forward(native: Native, call: DensityCall) -> Tensor:
@@ -264,7 +264,7 @@ def _mixture_kernel(native: Native, groups: Groups, log_weights: Tensor, call: D
 def _of_result(groups: Groups, tensor: Tensor | None) -> Operand:
     if tensor is None:
         return None
-    tensor = without_negation(tensor).float()
+    tensor = without_negation(tensor)
     strides = groups.strides_of_result(tensor)
     if strides is None:
         tensor = groups.of_result(tensor)
@@ -290,9 +290,9 @@ def forward_logsumexp(native: Native, reduction: Reduction, log_weights: Tensor,
 
 def logsumexp(native: Native, reduction: Reduction, log_weights: Tensor, call: DensityCall) -> Tensor:
     """The result, without statistics."""
-    out = reduction.reduced.empty(call.x, call.arithmetic)
+    out = reduction.reduced.empty(call.x, call.dtype)
     _reduce(native, reduction, log_weights, call, out, None)
-    return out.to(call.dtype)
+    return out
 
 
 def backward_logsumexp(

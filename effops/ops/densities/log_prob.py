@@ -113,17 +113,12 @@ class LogProb:
 
 def requires_native(call: DensityCall, scale_dims: int = 0) -> str:
     """Whether the C++ kernels take all pairs of a call."""
-    if any(tensor.dtype == torch.float64 for tensor in call.tensors):
-        return "needs float32, or dtypes of 16 bits"
-    return cpp.obstacle(Layout.of_pairs(call.plan), call.loc, scale=(call.scale, scale_dims))
+    return cpp.obstacle(Layout.of_pairs(call.plan), call.x, call.loc, scale=(call.scale, scale_dims))
 
 
 def prefers_native(call: DensityCall) -> bool:
-    """Whether the C++ kernels are the faster ones: many rows meet each other, and none has to be copied for them."""
-    has_many = all(
-        is_certain(call.plan.numel(axes) >= limits.LEAST_SIDE) for axes in (call.plan.rows, call.plan.columns)
-    )
-    return has_many and cpp.reads_in_place(Layout.of_pairs(call.plan), call.x, call.loc)
+    """Whether so many rows of x and of loc meet each other that the C++ kernels are the faster ones."""
+    return all(is_certain(call.plan.numel(axes) >= limits.LEAST_SIDE) for axes in (call.plan.rows, call.plan.columns))
 
 
 def tensor_dims(density: Density) -> dict[str, int]:

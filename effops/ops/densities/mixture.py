@@ -172,7 +172,6 @@ class Mixture:
             self.native,
             by_example=True,  # in a batch operands may vary along points, as `requires_native` rules out
             requires=[self.requires_native],
-            automatic=self.prefers_native,
         )
 
     def _add(
@@ -247,17 +246,11 @@ class Mixture:
         return layout.obstacle(call.scale, self.density.scale_dims)
 
     def requires_native(self, call: MixtureCall) -> str:
-        if any(tensor.dtype == torch.float64 for tensor in call.tensors):
-            return "needs float32, or dtypes of 16 bits"
         if call.axis in call.plan.batch:
             return "needs components along an axis of x or of loc; here both vary along it"
         groups = Groups(call.reduction, call.loc, call.x)
         scale, log_weights = (call.scale, self.density.scale_dims), (call.log_weights, 0)
-        return cpp.obstacle(groups, groups.right, scale=scale, log_weights=log_weights)
-
-    def prefers_native(self, call: MixtureCall) -> bool:
-        groups = Groups(call.reduction, call.loc, call.x)
-        return cpp.reads_in_place(groups, groups.left, groups.right)
+        return cpp.obstacle(groups, groups.left, groups.right, scale=scale, log_weights=log_weights)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:
         """The statistics as a form computes them: a function of the tensors of a call and of its `settings`."""

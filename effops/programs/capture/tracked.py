@@ -16,10 +16,10 @@ def tracked() -> list[Any]:
     all is made and sifted inside a single call of a built-in, during which no other thread runs, as it may between any
     two steps of a loop in Python.
     """
-    nothing: dict[type, Any] = {tuple: ()}
+    nothing: dict[type, Any] = {tuple: (), int: ()}
     return list(chain.from_iterable(starmap(nothing.get, groupby(_all(), type))))
 
 
 def _all() -> Iterator[Any]:
-    """All tracked objects, listed when the first is asked for. The number behind them is what `groupby` keeps last."""
+    """All tracked objects, listed when the first is asked for, and a number, which is what `groupby` keeps last."""
     return chain(chain.from_iterable(map(gc.get_objects, (None,))), (0,))
