@@ -135,9 +135,23 @@ def library() -> Any:
         raise OSError("was built of other sources than those in kernels/cpp; run pip install -e . again")
     loaded = ctypes.CDLL(str(FOLDER / f"{name}.so"), mode=os.RTLD_NOW)
     for kernel, call in CALLS.items():
-        for name in ("call_bytes", "items", *(["workspace"] if hasattr(call, "workspace") else [])):
+        call_bytes = getattr(loaded, f"effops_{kernel}_call_bytes")
+        call_bytes.restype = ctypes.c_int64
+        assert call_bytes() == ctypes.sizeof(call)
+    return loaded
+
+
+def _brief() -> Any:
+    """The library for functions that take no time: they keep Python's lock, for which a call may wait 5 ms."""
+    return _with_lock(library())
+
+
+@functools.cache
+def _with_lock(unlocked: Any) -> Any:
+    loaded = ctypes.PyDLL(unlocked._name)
+    for kernel, call in CALLS.items():
+        for name in ("items", *(["workspace"] if hasattr(call, "workspace") else [])):
             getattr(loaded, f"effops_{kernel}_{name}").restype = ctypes.c_int64
-        assert getattr(loaded, f"effops_{kernel}_call_bytes")() == ctypes.sizeof(call)
     for name in MAPS:
         getattr(loaded, f"effops_{name}").restype = ctypes.c_void_p
     return loaded
@@ -193,19 +207,19 @@ def threads_for(items: int) -> int:
 
 def pair_items(call: PairsCall, is_backward: bool) -> int:
     """How many parts a call of these sizes has at most, which threads take one after another."""
-    return int(library().effops_pairs_items(ctypes.byref(call), ctypes.c_int64(is_backward)))
+    return int(_brief().effops_pairs_items(ctypes.byref(call), ctypes.c_int64(is_backward)))
 
 
 def pairs_workspace() -> int:
     """How many floats of workspace a thread needs."""
-    return int(library().effops_pairs_workspace())
+    return int(_brief().effops_pairs_workspace())
 
 
 def normalisers(name_of_map: str, scale: Tensor, dimension: int, values: Tensor, slopes: Tensor | None) -> None:
     """Write the normalisers of contiguous scales, and their derivatives where these are wanted."""
     loaded, count = library(), scale.numel()
     loaded.effops_normaliser(
-        ctypes.c_void_p(getattr(loaded, f"effops_{name_of_map}")()),
+        ctypes.c_void_p(getattr(_brief(), f"effops_{name_of_map}")()),
         *(ctypes.c_void_p(None if one is None else one.data_ptr()) for one in (scale, values, slopes)),
         ctypes.c_double(dimension),
         ctypes.c_int64(count),
@@ -224,19 +238,19 @@ def normalisers_of_deviations(deviations: Tensor, dimension: int, values: Tensor
 
 def run_pairs(call: PairsCall, name_of_map: str, settings: tuple[float, float, float], is_backward: bool) -> None:
     loaded = library()
-    call.map = getattr(loaded, f"effops_{name_of_map}")()
+    call.map = getattr(_brief(), f"effops_{name_of_map}")()
     call.floor, call.least, call.offset = settings
     (loaded.effops_pairs_backward if is_backward else loaded.effops_pairs_forward)(ctypes.byref(call))
 
 
 def attention_items(call: AttentionCall, is_backward: bool) -> int:
     """As `pair_items`, of attention."""
-    return int(library().effops_attention_items(ctypes.byref(call), ctypes.c_int64(is_backward)))
+    return int(_brief().effops_attention_items(ctypes.byref(call), ctypes.c_int64(is_backward)))
 
 
 def attention_workspace() -> int:
     """As `pairs_workspace`, of attention."""
-    return int(library().effops_attention_workspace())
+    return int(_brief().effops_attention_workspace())
 
 
 def run_attention(call: AttentionCall, is_backward: bool) -> None:
@@ -246,7 +260,7 @@ def run_attention(call: AttentionCall, is_backward: bool) -> None:
 
 def log_sparse_items(call: LogSparseCall) -> int:
     """As `pair_items`, of log-sparse attention in either direction. It needs no workspace."""
-    return int(library().effops_log_sparse_items(ctypes.byref(call)))
+    return int(_brief().effops_log_sparse_items(ctypes.byref(call)))
 
 
 def run_log_sparse(call: LogSparseCall, offsets: Sequence[int], is_backward: bool) -> None:

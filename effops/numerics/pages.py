@@ -12,7 +12,8 @@ import sys
 from torch import Tensor
 
 LEAST_BYTES = 4 * 1024 * 1024  # below, a result has at most one huge page, and often memory that was used before
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+# It takes no time, and keeps Python's lock, for which others wait 5 ms.
+_madvise = getattr(ctypes.PyDLL(None), "madvise", None) if sys.platform == "linux" else None
 if _madvise is not None:
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 

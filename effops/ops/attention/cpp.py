@@ -13,6 +13,7 @@ from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import as_gradient, without_negation
 from effops.numerics.pages import with_huge_pages
+from effops.numerics.precision import converted
 from effops.numerics.shapes import broadcast_shapes
 from effops.ops.attention.call import AttentionCall, LogSparseCall, empty, given, join_arguments, split_arguments
 from effops.ops.attention.variants import ordered_empty
@@ -118,7 +119,7 @@ def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> No
     from effops.kernels import library
 
     query, key, *weight = map(without_negation, call.scored)
-    weight = [one.float() for one in weight]
+    weight = [converted(one, torch.float32) for one in weight]
     operands = {"query": query, "key": key, **results}
     operands["value"] = None if call.value is None else without_negation(call.value)
     operands["mask"] = without_negation(call.mask) if call.masked else None

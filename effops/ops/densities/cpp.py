@@ -13,6 +13,7 @@ from effops.blocks.logsumexp import Reduction
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import without_negation
 from effops.numerics.pages import with_huge_pages
+from effops.numerics.precision import converted
 from effops.numerics.shapes import is_certain
 from effops.ops.densities.density import DensityCall, Native, Wanted
 from effops.ops.densities.layout import Groups, Layout
@@ -76,7 +77,7 @@ class _Gradient:
 
     def restored(self) -> Tensor | None:
         if self.is_whole:
-            return self.tensor.to(self.operand.dtype)
+            return converted(self.tensor, self.operand.dtype)
         return self.layout.restore(self.tensor, self.operand, self.groups, trailing=self.trailing)
 
 
@@ -122,7 +123,7 @@ class Kernel:
         """Run the kernel in one direction. On fake tensors the workspace is allocated, and nothing runs."""
         from effops.kernels import library
 
-        factors, dims = self.scale.float(), self.native.scale_dims
+        factors, dims = converted(self.scale, torch.float32), self.native.scale_dims
         normaliser, slope = self.native.normalisers(factors, with_slopes)
         scale = self.of_pairs(factors) if not dims else None
         if dims:
@@ -134,7 +135,7 @@ class Kernel:
             "left": self.operand(self.left, self.points, trailing=1),
             "right": self.operand(self.right, self.components, trailing=1),
             "scale": scale,
-            "weights": None if self.log_weights is None else self.of_pairs(self.log_weights.float()),
+            "weights": None if self.log_weights is None else self.of_pairs(converted(self.log_weights, torch.float32)),
             "normaliser": self.of_pairs(normaliser),
             "slope": self.of_pairs(slope),
             **operands,
