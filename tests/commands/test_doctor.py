@@ -39,8 +39,8 @@ def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Doctor:
     # The first call of reference_of imports the references of all ops, which must be registered then.
     monkeypatch.setattr(reference_of(OP), "sizes", {"M": 4, "T": 2, "D": 8})
     monkeypatch.setattr(registry, "_ops", {OP.name: OP})
-    absent = dataclasses.replace(OP.variants["compile"], requires=[lambda call: "needs a compiler, got none"])
-    monkeypatch.setitem(OP.variants, "compile", absent)
+    for variant, reason in (("compile", "needs a compiler, got none"), ("cpp", "needs the library, got none")):
+        change(monkeypatch, variant, requires=[lambda call, reason=reason: reason])
 
     def run(*options: str) -> tuple[int, dict[str, Any]]:
         path = tmp_path / "report.json"

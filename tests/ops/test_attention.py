@@ -605,7 +605,7 @@ def test_explain_of_operands_of_several_dtypes():
     """It raised PyTorch's error, of a variant that the call does not choose."""
     query, key = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4, dtype=torch.float16)
     report = effops.explain(effops.attention, query, key, key)
-    assert report.chosen == "chunked"
+    assert report.chosen == ("chunked" if library_error() else "cpp")
     assert report.variants["chunked"].output_bytes == effops.attention(query, key, key).nbytes
     assert "needs query, key and value in the dtype of the result" in report.variants["sdpa"].reason
     assert report.variants["sdpa"].output_bytes is None
