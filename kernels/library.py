@@ -34,7 +34,7 @@ class _Strided(ctypes.Structure):
 
     @classmethod
     def of(cls, tensor: Tensor, strides: Sequence[int]) -> Any:
-        """Some strides of a tensor in memory. One that is not there has 0. Booleans are told elsewhere."""
+        """Some strides of a tensor in memory. One that is not there has 0. A mask of booleans has no type here."""
         if tensor.data_ptr() == 0 and tensor.numel() > 0:
             raise RuntimeError("effops.kernels.library: an operand must have memory; got a tensor without")
         kind = 0 if tensor.dtype == torch.bool else TYPES.index(tensor.dtype)

@@ -79,6 +79,7 @@ struct Worker : Workspace<4, 1> {
     for (int i = 0; i < rows; i++)  // an infinite point has NaN there
       for (int j = columns; j < in_lanes(columns); j++) scores[i * STRIDE + j] = 0;
   }
+
   // Go to a block of which only gradients of points are wanted, without its distances. Returns whether these are not
   // needed, as the factors are PLAIN and finite.
   bool skip_distances(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
