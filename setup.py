@@ -27,6 +27,7 @@ INSTRUCTIONS = {
         "-DVECTOR_BYTES=64",
     ],
 }
+REALS = {"": ["-DREAL_BYTES=4"], "_float64": ["-DREAL_BYTES=8"]}
 WANTED = os.environ.get("EFFOPS_CPP", "")
 
 
@@ -35,14 +36,15 @@ def extensions():
         return []
     return [
         Extension(
-            f"effops.kernels.cpp.{name}",
+            f"effops.kernels.cpp.{name}{ending}",
             SOURCES,
             depends=HEADERS,
-            extra_compile_args=[*FLAGS, *flags],
+            extra_compile_args=[*FLAGS, *flags, *sizes],
             optional=WANTED != "1",
             language="c++",
         )
         for name, flags in INSTRUCTIONS.items()
+        for ending, sizes in REALS.items()
     ]
 
 

@@ -1,7 +1,7 @@
-"""The C++ kernels of `cpp/`, as a library that ctypes loads: which one of two, and why none is there.
+"""The C++ kernels of `cpp/`, as libraries that ctypes loads: which ones, and why none is there.
 
-The build makes one for AVX2 and one for AVX-512, and writes its outcome to `cpp/built.json`. ctypes lets go of Python's
-lock while a call runs.
+The build makes those for AVX2 and those for AVX-512, each for float32 and for float64, and writes its outcome to
+`cpp/built.json`. ctypes lets go of Python's lock while a call runs.
 """
 
 import ctypes
@@ -19,10 +19,11 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parent / "cpp"
 OUTCOME = "built.json"
-ROWS = 128  # queries of a block, at most, as in C++
+ROWS = {torch.float32: 128, torch.float64: 64}  # queries of a block, at most, as in C++
 SOME = 1024  # scales that a thread takes at a time
 BY_CAPABILITY = {"AVX2": "avx2", "AVX512": "avx512"}  # PyTorch's name of the processor's instructions
-TYPES = torch.float32, torch.bfloat16, torch.float16  # as `Type` in C++
+REALS = {torch.float32: "", torch.float64: "_float64"}  # what kernels compute in, and how the names of libraries end
+TYPES = {torch.bfloat16: 1, torch.float16: 2}  # as `Type` in C++; others are what kernels compute in, or booleans
 MAPS = "linear", "power_spherical", "von_mises_fisher"
 AGAIN = "install effops again, with a C++ compiler"
 
@@ -34,11 +35,10 @@ class _Strided(ctypes.Structure):
 
     @classmethod
     def of(cls, tensor: Tensor, strides: Sequence[int]) -> Any:
-        """Some strides of a tensor in memory. One that is not there has 0. A mask of booleans has no type here."""
+        """Some strides of a tensor in memory. One that is not there has 0."""
         if tensor.data_ptr() == 0 and tensor.numel() > 0:
             raise RuntimeError("effops.kernels.library: an operand must have memory; got a tensor without")
-        kind = 0 if tensor.dtype == torch.bool else TYPES.index(tensor.dtype)
-        return cls(tensor.data_ptr(), (ctypes.c_int64 * cls.AXES)(*strides), kind)
+        return cls(tensor.data_ptr(), (ctypes.c_int64 * cls.AXES)(*strides), TYPES.get(tensor.dtype, 0))
 
 
 class Operand(_Strided):
@@ -68,7 +68,7 @@ class PairsCall(ctypes.Structure):
         *((name, Operand) for name in OPERANDS),
         ("workspace", ctypes.c_void_p),
         ("map", ctypes.c_void_p),
-        *((name, ctypes.c_float) for name in ("floor", "least", "offset")),
+        *((name, ctypes.c_double) for name in ("floor", "least", "offset")),
     ]
 
 
@@ -98,8 +98,8 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in NUMBERS),
         *((name, Batched) for name in OPERANDS),
         ("workspace", ctypes.c_void_p),
-        ("factor", ctypes.c_float),
-        ("dropped", ctypes.c_float),
+        ("factor", ctypes.c_double),
+        ("dropped", ctypes.c_double),
     ]
 
 
@@ -112,56 +112,96 @@ class LogSparseCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("length", "depth", "features", "offsets", "threads")),
         ("offset", ctypes.POINTER(ctypes.c_int64)),
         *((name, Batched) for name in OPERANDS),
-        ("factor", ctypes.c_float),
+        ("factor", ctypes.c_double),
     ]
 
+    def take(self, offsets: Sequence[int]) -> None:
+        """Take the offsets of the pattern."""
+        self.offsets, self.offset = len(offsets), (ctypes.c_int64 * len(offsets))(*offsets)
 
-CALLS = {"pairs": PairsCall, "attention": AttentionCall, "log_sparse": LogSparseCall}
+
+CALLS: dict[type[ctypes.Structure], str] = {PairsCall: "pairs", AttentionCall: "attention", LogSparseCall: "log_sparse"}
+
+
+class Library:
+    """The kernels for float32, or those for float64."""
+
+    def __init__(self, path: Path) -> None:
+        self._long = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+        # Functions that take no time keep Python's lock, for which a call may wait 5 ms.
+        self._brief = ctypes.PyDLL(str(path))
+        for call, kernel in CALLS.items():
+            for name in ("call_bytes", "items", *(["workspace"] if hasattr(call, "workspace") else [])):
+                getattr(self._brief, f"effops_{kernel}_{name}").restype = ctypes.c_int64
+            assert getattr(self._brief, f"effops_{kernel}_call_bytes")() == ctypes.sizeof(call)
+        for name in MAPS:
+            getattr(self._brief, f"effops_{name}").restype = ctypes.c_void_p
+
+    def items(self, call: ctypes.Structure, is_backward: bool) -> int:
+        """How many parts a call of these sizes has at most, which threads take one after another."""
+        count = getattr(self._brief, f"effops_{CALLS[type(call)]}_items")
+        return int(count(ctypes.byref(call), ctypes.c_int64(is_backward)))
+
+    def workspace(self, call: ctypes.Structure) -> int:
+        """How many numbers of workspace a thread needs."""
+        return int(getattr(self._brief, f"effops_{CALLS[type(call)]}_workspace")(ctypes.byref(call)))
+
+    def map(self, name: str) -> int:
+        """The address of a map."""
+        return int(getattr(self._brief, f"effops_{name}")())
+
+    def run(self, call: ctypes.Structure, is_backward: bool) -> None:
+        direction = "backward" if is_backward else "forward"
+        getattr(self._long, f"effops_{CALLS[type(call)]}_{direction}")(ctypes.byref(call))
+
+    def normalisers(
+        self, name_of_map: str, scale: Tensor, dimension: int, values: Tensor, slopes: Tensor | None
+    ) -> None:
+        """Write the normalisers of contiguous scales, and their derivatives where these are wanted.
+
+        They have the digits of float32.
+        """
+        count = scale.numel()
+        self._long.effops_normaliser(
+            ctypes.c_void_p(self.map(name_of_map)),
+            *(ctypes.c_void_p(None if one is None else one.data_ptr()) for one in (scale, values, slopes)),
+            ctypes.c_double(dimension),
+            ctypes.c_int64(count),
+            ctypes.c_int64(threads_for(-(-count // SOME))),
+        )
+
+    def normalisers_of_deviations(self, deviations: Tensor, dimension: int, values: Tensor) -> None:
+        """Write the normalisers of contiguous deviations, of which the last dimension is all coordinates or 1."""
+        count, coordinates = values.numel(), deviations.shape[-1]
+        self._long.effops_normaliser_of_deviations(
+            *(ctypes.c_void_p(one.data_ptr()) for one in (deviations, values)),
+            *(ctypes.c_int64(one) for one in (count, coordinates, dimension, threads_for(-(-count // SOME)))),
+        )
 
 
 @functools.cache
-def library() -> Any:
-    """The loaded library. Raises OSError where there is none."""
+def library(real: torch.dtype) -> Library:
+    """The loaded kernels that compute in float32 or float64. Raises OSError where there are none."""
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise OSError(f"is built on Linux x86-64 alone, got {platform.system()} {platform.machine()}")
     if capability not in BY_CAPABILITY:
         raise OSError(f"needs a processor with AVX2 or AVX-512, got {capability}")
-    name, outcome = BY_CAPABILITY[capability], build_outcome()
+    name, outcome = BY_CAPABILITY[capability] + REALS[real], build_outcome()
     error = outcome.get(name, "the installation left it out")
     if error:
         raise OSError(f"was not built: {error}; {AGAIN}")
     if _digest() not in ("", outcome["digest"]):
         raise OSError("was built of other sources than those in kernels/cpp; run pip install -e . again")
-    loaded = ctypes.CDLL(str(FOLDER / f"{name}.so"), mode=os.RTLD_NOW)
-    for kernel, call in CALLS.items():
-        call_bytes = getattr(loaded, f"effops_{kernel}_call_bytes")
-        call_bytes.restype = ctypes.c_int64
-        assert call_bytes() == ctypes.sizeof(call)
-    return loaded
-
-
-def _brief() -> Any:
-    """The library for functions that take no time: they keep Python's lock, for which a call may wait 5 ms."""
-    return _with_lock(library())
-
-
-@functools.cache
-def _with_lock(unlocked: Any) -> Any:
-    loaded = ctypes.PyDLL(unlocked._name)
-    for kernel, call in CALLS.items():
-        for name in ("items", *(["workspace"] if hasattr(call, "workspace") else [])):
-            getattr(loaded, f"effops_{kernel}_{name}").restype = ctypes.c_int64
-    for name in MAPS:
-        getattr(loaded, f"effops_{name}").restype = ctypes.c_void_p
-    return loaded
+    return Library(FOLDER / f"{name}.so")
 
 
 @functools.cache
 def obstacle() -> str:
-    """Why there is no library; empty if there is one."""
+    """Why there are no kernels; empty if there are."""
     try:
-        library()
+        for real in REALS:
+            library(real)
     except OSError as error:
         return str(error)
     return ""
@@ -203,67 +243,3 @@ os.register_at_fork(after_in_child=_note_fork)
 def threads_for(items: int) -> int:
     """How many threads serve so many items of work."""
     return 1 if _Process.is_forked else max(1, min(torch.get_num_threads(), items))
-
-
-def pair_items(call: PairsCall, is_backward: bool) -> int:
-    """How many parts a call of these sizes has at most, which threads take one after another."""
-    return int(_brief().effops_pairs_items(ctypes.byref(call), ctypes.c_int64(is_backward)))
-
-
-def pairs_workspace() -> int:
-    """How many floats of workspace a thread needs."""
-    return int(_brief().effops_pairs_workspace())
-
-
-def normalisers(name_of_map: str, scale: Tensor, dimension: int, values: Tensor, slopes: Tensor | None) -> None:
-    """Write the normalisers of contiguous scales, and their derivatives where these are wanted."""
-    loaded, count = library(), scale.numel()
-    loaded.effops_normaliser(
-        ctypes.c_void_p(getattr(_brief(), f"effops_{name_of_map}")()),
-        *(ctypes.c_void_p(None if one is None else one.data_ptr()) for one in (scale, values, slopes)),
-        ctypes.c_double(dimension),
-        ctypes.c_int64(count),
-        ctypes.c_int64(threads_for(-(-count // SOME))),
-    )
-
-
-def normalisers_of_deviations(deviations: Tensor, dimension: int, values: Tensor) -> None:
-    """Write the normalisers of contiguous deviations, of which the last dimension is all coordinates or 1."""
-    count, coordinates = values.numel(), deviations.shape[-1]
-    library().effops_normaliser_of_deviations(
-        *(ctypes.c_void_p(one.data_ptr()) for one in (deviations, values)),
-        *(ctypes.c_int64(one) for one in (count, coordinates, dimension, threads_for(-(-count // SOME)))),
-    )
-
-
-def run_pairs(call: PairsCall, name_of_map: str, settings: tuple[float, float, float], is_backward: bool) -> None:
-    loaded = library()
-    call.map = getattr(_brief(), f"effops_{name_of_map}")()
-    call.floor, call.least, call.offset = settings
-    (loaded.effops_pairs_backward if is_backward else loaded.effops_pairs_forward)(ctypes.byref(call))
-
-
-def attention_items(call: AttentionCall, is_backward: bool) -> int:
-    """As `pair_items`, of attention."""
-    return int(_brief().effops_attention_items(ctypes.byref(call), ctypes.c_int64(is_backward)))
-
-
-def attention_workspace() -> int:
-    """As `pairs_workspace`, of attention."""
-    return int(_brief().effops_attention_workspace())
-
-
-def run_attention(call: AttentionCall, is_backward: bool) -> None:
-    loaded = library()
-    (loaded.effops_attention_backward if is_backward else loaded.effops_attention_forward)(ctypes.byref(call))
-
-
-def log_sparse_items(call: LogSparseCall) -> int:
-    """As `pair_items`, of log-sparse attention in either direction. It needs no workspace."""
-    return int(_brief().effops_log_sparse_items(ctypes.byref(call)))
-
-
-def run_log_sparse(call: LogSparseCall, offsets: Sequence[int], is_backward: bool) -> None:
-    loaded = library()
-    call.offset = (ctypes.c_int64 * len(offsets))(*offsets)
-    (loaded.effops_log_sparse_backward if is_backward else loaded.effops_log_sparse_forward)(ctypes.byref(call))

@@ -1,7 +1,7 @@
 """Dtypes and rounding: the result and arithmetic dtype of an op, unit roundoff, the error of a contraction."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,6 +39,11 @@ def promote(first: torch.dtype, first_ndim: int, second: torch.dtype, second_ndi
 def arithmetic_dtype(result: torch.dtype) -> torch.dtype:
     """The dtype of the arithmetic: float64 for a float64 result, else float32."""
     return torch.float64 if result == torch.float64 else torch.float32
+
+
+def mixes_float64(tensors: Iterable[Tensor]) -> bool:
+    """Whether some of the tensors have float64, and others another floating dtype."""
+    return len({tensor.dtype == torch.float64 for tensor in tensors if tensor.is_floating_point()}) > 1
 
 
 def converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,14 +31,14 @@ struct Forward : Tiles {
   void write_pairs(int64_t m, int rows) {
     int64_t end = end_of(m + rows - 1);
     bool is_softmax = call.output == WEIGHTS;
-    if (is_softmax && out.type != FLOAT32) return write_rounded(m, rows, end);
-    float most[ROWS];
+    if (is_softmax && is_narrow(out.type)) return write_rounded(m, rows, end);
+    Real most[ROWS];
     std::fill(most, most + ROWS, -INFINITY);
     for (int64_t n = 0; n < end; n += COLUMNS) {
       int columns = at_most(call.keys - n, COLUMNS);
       pair_keys(m, rows, n, columns);
       for (int i = 0; i < rows; i++) {
-        float own = mask_row(scores + i * STRIDE, m + i, n, columns);
+        Real own = mask_row(scores + i * STRIDE, m + i, n, columns);
         most[i] = own <= most[i] ? most[i] : own;
       }
       put_block(scores, rows, columns, false, out.from(m, n));
@@ -50,14 +50,14 @@ struct Forward : Tiles {
 
   // Weights of 16 bits. They are rounded once, so that the sums of exponentials come first.
   void write_rounded(int64_t m, int rows, int64_t end) {
-    float most[ROWS], total[ROWS];
+    Real most[ROWS], total[ROWS];
     for (int i = 0; i < rows; i++) most[i] = -INFINITY, total[i] = 0;
     for (bool writes : {false, true})
       for (int64_t n = 0; n < end; n += COLUMNS) {
         int columns = at_most(call.keys - n, COLUMNS);
         pair_keys(m, rows, n, columns);
         for (int i = 0; i < rows; i++) {
-          float* row = scores + i * STRIDE;
+          Real* row = scores + i * STRIDE;
           if (!writes) absorb(row, m + i, n, columns, most[i], total[i]);
           else weigh(row, m + i, n, columns, shift_of(most[i]), inverse_of(total[i]));
         }
@@ -68,29 +68,29 @@ struct Forward : Tiles {
   }
 
   // Overwrite scores that lie one after another with their weights.
-  void take_exponentials(float* row, int64_t count, float shift) {
+  void take_exponentials(Real* row, int64_t count, Real shift) {
     int64_t whole = count / LANES * LANES;
-    Floats sums = Floats{}, rest = all(-INFINITY);
+    Reals sums = Reals{}, rest = all(-INFINITY);
     for (int64_t j = 0; j < whole; j += LANES) {
-      Floats term = exponential(load(row + j) - shift);
+      Reals term = exponential(load(row + j) - shift);
       store(row + j, term);
       sums += term;
     }
-    memcpy(&rest, row + whole, (count - whole) * sizeof(float));
+    memcpy(&rest, row + whole, (count - whole) * sizeof(Real));
     rest = exponential(rest - shift);
-    float total = sum_of(sums);
+    Real total = sum_of(sums);
     for (int64_t j = whole; j < count; j++) total += rest[j - whole];
-    float inverse = inverse_of(total);
+    Real inverse = inverse_of(total);
     rest = rest * inverse;
     for (int64_t j = 0; j < whole; j += LANES) store(row + j, load(row + j) * inverse);
-    memcpy(row + whole, &rest, (count - whole) * sizeof(float));
+    memcpy(row + whole, &rest, (count - whole) * sizeof(Real));
   }
 
   // The sums of some queries. They are in the workspace, or in `out` where they have several parts.
   void sum_up(int64_t m, int rows) {
     int64_t end = end_of(m + rows - 1);
     bool has_parts = call.features > DEPTH;
-    float most[ROWS], total[ROWS], factor[ROWS];
+    Real most[ROWS], total[ROWS], factor[ROWS];
     for (int i = 0; i < rows; i++) most[i] = -INFINITY, total[i] = 0;
     for (int64_t n = 0; n < end; n += COLUMNS) {
       int columns = at_most(call.keys - n, COLUMNS);
@@ -117,11 +117,11 @@ struct Forward : Tiles {
 
   // Overwrite the dot products of a query with exp(score - most), and add them to `total`. Returns the factor that makes
   // sums of earlier terms relative to the same maximum.
-  float absorb(float* row, int64_t query, int64_t n, int columns, float& most, float& total) {
-    float factor = rise(most, mask_row(row, query, n, columns), total), shift = shift_of(most);
-    Floats added = Floats{};
+  Real absorb(Real* row, int64_t query, int64_t n, int columns, Real& most, Real& total) {
+    Real factor = rise(most, mask_row(row, query, n, columns), total), shift = shift_of(most);
+    Reals added = Reals{};
     for (int j = 0; j < in_lanes(columns); j += LANES) {
-      Floats term = exponential(load(row + j) - shift);
+      Reals term = exponential(load(row + j) - shift);
       store(row + j, term);
       added += term;
     }
@@ -138,7 +138,7 @@ struct Backward : Tiles {
   void pull_weights(int64_t m, int rows, int64_t n, int columns) {
     if (call.output == SUMS) {
       Matrix from = value.from(n, 0);
-      if (call.features == 0) memset(pulls, 0, BLOCK * sizeof(float));
+      if (call.features == 0) memset(pulls, 0, BLOCK * sizeof(Real));
       pair_up(dout.from(m, 0), rows, from, columns, call.features, values_in_panels, copied_values, product, pulls);
       for (int i = 0; i < rows; i++) drop(pulls + i * STRIDE, m + i, n, columns);
       return;
@@ -160,12 +160,12 @@ struct Backward : Tiles {
     if (!(of_queries && wants_queries()) && !(of_keys && call.dkey.at) && !of_mask)
       return pull_values(m, rows, n, columns, adds_to_keys);
     pull_weights(m, rows, n, columns);
-    float factor = of_mask ? 1 : call.factor;
+    Real factor = of_mask ? 1 : of_scores;
     for (int i = 0; i < rows; i++) pull_scores(pulls + i * STRIDE, scores + i * STRIDE, m + i, n, columns, factor);
     if (of_keys && call.dvalue.at) pull_values(m, rows, n, columns, adds_to_keys);
     if (of_mask) {
       pull_mask(m, rows, n, columns, adds_to_mask);
-      for (int i = 0; i < rows; i++) scale_row(pulls + i * STRIDE, columns, call.factor);
+      for (int i = 0; i < rows; i++) scale_row(pulls + i * STRIDE, columns, of_scores);
     }
     if (call.weight.at) return pull_sums(m, rows, n, columns, of_queries, of_keys, adds_to_queries, adds_to_keys);
     for (int64_t k = 0; of_queries && call.dquery.at && k < call.depth; k += DEPTH) {
@@ -182,11 +182,11 @@ struct Backward : Tiles {
   // The gradients of queries, keys and weight from those of additive scores, in `pulls`. `scores` is overwritten.
   void pull_sums(int64_t m, int rows, int64_t n, int columns, bool of_queries, bool of_keys, bool adds_to_queries,
                  bool adds_to_keys) {
-    Floats sums = Floats{};
+    Reals sums = Reals{};
     for (int i = 0; i < rows; i++)
       for (int j = 0; j < in_lanes(columns); j += LANES) sums += load(pulls + i * STRIDE + j);
-    float total = sum_of(sums);
-    alignas(64) float drawn[DEPTH];
+    Real total = sum_of(sums);
+    alignas(64) Real drawn[DEPTH];
     for (int64_t k = 0; k < call.depth; k += DEPTH) {
       int part = at_most(call.depth - k, DEPTH);
       Ratios ratios = read_factors(m, rows, n, columns, k, part);
@@ -196,12 +196,12 @@ struct Backward : Tiles {
       if (of_queries && call.dquery.at) put_weighed(scores, rows, part, adds_to_queries, dquery.from(m, k));
       if (of_keys && call.dkey.at) put_weighed(product, columns, part, adds_to_keys, dkey.from(n, k));
       for (int d = 0; of_queries && call.dweight.at && d < part; d++) {
-        float& to = dweight(m / ROWS, k + d);
+        Real& to = dweight(m / ROWS, k + d);
         to = (adds_to_queries ? to : 0) + total - 2 * drawn[d];
       }
     }
   }
-  void put_weighed(float* block, int rows, int part, bool adds, Matrix to) {
+  void put_weighed(Real* block, int rows, int part, bool adds, Matrix to) {
     for (int i = 0; i < rows; i++)
       for (int d = 0; d < part; d += LANES) store(block + i * STRIDE + d, load(block + i * STRIDE + d) * load(weights + d) * 4.0f);
     put_block(block, rows, part, adds, to);
@@ -220,9 +220,9 @@ struct Backward : Tiles {
       for (int i = 0; i < rows; i++) pulls[i * STRIDE + j] = 0;
     std::fill(numbers, numbers + COLUMNS, 0.0f);
     for (int i = 0; i < rows; i++) {
-      Floats sum = Floats{};
+      Reals sum = Reals{};
       for (int j = 0; j < in_lanes(columns); j += LANES) {
-        Floats gradient = load(pulls + i * STRIDE + j);
+        Reals gradient = load(pulls + i * STRIDE + j);
         store(numbers + j, load(numbers + j) + gradient);
         sum += gradient;
       }
@@ -238,7 +238,7 @@ struct Backward : Tiles {
   }
 
   // The sums over queries of rows that a block weighs.
-  void gather(Matrix from, int rows, int columns, int64_t width, const float* weights, Matrix to, bool adds) {
+  void gather(Matrix from, int rows, int columns, int64_t width, const Real* weights, Matrix to, bool adds) {
     for (int64_t k = 0; k < width; k += DEPTH) {
       int part = at_most(width - k, DEPTH);
       copy_left(from.from(0, k), rows, part);
@@ -248,12 +248,12 @@ struct Backward : Tiles {
   }
 
   // Overwrite the gradients of the weights of a query with those of its scores, times a factor.
-  void pull_scores(float* row, const float* weights, int64_t query, int64_t n, int columns, float factor) {
+  void pull_scores(Real* row, const Real* weights, int64_t query, int64_t n, int columns, Real factor) {
     int reached = reach(query, n, columns);
     if (call.mask_is == BOOLEANS) read_flags(query, n, columns);
-    float pull = call.output == SCORES ? 0 : statistics(query, PULL);
+    Real pull = call.output == SCORES ? 0 : statistics(query, PULL);
     for (int j = 0; j < in_lanes(columns); j += LANES) {
-      Floats gradient = load(row + j);
+      Reals gradient = load(row + j);
       if (call.output != SCORES) gradient = (gradient - pull) * load(weights + j);
       store(row + j, taking_part(gradient * factor, j, reached, 0));
     }
@@ -268,21 +268,21 @@ struct OfStatistics : Backward {
     int64_t m = enter_block(item);
     int rows = at_most(call.queries - m, ROWS);
     int64_t end = end_of(m + rows - 1);
-    float most[ROWS], total[ROWS], pull[ROWS];
+    Real most[ROWS], total[ROWS], pull[ROWS];
     for (int i = 0; i < rows; i++) most[i] = -INFINITY, total[i] = pull[i] = 0;
     for (int64_t n = 0; n < end; n += COLUMNS) {
       int columns = at_most(call.keys - n, COLUMNS);
       // Gradients of weights that lie one after another are read where they are.
-      bool is_read = call.output == WEIGHTS && dout.type == FLOAT32 && dout.column == 1 && columns % LANES == 0;
+      bool is_read = call.output == WEIGHTS && !is_narrow(dout.type) && dout.column == 1 && columns % LANES == 0;
       pair_keys(m, rows, n, columns);
       if (!is_read) pull_weights(m, rows, n, columns);
       for (int i = 0; i < rows; i++) {
-        float* row = scores + i * STRIDE;
-        const float* gradients = is_read ? &dout(m + i, n) : pulls + i * STRIDE;
-        float factor = rise(most[i], mask_row(row, m + i, n, columns), total[i]), shift = shift_of(most[i]);
-        Floats added = Floats{}, pulled = Floats{};
+        Real* row = scores + i * STRIDE;
+        const Real* gradients = is_read ? &dout(m + i, n) : pulls + i * STRIDE;
+        Real factor = rise(most[i], mask_row(row, m + i, n, columns), total[i]), shift = shift_of(most[i]);
+        Reals added = Reals{}, pulled = Reals{};
         for (int j = 0; j < in_lanes(columns); j += LANES) {
-          Floats term = exponential(load(row + j) - shift);
+          Reals term = exponential(load(row + j) - shift);
           added += term;
           pulled += term * load(gradients + j);
         }
@@ -291,7 +291,7 @@ struct OfStatistics : Backward {
       }
     }
     for (int i = 0; i < rows; i++) {
-      float inverse = inverse_of(total[i]);
+      Real inverse = inverse_of(total[i]);
       statistics(m + i, MOST) = shift_of(most[i]);
       statistics(m + i, INVERSE) = inverse;
       statistics(m + i, PULL) = pull[i] * inverse;
@@ -366,7 +366,7 @@ struct OfMask : Backward {
 extern "C" {
 #pragma GCC visibility push(default)
 int64_t effops_attention_call_bytes() { return sizeof(AttentionCall); }
-int64_t effops_attention_workspace() { return Tiles::FLOATS; }
+int64_t effops_attention_workspace(const AttentionCall*) { return Tiles::REALS; }
 
 int64_t effops_attention_items(const AttentionCall* call, int64_t is_backward) {
   int64_t of_queries = call->of_keys.all_entries() * call->blocks_of_queries();

@@ -19,19 +19,19 @@ struct AttentionCall {
   Axes of_keys, of_mask;
   int64_t queries, keys, depth, features, threads, output, mask_is, may_exclude, diagonal, seed;
   Batched query, key, weight, value, mask, out, dout, statistics, dquery, dkey, dweight, dvalue, dmask;
-  float* workspace;
-  float factor, dropped;
+  Real* workspace;
+  double factor, dropped;
 
   int64_t blocks_of_queries() const { return blocks_of(queries, ROWS); }
   int64_t blocks_of_keys() const { return blocks_of(keys, COLUMNS); }
 };
 
-static void fill(Matrix to, int64_t rows, int64_t columns, float value) {
+static void fill(Matrix to, int64_t rows, int64_t columns, Real value) {
   uint16_t number = narrowed_number(value, to.type);
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j++) {
-      if (to.type == FLOAT32) to(i, j) = value;
-      else *(uint16_t*)to.address(i, j) = number;
+      if (is_narrow(to.type)) *(uint16_t*)to.address(i, j) = number;
+      else to(i, j) = value;
     }
 }
 
@@ -44,19 +44,19 @@ struct Held {
   enum { AS_THEY_ARE, MEASURED, RAISED } form = AS_THEY_ARE;
   Range range;
 
-  void copy(Matrix from, int rows, int columns, float* to) {
+  void copy(Matrix from, int rows, int columns, Real* to) {
     if (!copied.becomes(from, rows, columns) && form != RAISED) return;
     copy_block(from, rows, columns, to);
     form = AS_THEY_ARE;
   }
-  void measure(Matrix from, int rows, int columns, float* to) {
+  void measure(Matrix from, int rows, int columns, Real* to) {
     if (!copied.becomes(from, rows, columns) && form != AS_THEY_ARE) return;
     copy_block(from, rows, columns, to);
     range = pad_block(to, rows, columns);
     form = MEASURED;
   }
   // What was measured becomes its exponentials, or what it was before.
-  void become(bool is_raised, Matrix from, int rows, int columns, float* to) {
+  void become(bool is_raised, Matrix from, int rows, int columns, Real* to) {
     if (is_raised == (form == RAISED)) return;
     if (is_raised) raise_block(to, rows, columns), form = RAISED;
     else form = AS_THEY_ARE, measure(from, rows, columns, to);
@@ -66,14 +66,15 @@ struct Held {
 // What a thread keeps of a block: a factor of a product, and the other one in panels; scores and their gradients; sums.
 struct Tiles : Workspace<5, 2> {
   const AttentionCall& call;
-  float *left = block(0), *right = block(1), *scores = block(2), *pulls = block(3), *product = block(4);
-  float *keys_in_panels = panels_at(0), *values_in_panels = panels_at(1);
+  const Real of_scores = (Real)call.factor, dropped = (Real)call.dropped;
+  Real *left = block(0), *right = block(1), *scores = block(2), *pulls = block(3), *product = block(4);
+  Real *keys_in_panels = panels_at(0), *values_in_panels = panels_at(1);
   Held in_left, in_right;
   Copied copied_keys, copied_values;
   int64_t place[AXES], entry;
   Matrix query, key, weight, value, out, dout, statistics, dquery, dkey, dweight, dvalue, dmask;
-  alignas(64) float weights[DEPTH];
-  alignas(64) float numbers[COLUMNS];
+  alignas(64) Real weights[DEPTH];
+  alignas(64) Real numbers[COLUMNS];
   alignas(64) int8_t flags[COLUMNS];
 
   Tiles(const AttentionCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call) {}
@@ -109,8 +110,8 @@ struct Tiles : Workspace<5, 2> {
   void copy_right(Matrix from, int rows, int columns) { in_right.copy(from, rows, columns, right); }
 
   // The products of rows of two operands, in parts of DEPTH coordinates. `room` is overwritten.
-  void pair_up(Matrix rows_from, int rows, Matrix columns_from, int columns, int64_t depth, float* panels, Copied& copied,
-               float* room, float* to) {
+  void pair_up(Matrix rows_from, int rows, Matrix columns_from, int columns, int64_t depth, Real* panels, Copied& copied,
+               Real* room, Real* to) {
     for (int64_t k = 0; k < depth; k += DEPTH) {
       int part = at_most(depth - k, DEPTH);
       copy_left(rows_from.from(0, k), rows, part);
@@ -125,7 +126,7 @@ struct Tiles : Workspace<5, 2> {
 
   // Read some coordinates of queries and keys to `left` and `right`, as exponentials unless their r are computed DIRECTLY.
   Ratios read_factors(int64_t m, int rows, int64_t n, int columns, int64_t k, int part) {
-    float sum = 0;
+    Real sum = 0;
     for (int d = 0; d < part; d++) sum += std::fabs(weights[d] = weight(0, k + d));
     in_left.measure(query.from(m, k), rows, part, left);
     in_right.measure(key.from(n, k), columns, part, right);
@@ -148,7 +149,7 @@ struct Tiles : Workspace<5, 2> {
 
   // Write the dot products or additive scores of a block to `scores`.
   void pair_keys(int64_t m, int rows, int64_t n, int columns) {
-    if (call.depth == 0) memset(scores, 0, BLOCK * sizeof(float));
+    if (call.depth == 0) memset(scores, 0, BLOCK * sizeof(Real));
     if (call.weight.at) add_up(m, rows, n, columns);
     else pair_up(query.from(m, 0), rows, key.from(n, 0), columns, call.depth, keys_in_panels, copied_keys, pulls, scores);
   }
@@ -166,25 +167,25 @@ struct Tiles : Workspace<5, 2> {
   }
 
   // Those of some values of a row whose pairs take part, and another number elsewhere.
-  Floats taking_part(Floats values, int j, int reached, float other) const {
+  Reals taking_part(Reals values, int j, int reached, Real other) const {
     if (call.mask_is == BOOLEANS)
-      values = __builtin_convertvector(*(const Flags*)(flags + j), Integers) != 0 ? values : all(other);
-    return j + LANES > reached ? (counted_from(j) < reached ? values : all(other)) : values;
+      values = __builtin_convertvector(*(const Flags*)(flags + j), Wholes) != 0 ? values : all(other);
+    return j + LANES > reached ? (counted_from<Wholes>(j) < reached ? values : all(other)) : values;
   }
 
   // Scale and mask the dot products of a query. Returns the largest score.
-  float mask_row(float* row, int64_t query, int64_t n, int columns) {
+  Real mask_row(Real* row, int64_t query, int64_t n, int columns) {
     int reached = reach(query, n, columns);
-    const float* terms = numbers;
+    const Real* terms = numbers;
     if (call.mask_is == BOOLEANS) read_flags(query, n, columns);
     if (call.mask_is == NUMBERS) {
       Matrix from = call.mask.matrix(place).from(query, n);
-      if (from.type == FLOAT32 && from.column == 1 && columns % LANES == 0) terms = &from(0, 0);
+      if (!is_narrow(from.type) && from.column == 1 && columns % LANES == 0) terms = &from(0, 0);
       else copy_row(from, 0, columns, numbers);
     }
-    Floats highest = all(-INFINITY);
+    Reals highest = all(-INFINITY);
     for (int j = 0; j < in_lanes(columns); j += LANES) {
-      Floats score = load(row + j) * call.factor;
+      Reals score = load(row + j) * of_scores;
       if (call.mask_is == NUMBERS) score += load(terms + j);
       score = taking_part(score, j, reached, -INFINITY);
       store(row + j, score);
@@ -195,25 +196,25 @@ struct Tiles : Workspace<5, 2> {
 
   // Multiply values of a row with 0 where a weight is dropped, and else with 1 / (1 - dropped). What is drawn depends on
   // the seed and the place of the pair alone.
-  void drop(float* row, int64_t query, int64_t n, int columns) const {
-    if (call.dropped == 0) return;
-    Integers key = Integers{} + (int32_t)mixed(call.seed + mixed(entry * call.queries + query));
-    float kept = call.dropped < 1 ? 1 / (1 - call.dropped) : 0;
+  void drop(Real* row, int64_t query, int64_t n, int columns) const {
+    if (dropped == 0) return;
+    Places key = Places{} + (int32_t)mixed(call.seed + mixed(entry * call.queries + query));
+    Real kept = dropped < 1 ? 1 / (1 - dropped) : 0;
     for (int j = 0; j < in_lanes(columns); j += LANES) {
-      Floats drawn = uniform(key, counted_from((int32_t)(n + j)));
-      store(row + j, load(row + j) * (drawn < call.dropped ? Floats{} : all(kept)));
+      Reals drawn = uniform(key, counted_from<Places>((int32_t)(n + j)));
+      store(row + j, load(row + j) * (drawn < dropped ? Reals{} : all(kept)));
     }
   }
 
   // Overwrite the dot products of a query with its weights.
-  void weigh(float* row, int64_t query, int64_t n, int columns, float shift, float inverse) {
+  void weigh(Real* row, int64_t query, int64_t n, int columns, Real shift, Real inverse) {
     mask_row(row, query, n, columns);
     for (int j = 0; j < in_lanes(columns); j += LANES) store(row + j, exponential(load(row + j) - shift) * inverse);
   }
 
-  static void scale_row(float* row, int count, float factor) {
+  static void scale_row(Real* row, int count, Real factor) {
     for (int j = 0; j < count; j += LANES) store(row + j, load(row + j) * factor);
   }
 
-  float inverse_of(float total) const { return inverse_of_total(total == 0 && call.may_exclude ? 1 : total); }
+  Real inverse_of(Real total) const { return inverse_of_total(total == 0 && call.may_exclude ? 1 : total); }
 };

@@ -13,24 +13,24 @@
 
 enum {
   HALF = DEPTH / 2,              // coordinates of a block at most: the other half of its rows has the inverse deviations
-  HALF_PANELS = COLUMNS * HALF,  // floats
+  HALF_PANELS = COLUMNS * HALF,
   PART = 16,                     // coordinates that one sum runs over
   SHORT = 4,                     // rows in registers where gradients are summed
 };
 
 enum Squares { OF_QUOTIENTS, LEAVES_OUT, PLAIN };  // as the functions of tables are ordered
 
-static void invert_block(Matrix from, int rows, int columns, float* to) {
+static void invert_block(Matrix from, int rows, int columns, Real* to) {
   copy_block(from, rows, columns, to);
   for (int i = 0; i < rows; i++, to += STRIDE)
     for (int j = 0; j < columns; j += LANES) store(to + j, 1.0f / load(to + j));
 }
 
 // Whether all values of a block are so small that their differences are finite.
-static bool is_small(const float* block, int rows, int columns) {
-  float sum = 0;
+static bool is_small(const Real* block, int rows, int columns) {
+  Real sum = 0;
   for (int i = 0; i < rows; i++, block += STRIDE) {
-    Floats sums = Floats{};
+    Reals sums = Reals{};
     int j = 0;
     for (; j + LANES <= columns; j += LANES) sums += (load(block + j) * 2.0f) * 0.0f;
     for (; j < columns; j++) sum += (block[j] * 2.0f) * 0.0f;
@@ -40,16 +40,16 @@ static bool is_small(const float* block, int rows, int columns) {
 }
 
 template <Squares SQUARES>
-static inline void measure_part(const float* left, const float* right, const float* inverse, int depth, bool adds,
-                                float* to) {
-  Floats sums[TALL][2];
+static inline void measure_part(const Real* left, const Real* right, const Real* inverse, int depth, bool adds,
+                                Real* to) {
+  Reals sums[TALL][2];
 #pragma GCC unroll 8
-  for (int i = 0; i < TALL; i++) sums[i][0] = sums[i][1] = Floats{};
+  for (int i = 0; i < TALL; i++) sums[i][0] = sums[i][1] = Reals{};
   for (int k = 0; k < depth; k++, right += WIDE, inverse += WIDE, left++) {
 #pragma GCC unroll 8
     for (int i = 0; i < TALL; i++) {
-      Floats value = all(left[i * STRIDE]);
-      Floats first = value - load(right), second = value - load(right + LANES);
+      Reals value = all(left[i * STRIDE]);
+      Reals first = value - load(right), second = value - load(right + LANES);
       if (SQUARES != PLAIN) first *= load(inverse), second *= load(inverse + LANES);
       sums[i][0] += first * first;
       sums[i][1] += second * second;
@@ -64,8 +64,8 @@ static inline void measure_part(const float* left, const float* right, const flo
 
 // The distances of a block of rows and columns, the latter in panels.
 template <Squares SQUARES>
-static void measure(const float* left, const float* right, const float* inverse, int rows, int columns, int depth,
-                    bool adds, float* to) {
+static void measure(const Real* left, const Real* right, const Real* inverse, int rows, int columns, int depth,
+                    bool adds, Real* to) {
   for (int j = 0; j < columns; j += WIDE, right += WIDE * depth, inverse += WIDE * depth)
     for (int i = 0; i < rows; i += TALL)
       for (int k = 0; k < depth; k += PART)
@@ -75,20 +75,20 @@ static void measure(const float* left, const float* right, const float* inverse,
 
 // 2 sum_n G z inverse of SHORT rows and WIDE coordinates, over the columns n.
 template <Squares SQUARES>
-static inline void pull_left_part(const float* G, const float* left, const float* right, int columns, float* to) {
-  Floats sums[SHORT][2], own[SHORT][2];
+static inline void pull_left_part(const Real* G, const Real* left, const Real* right, int columns, Real* to) {
+  Reals sums[SHORT][2], own[SHORT][2];
 #pragma GCC unroll 4
   for (int i = 0; i < SHORT; i++)
-    for (int half = 0; half < 2; half++) sums[i][half] = Floats{}, own[i][half] = load(left + i * STRIDE + half * LANES);
+    for (int half = 0; half < 2; half++) sums[i][half] = Reals{}, own[i][half] = load(left + i * STRIDE + half * LANES);
   for (int n = 0; n < columns; n++, right += STRIDE)
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-      Floats other = load(right + half * LANES), inverse = Floats{};
+      Reals other = load(right + half * LANES), inverse = Reals{};
       if (SQUARES != PLAIN) inverse = load(right + HALF + half * LANES), inverse *= inverse;
 #pragma GCC unroll 4
       for (int i = 0; i < SHORT; i++) {
         if (SQUARES == LEAVES_OUT && G[i * STRIDE + n] == 0) continue;
-        Floats difference = own[i][half] - other;
+        Reals difference = own[i][half] - other;
         sums[i][half] += all(G[i * STRIDE + n]) * (SQUARES == PLAIN ? difference : difference * inverse);
       }
     }
@@ -99,22 +99,22 @@ static inline void pull_left_part(const float* G, const float* left, const float
 // -2 sum_m G z inverse of SHORT columns and WIDE coordinates, over the rows m, and unless PLAIN the sum with z^2 HALF
 // behind it.
 template <Squares SQUARES>
-static inline void pull_right_part(const float* G, const float* left, const float* right, int rows, float* to) {
-  Floats sums[SHORT][2], squares[SHORT][2], own[SHORT][2];
+static inline void pull_right_part(const Real* G, const Real* left, const Real* right, int rows, Real* to) {
+  Reals sums[SHORT][2], squares[SHORT][2], own[SHORT][2];
 #pragma GCC unroll 4
   for (int i = 0; i < SHORT; i++)
     for (int half = 0; half < 2; half++) {
-      sums[i][half] = squares[i][half] = Floats{};
+      sums[i][half] = squares[i][half] = Reals{};
       own[i][half] = load(right + i * STRIDE + half * LANES);
     }
   for (int m = 0; m < rows; m++, left += STRIDE, G += STRIDE)
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-      Floats other = load(left + half * LANES);
+      Reals other = load(left + half * LANES);
 #pragma GCC unroll 4
       for (int i = 0; i < SHORT; i++) {
         if (SQUARES == LEAVES_OUT && G[i] == 0) continue;
-        Floats difference = other - own[i][half], pull = all(G[i]) * difference;
+        Reals difference = other - own[i][half], pull = all(G[i]) * difference;
         sums[i][half] += pull;
         if (SQUARES != PLAIN) squares[i][half] += pull * difference;
       }
@@ -125,7 +125,7 @@ static inline void pull_right_part(const float* G, const float* left, const floa
         store(to + half * LANES, sums[i][half] * -2.0f);
         continue;
       }
-      Floats inverse = load(right + HALF + half * LANES), both = inverse * inverse * -2.0f;
+      Reals inverse = load(right + HALF + half * LANES), both = inverse * inverse * -2.0f;
       store(to + half * LANES, sums[i][half] * both);
       store(to + HALF + half * LANES, squares[i][half] * both * inverse);
     }
@@ -133,20 +133,20 @@ static inline void pull_right_part(const float* G, const float* left, const floa
 
 // The gradients of rows or of columns, of `depth` coordinates; deviations have theirs HALF behind that of columns.
 template <Squares SQUARES>
-static void pull_left(const float* G, const float* left, const float* right, int rows, int columns, int depth,
-                      float* to) {
+static void pull_left(const Real* G, const Real* left, const Real* right, int rows, int columns, int depth,
+                      Real* to) {
   for (int i = 0; i < rows; i += SHORT)
     for (int k = 0; k < depth; k += WIDE)
       pull_left_part<SQUARES>(G + i * STRIDE, left + i * STRIDE + k, right + k, columns, to + i * STRIDE + k);
 }
 template <Squares SQUARES>
-static void pull_right(const float* G, const float* left, const float* right, int rows, int columns, int depth,
-                       float* to) {
+static void pull_right(const Real* G, const Real* left, const Real* right, int rows, int columns, int depth,
+                       Real* to) {
   for (int j = 0; j < columns; j += SHORT)
     for (int k = 0; k < depth; k += WIDE)
       pull_right_part<SQUARES>(G + j, left + k, right + j * STRIDE + k, rows, to + j * STRIDE + k);
 }
 
-typedef void (*Pull)(const float* G, const float* left, const float* right, int rows, int columns, int depth, float* to);
+typedef void (*Pull)(const Real* G, const Real* left, const Real* right, int rows, int columns, int depth, Real* to);
 static const Pull PULL_LEFT[] = {pull_left<OF_QUOTIENTS>, pull_left<LEAVES_OUT>, pull_left<PLAIN>};
 static const Pull PULL_RIGHT[] = {pull_right<OF_QUOTIENTS>, pull_right<LEAVES_OUT>, pull_right<PLAIN>};

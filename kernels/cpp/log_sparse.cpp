@@ -20,7 +20,7 @@ struct LogSparseCall {
   int64_t length, depth, features, offsets, threads;
   const int64_t* offset;  // ascending, the first one is 0
   Batched query, key, value, out, dout, statistics, dquery, dkey, dvalue;
-  float factor;
+  double factor;
 
   int64_t blocks() const { return blocks_of(length, BLOCK_OF_ROWS); }
 };
@@ -32,36 +32,52 @@ struct Span {
 };
 enum Statistic { MOST, INVERSE, PULL };  // of a query: maximum, 1 / total, and the sum of P dP
 
-float dot(const float* one, const float* other, int64_t count) {
-  Floats sums = Floats{};
+// Numbers of a row, which are Real, or of 16 bits.
+Reals load_as(const Real* from, Type) { return load(from); }
+Reals load_as(const uint16_t* from, Type type) { return widened(*(const Shorts*)from, type); }
+Real get_as(const Real* from, Type) { return *from; }
+Real get_as(const uint16_t* from, Type type) { return widened_number(*from, type); }
+void store_as(Real* to, Reals values, Type) { store(to, values); }
+void store_as(uint16_t* to, Reals values, Type type) { *(Shorts*)to = narrowed(values, type); }
+void set_as(Real* to, Real value, Type) { *to = value; }
+void set_as(uint16_t* to, Real value, Type type) { *to = narrowed_number(value, type); }
+
+template <class Number>
+Real dot(const Number* one, const Number* other, int64_t count, Type type) {
+  Reals sums = Reals{};
   int64_t d = 0;
-  for (; d + LANES <= count; d += LANES) sums += load(one + d) * load(other + d);
-  float sum = sum_of(sums);
-  for (; d < count; d++) sum += one[d] * other[d];
+  for (; d + LANES <= count; d += LANES) sums += load_as(one + d, type) * load_as(other + d, type);
+  Real sum = sum_of(sums);
+  for (; d < count; d++) sum += get_as(one + d, type) * get_as(other + d, type);
   return sum;
 }
 
 // Write the sum of some rows, each times its weight, or add it to what is there times a factor.
-void gather(const float* const* rows, const float* weights, int count, int64_t width, float factor, float* to) {
+template <class Number, class Sum>
+void gather(const Number* const* rows, const Real* weights, int count, int64_t width, Real factor, Sum* to, Type type) {
   int64_t d = 0;
   for (; d + LANES <= width; d += LANES) {
-    Floats sum = factor == 0 ? Floats{} : load(to + d) * factor;
-    for (int u = 0; u < count; u++) sum += load(rows[u] + d) * weights[u];
-    store(to + d, sum);
+    Reals sum = factor == 0 ? Reals{} : load_as(to + d, type) * factor;
+    for (int u = 0; u < count; u++) sum += load_as(rows[u] + d, type) * weights[u];
+    store_as(to + d, sum, type);
   }
   for (; d < width; d++) {
-    float sum = factor == 0 ? 0 : to[d] * factor;
-    for (int u = 0; u < count; u++) sum += rows[u][d] * weights[u];
-    to[d] = sum;
+    Real sum = factor == 0 ? 0 : get_as(to + d, type) * factor;
+    for (int u = 0; u < count; u++) sum += get_as(rows[u] + d, type) * weights[u];
+    set_as(to + d, sum, type);
   }
 }
 
+// What a thread keeps. Queries, keys, values, the result and its gradient are of Numbers, and other gradients are Real.
+template <class Number>
 struct Rows {
   const LogSparseCall& call;
+  const Type type = call.query.type;
+  const Real of_scores = (Real)call.factor;
   int64_t place[AXES];
   Matrix query, key, value, out, dout, statistics, dquery, dkey, dvalue;
-  const float *keys[SOME], *values[SOME];
-  alignas(64) float scores[SOME], pulls[SOME];
+  const Number *keys[SOME], *values[SOME];
+  alignas(64) Real scores[SOME], pulls[SOME];
 
   Rows(const LogSparseCall& call, int64_t) : call(call) {}
 
@@ -71,6 +87,8 @@ struct Rows {
     out = call.out.matrix(place), dout = call.dout.matrix(place), statistics = call.statistics.matrix(place);
     dquery = call.dquery.matrix(place), dkey = call.dkey.matrix(place), dvalue = call.dvalue.matrix(place);
   }
+
+  static Number* row_of(Matrix matrix, int64_t l) { return (Number*)matrix.address(l, 0); }
 
   // The rows of an item, for which `enter_block` goes to its entry of all axes.
   Span rows_of(int64_t item) const {
@@ -92,19 +110,19 @@ struct Rows {
   void score(int64_t l, int64_t first, int count) {
     for (int u = 0; u < count; u++) {
       int64_t j = l - call.offset[first + u];
-      keys[u] = &key(j, 0), values[u] = &value(j, 0);
-      scores[u] = call.factor * dot(&query(l, 0), keys[u], call.depth);
+      keys[u] = row_of(key, j), values[u] = row_of(value, j);
+      scores[u] = of_scores * dot(row_of(query, l), keys[u], call.depth, type);
     }
     for (int u = count; u < in_lanes(count); u++) scores[u] = -INFINITY;
   }
 
   // Overwrite scores with exp(score - most), and add them to `total`. Returns the factor of what was added before.
-  float absorb(int count, float& most, float& total) {
-    Floats highest = all(-INFINITY), added = Floats{};
+  Real absorb(int count, Real& most, Real& total) {
+    Reals highest = all(-INFINITY), added = Reals{};
     for (int u = 0; u < count; u += LANES) highest = highest <= load(scores + u) ? load(scores + u) : highest;
-    float factor = rise(most, maximum_of(highest), total), shift = shift_of(most);
+    Real factor = rise(most, maximum_of(highest), total), shift = shift_of(most);
     for (int u = 0; u < count; u += LANES) {
-      Floats term = exponential(load(scores + u) - shift);
+      Reals term = exponential(load(scores + u) - shift);
       store(scores + u, term);
       added += term;
     }
@@ -113,41 +131,51 @@ struct Rows {
   }
 };
 
-struct Forward : Rows {
-  using Rows::Rows;
+template <class Number>
+struct Forward : Rows<Number> {
+  using Own = Rows<Number>;
+  using Own::Own, Own::call, Own::scores, Own::values, Own::type;
 
+  // Where offsets have several parts, sums are added up in the result, which is then Real.
   void operator()(int64_t item) {
-    Span rows = enter_block(item);
+    Span rows = this->enter_block(item);
     for (int64_t l = rows.first; l < rows.end; l++) {
-      int64_t offsets = reached(l);
-      float most = -INFINITY, total = 0;
+      Number* to = this->row_of(this->out, l);
+      int64_t offsets = this->reached(l);
+      int count = at_most(offsets, SOME);
+      bool has_parts = offsets > SOME;
+      Real most = -INFINITY, total = 0;
       for (int64_t first = 0; first < offsets; first += SOME) {
-        int count = at_most(offsets - first, SOME);
-        score(l, first, count);
-        float factor = absorb(count, most, total);
-        gather(values, scores, count, call.features, first == 0 ? 0 : factor, &out(l, 0));
+        int some = at_most(offsets - first, SOME);
+        this->score(l, first, some);
+        Real factor = this->absorb(some, most, total);
+        if (has_parts) gather(values, scores, some, call.features, first == 0 ? 0 : factor, to, type);
       }
-      float inverse = inverse_of_total(total);
-      for (int64_t f = 0; f < call.features; f++) out(l, f) *= inverse;
+      Real inverse = inverse_of_total(total);
+      for (int u = 0; u < count; u++) scores[u] *= inverse;
+      if (!has_parts) gather(values, scores, count, call.features, 0, to, type);
+      for (int64_t f = 0; has_parts && f < call.features; f++) set_as(to + f, get_as(to + f, type) * inverse, type);
     }
   }
 };
 
 // The statistics of queries and their gradients.
-struct OfQueries : Rows {
-  using Rows::Rows;
+template <class Number>
+struct OfQueries : Rows<Number> {
+  using Own = Rows<Number>;
+  using Own::Own, Own::call, Own::scores, Own::pulls, Own::keys, Own::values, Own::type, Own::statistics, Own::of_scores;
 
   void operator()(int64_t item) {
-    Span rows = enter_block(item);
+    Span rows = this->enter_block(item);
     for (int64_t l = rows.first; l < rows.end; l++) {
-      int64_t offsets = reached(l);
-      float most = -INFINITY, total = 0, pull = 0;
+      int64_t offsets = this->reached(l);
+      Real most = -INFINITY, total = 0, pull = 0;
       for (int64_t first = 0; first < offsets; first += SOME) {
         int count = read(l, first, offsets);
-        float factor = absorb(count, most, total);
-        pull = pull * factor + dot(scores, pulls, count);
+        Real factor = this->absorb(count, most, total);
+        pull = pull * factor + dot(scores, pulls, count, REAL);
       }
-      float shift = shift_of(most), inverse = inverse_of_total(total);
+      Real shift = shift_of(most), inverse = inverse_of_total(total);
       pull *= inverse;
       statistics(l, MOST) = shift, statistics(l, INVERSE) = inverse, statistics(l, PULL) = pull;
       for (int64_t first = 0; call.dquery.at && first < offsets; first += SOME) {
@@ -156,8 +184,8 @@ struct OfQueries : Rows {
           read(l, first, offsets);
           for (int u = 0; u < count; u += LANES) store(scores + u, exponential(load(scores + u) - shift));
         }
-        for (int u = 0; u < count; u++) pulls[u] = scores[u] * inverse * (pulls[u] - pull) * call.factor;
-        gather(keys, pulls, count, call.depth, first > 0, &dquery(l, 0));
+        for (int u = 0; u < count; u++) pulls[u] = scores[u] * inverse * (pulls[u] - pull) * of_scores;
+        gather(keys, pulls, count, call.depth, first > 0, &this->dquery(l, 0), type);
       }
     }
   }
@@ -165,22 +193,25 @@ struct OfQueries : Rows {
   // The scores of a query at some offsets, and the gradients of the weights. Returns how many they are.
   int read(int64_t l, int64_t first, int64_t offsets) {
     int count = at_most(offsets - first, SOME);
-    score(l, first, count);
-    for (int u = 0; u < count; u++) pulls[u] = dot(&dout(l, 0), values[u], call.features);
+    this->score(l, first, count);
+    for (int u = 0; u < count; u++) pulls[u] = dot(this->row_of(this->dout, l), values[u], call.features, type);
     return count;
   }
 };
 
 // The gradients of keys and values.
-struct OfKeys : Rows {
-  using Rows::Rows;
+template <class Number>
+struct OfKeys : Rows<Number> {
+  using Own = Rows<Number>;
+  using Own::Own, Own::call, Own::scores, Own::pulls, Own::keys, Own::values, Own::type, Own::statistics, Own::of_scores;
+  using Own::row_of;
 
   void operator()(int64_t item) {
-    Span rows = rows_of(item);
+    Span rows = this->rows_of(item);
     for (int64_t shared = 0; shared < call.of_keys.entries(true); shared++) {
-      enter(item / call.blocks(), shared);
+      this->enter(item / call.blocks(), shared);
       for (int64_t j = rows.first; j < rows.end; j++) {
-        int64_t offsets = reached(call.length - 1 - j);
+        int64_t offsets = this->reached(call.length - 1 - j);
         for (int64_t first = 0; first < offsets; first += SOME) pull_back(j, first, at_most(offsets - first, SOME), shared > 0 || first > 0);
       }
     }
@@ -190,36 +221,42 @@ struct OfKeys : Rows {
   void pull_back(int64_t j, int64_t first, int count, bool adds) {
     for (int u = 0; u < count; u++) {
       int64_t l = j + call.offset[first + u];
-      keys[u] = &query(l, 0), values[u] = &dout(l, 0);
-      scores[u] = call.factor * dot(keys[u], &key(j, 0), call.depth) - statistics(l, MOST);
+      keys[u] = row_of(this->query, l), values[u] = row_of(this->dout, l);
+      scores[u] = of_scores * dot(keys[u], row_of(this->key, j), call.depth, type) - statistics(l, MOST);
     }
     for (int u = count; u < in_lanes(count); u++) scores[u] = 0;
     for (int u = 0; u < count; u += LANES) store(scores + u, exponential(load(scores + u)));
     for (int u = 0; u < count; u++) scores[u] *= statistics(j + call.offset[first + u], INVERSE);
-    if (call.dvalue.at) gather(values, scores, count, call.features, adds, &dvalue(j, 0));
+    if (call.dvalue.at) gather(values, scores, count, call.features, adds, &this->dvalue(j, 0), type);
     if (!call.dkey.at) return;
     for (int u = 0; u < count; u++) {
-      float pull = dot(values[u], &value(j, 0), call.features) - statistics(j + call.offset[first + u], PULL);
-      pulls[u] = scores[u] * pull * call.factor;
+      Real pull = dot(values[u], row_of(this->value, j), call.features, type) - statistics(j + call.offset[first + u], PULL);
+      pulls[u] = scores[u] * pull * of_scores;
     }
-    gather(keys, pulls, count, call.depth, adds, &dkey(j, 0));
+    gather(keys, pulls, count, call.depth, adds, &this->dkey(j, 0), type);
   }
 };
+
+template <class Number>
+void pull_back(const LogSparseCall& call) {
+  each<OfQueries<Number>>(call, call.of_keys.all_entries() * call.blocks());
+  if (call.dkey.at || call.dvalue.at) each<OfKeys<Number>>(call, call.of_keys.entries(false) * call.blocks());
+}
 }  // namespace
 
 extern "C" {
 #pragma GCC visibility push(default)
 int64_t effops_log_sparse_call_bytes() { return sizeof(LogSparseCall); }
 
-int64_t effops_log_sparse_items(const LogSparseCall* call) {
+int64_t effops_log_sparse_items(const LogSparseCall* call, int64_t) {
   return call->of_keys.all_entries() * call->blocks();
 }
-void effops_log_sparse_forward(const LogSparseCall* call) { each<Forward>(*call, effops_log_sparse_items(call)); }
-
+void effops_log_sparse_forward(const LogSparseCall* call) {
+  int64_t items = effops_log_sparse_items(call, false);
+  is_narrow(call->query.type) ? each<Forward<uint16_t>>(*call, items) : each<Forward<Real>>(*call, items);
+}
 void effops_log_sparse_backward(const LogSparseCall* call) {
-  each<OfQueries>(*call, effops_log_sparse_items(call));
-  if (call->dkey.at || call->dvalue.at)
-    each<OfKeys>(*call, call->of_keys.entries(false) * call->blocks());
+  is_narrow(call->query.type) ? pull_back<uint16_t>(*call) : pull_back<Real>(*call);
 }
 #pragma GCC visibility pop
 }

@@ -5,8 +5,8 @@
 
 struct NormaliserCall {
   const Map* map;
-  const float* scales;
-  float *values, *slopes;  // `slopes` is null where they are not wanted
+  const Real* scales;
+  Real *values, *slopes;  // `slopes` is null where they are not wanted
   double dimension;
   int64_t count, threads;
 };
@@ -24,8 +24,8 @@ struct Some {
       for (int64_t lane = 0; lane < lanes; lane++) scale[lane] = call.scales[first + lane];
       Doubles value = call.map->normaliser(scale, call.dimension, call.slopes ? &slope : nullptr);
       for (int64_t lane = 0; lane < lanes; lane++) {
-        call.values[first + lane] = (float)value[lane];
-        if (call.slopes) call.slopes[first + lane] = (float)slope[lane];
+        call.values[first + lane] = (Real)value[lane];
+        if (call.slopes) call.slopes[first + lane] = (Real)slope[lane];
       }
     }
   }
@@ -33,15 +33,15 @@ struct Some {
 
 // -sum_d log deviation[d] - dimension / 2 log(2 pi) of each row of deviations, or of one for all coordinates.
 struct DeviationsCall {
-  const float* deviations;
-  float* values;
+  const Real* deviations;
+  Real* values;
   int64_t count, coordinates, dimension, threads;
 };
 struct SomeOfDeviations {
   const DeviationsCall& call;
   SomeOfDeviations(const DeviationsCall& call, int64_t) : call(call) {}
 
-  static double sum_of_logarithms(const float* from, int64_t count) {
+  static double sum_of_logarithms(const Real* from, int64_t count) {
     Doubles sum = Doubles{};
     int64_t d = 0;
     for (; d + DOUBLE_LANES <= count; d += DOUBLE_LANES) {
@@ -59,18 +59,18 @@ struct SomeOfDeviations {
     for (int64_t i = item * SOME; i < (item + 1) * SOME && i < call.count; i++) {
       double sum = sum_of_logarithms(call.deviations + i * call.coordinates, call.coordinates);
       if (call.coordinates == 1) sum *= call.dimension;
-      call.values[i] = (float)(-sum - 0.5 * call.dimension * std::log(2 * M_PI));
+      call.values[i] = (Real)(-sum - 0.5 * call.dimension * std::log(2 * M_PI));
     }
   }
 };
 
 #pragma GCC visibility push(default)
-extern "C" void effops_normaliser_of_deviations(const float* deviations, float* values, int64_t count,
+extern "C" void effops_normaliser_of_deviations(const Real* deviations, Real* values, int64_t count,
                                                 int64_t coordinates, int64_t dimension, int64_t threads) {
   DeviationsCall call{deviations, values, count, coordinates, dimension, threads};
   each<SomeOfDeviations>(call, (count + SOME - 1) / SOME);
 }
-extern "C" void effops_normaliser(const Map* map, const float* scales, float* values, float* slopes, double dimension,
+extern "C" void effops_normaliser(const Map* map, const Real* scales, Real* values, Real* slopes, double dimension,
                                   int64_t count, int64_t threads) {
   NormaliserCall call{map, scales, values, slopes, dimension, count, threads};
   each<Some>(call, (count + SOME - 1) / SOME);

@@ -29,16 +29,16 @@ struct Forward : Worker {
     int rows = at_most(call.points - first, ROWS);
     Matrix points = call.left.matrix(batch, 0).from(first, 0), components = call.right.matrix(batch, other);
     Matrix deviations = call.deviations.matrix(batch, other), mosts = call.most.matrix(batch, other);
-    float most[ROWS], sum[ROWS];
+    Real most[ROWS], sum[ROWS];
     for (int i = 0; i < rows; i++) most[i] = -INFINITY, sum[i] = 0;
     for (int64_t n = 0; n < call.components; n += COLUMNS) {
       int columns = at_most(call.components - n, COLUMNS);
       pair_up(points, rows, components.from(n, 0), deviations.from(n, 0), columns);
       read_constants(batch, other, n, columns);
       for (int i = 0; i < rows; i++) {
-        float* row = scores + i * STRIDE;
+        Real* row = scores + i * STRIDE;
         Terms own = terms(batch, other, first + i, n, columns);
-        call.map->value(call.settings, row, in_lanes(columns));
+        call.map->value(settings, row, in_lanes(columns));
         for (int j = 0; j < columns; j += LANES) store(row + j, load(row + j) * load(own.scale + j) + load(own.constant + j));
         if (call.is_reduced) absorb(row, in_lanes(columns), most[i], sum[i]);
       }
@@ -47,20 +47,20 @@ struct Forward : Worker {
     if (!call.is_reduced) return;
     Matrix rests = call.rest.matrix(batch, other);
     for (int i = 0; i < rows; i++) {
-      float rest = std::log(sum[i]);
+      Real rest = std::log(sum[i]);
       if (call.rest.at) mosts(first + i, 0) = most[i], rests(first + i, 0) = rest;
       else mosts.set(first + i, 0, most[i] + rest);
     }
   }
 
   // Add a row of scores to their maximum, and to the sum of exp(score - maximum).
-  void absorb(const float* row, int count, float& most, float& sum) {
-    Floats highest = all(-INFINITY), added = Floats{};
+  void absorb(const Real* row, int count, Real& most, Real& sum) {
+    Reals highest = all(-INFINITY), added = Reals{};
     for (int j = 0; j < count; j += LANES) {
-      Floats score = load(row + j);
+      Reals score = load(row + j);
       highest = score <= highest ? highest : score;
     }
-    float factor = rise(most, maximum_of(highest), sum), shift = shift_of(most);
+    Real factor = rise(most, maximum_of(highest), sum), shift = shift_of(most);
     for (int j = 0; j < count; j += LANES) added += exponential(load(row + j) - shift);
     sum = sum * factor + sum_of(added);
   }
@@ -72,7 +72,7 @@ struct Part {
 };
 
 struct Backward : Worker {
-  alignas(64) float phi[COLUMNS], pulls[COLUMNS], dscale[COLUMNS], dweights[COLUMNS];
+  alignas(64) Real phi[COLUMNS], pulls[COLUMNS], dscale[COLUMNS], dweights[COLUMNS];
   double all_dscale[COLUMNS], all_dweights[COLUMNS];  // sums of these over the blocks of points
   using Worker::Worker;
 
@@ -128,9 +128,9 @@ struct Backward : Worker {
 
   // Overwrite the dot products or distances of a point with the gradients of them.
   void weigh(int i, int columns, int64_t batch, int64_t other, int64_t point, int64_t first, bool of_points, bool adds) {
-    float* row = scores + i * STRIDE;
+    Real* row = scores + i * STRIDE;
     Terms own = terms(batch, other, point, first, columns);
-    call.map->derivative(call.settings, row, phi, in_lanes(columns));
+    call.map->derivative(settings, row, phi, in_lanes(columns));
     if (call.is_reduced) {
       take_shares(own, columns, batch, other, point);
     } else {
@@ -139,13 +139,13 @@ struct Backward : Worker {
       copy_row(douts, 0, columns, pulls);
     }
     for (int j = columns; j < in_lanes(columns); j++) pulls[j] = phi[j] = 0;
-    Floats oddity = Floats{};  // 0 if all distances are finite
+    Reals oddity = Reals{};  // 0 if all distances are finite
     for (int j = 0; j < columns; j += LANES) {
-      Floats pull = load(pulls + j), value = load(phi + j);
+      Reals pull = load(pulls + j), value = load(phi + j);
       oddity += value * 0.0f;
-      Floats gradient = pull * load(own.scale + j) * load(row + j), of_scale = pull * (value + load(own.slope + j));
+      Reals gradient = pull * load(own.scale + j) * load(row + j), of_scale = pull * (value + load(own.slope + j));
       store(row + j, form == PLAIN ? gradient * load(squares + j) : gradient);
-      store(phi + j, has_distances() ? (pull == 0.0f ? Floats{} : of_scale) : of_scale);
+      store(phi + j, has_distances() ? (pull == 0.0f ? Reals{} : of_scale) : of_scale);
     }
     if (form == OF_QUOTIENTS && !(sum_of(oddity) == 0)) form = LEAVES_OUT;
     gather(call.dweights, call.weights_along, pulls, dweights, batch, other, point, first, columns, of_points, adds);
@@ -156,11 +156,11 @@ struct Backward : Worker {
 
   // The gradients of the scores of a point: its shares of `dout`.
   void take_shares(Terms own, int columns, int64_t batch, int64_t other, int64_t point) {
-    float most = call.most.matrix(batch, other)(point, 0), rest = call.rest.matrix(batch, other)(point, 0);
-    float dout = call.dout.matrix(batch, other).get(point, 0);
+    Real most = call.most.matrix(batch, other)(point, 0), rest = call.rest.matrix(batch, other)(point, 0);
+    Real dout = call.dout.matrix(batch, other).get(point, 0);
     // Where the sum is 0, shares are 0 or unknown. An unknown share of a gradient of 0 is 0.
     bool has_no_share = rest == -INFINITY && (dout == 0 || lacks_weight(batch, other, point));
-    float shift = has_no_share ? 0 : most, factor = (has_no_share ? 0 : std::exp(-rest)) * dout;
+    Real shift = has_no_share ? 0 : most, factor = (has_no_share ? 0 : std::exp(-rest)) * dout;
     for (int j = 0; j < columns; j += LANES)
       store(pulls + j, exponential(load(phi + j) * load(own.scale + j) + load(own.constant + j) - shift) * factor);
   }
@@ -173,7 +173,7 @@ struct Backward : Worker {
   }
 
   // Add the gradients of a row of pairs to sums over points, or write them, or their sum over components.
-  void gather(const Operand& gradient, int64_t along, const float* values, float* sums, int64_t batch, int64_t other,
+  void gather(const Operand& gradient, int64_t along, const Real* values, Real* sums, int64_t batch, int64_t other,
               int64_t point, int64_t first, int columns, bool of_points, bool adds) {
     if (along == COMPONENTS_ALONE) {
       for (int j = 0; j < columns; j += LANES) store(sums + j, load(sums + j) + load(values + j));
@@ -185,7 +185,7 @@ struct Backward : Worker {
       for (int j = 0; j < columns; j++) to(point, first + j) = values[j];
       return;
     }
-    Floats sum = Floats{};
+    Reals sum = Reals{};
     for (int j = 0; j < columns; j += LANES) sum += load(values + j);
     to(point, 0) = adds ? to(point, 0) + sum_of(sum) : sum_of(sum);
   }
@@ -203,11 +203,11 @@ struct Backward : Worker {
     Matrix deviations = call.deviations.matrix(part.batch, other).from(first, 0);
     Matrix to = call.ddeviations.matrix(part.batch, other).from(first, 0);
     for (int j = 0; j < columns; j++) {
-      if (call.dscale.at && call.scales_along == COMPONENTS_ALONE) scales(0, first + j) = (float)all_dscale[j];
-      if (call.dweights.at && call.weights_along == COMPONENTS_ALONE) weights(0, first + j) = (float)all_dweights[j];
+      if (call.dscale.at && call.scales_along == COMPONENTS_ALONE) scales(0, first + j) = (Real)all_dscale[j];
+      if (call.dweights.at && call.weights_along == COMPONENTS_ALONE) weights(0, first + j) = (Real)all_dweights[j];
       if (!call.ddeviations.at) continue;
-      if (to.column == 0) to(j, 0) = (float)((all_dscale[j] - call.depth * all_dweights[j]) / deviations(j, 0));
-      else for (int64_t d = 0; d < call.depth; d++) to(j, d) -= (float)(all_dweights[j] / deviations(j, d));
+      if (to.column == 0) to(j, 0) = (Real)((all_dscale[j] - call.depth * all_dweights[j]) / deviations(j, 0));
+      else for (int64_t d = 0; d < call.depth; d++) to(j, d) -= (Real)(all_dweights[j] / deviations(j, d));
     }
   }
 };
@@ -242,7 +242,7 @@ struct OfComponents : Backward {
 extern "C" {
 #pragma GCC visibility push(default)
 int64_t effops_pairs_call_bytes() { return sizeof(PairsCall); }
-int64_t effops_pairs_workspace() { return Worker::FLOATS; }
+int64_t effops_pairs_workspace(const PairsCall*) { return Worker::REALS; }
 const Map* effops_power_spherical() { return &power_spherical; }
 const Map* effops_linear() { return &linear; }
 const Map* effops_von_mises_fisher() { return &von_mises_fisher; }

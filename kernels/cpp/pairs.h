@@ -26,27 +26,28 @@ struct PairsCall {
   int64_t is_reduced, scales_along, weights_along;
   Operand left, right, deviations, weights, scale, normaliser, slope, most, rest, dout;
   Operand dleft, dright, ddeviations, dweights, dscale;
-  float* workspace;
+  Real* workspace;
   const Map* map;
-  MapSettings settings;
+  double floor, least, offset;  // as of MapSettings
 };
 
 // What is added to phi of the pairs of a point, and what phi is multiplied with; and the derivative of the former.
 struct Terms {
-  const float *scale, *constant, *slope;
+  const Real *scale, *constant, *slope;
 };
 
 // What a thread keeps of a block: its factors, as they are and in panels, its scores, and the product of a gradient.
 struct Worker : Workspace<4, 1> {
   const PairsCall& call;
-  float *left, *right, *panels, *scores, *product;
+  const MapSettings settings;
+  Real *left, *right, *panels, *scores, *product;
   Copied copied_left, copied_right, copied_deviations;
-  alignas(64) float scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
-  alignas(64) float squares[COLUMNS];  // of inverse deviations, where each component has one
+  alignas(64) Real scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
+  alignas(64) Real squares[COLUMNS];  // of inverse deviations, where each component has one
   Squares form = OF_QUOTIENTS;         // of the distances of the block
-  alignas(64) float own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
+  alignas(64) Real own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
 
-  Worker(const PairsCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call) {
+  Worker(const PairsCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call), settings{(Real)call.floor, (Real)call.least, (Real)call.offset} {
     left = block(0), right = block(1), scores = block(2), product = block(3), panels = panels_at(0);
   }
 
@@ -69,7 +70,7 @@ struct Worker : Workspace<4, 1> {
   // Write the dot products or squared distances of a block to `scores`. Where each component has one deviation, distances
   // are PLAIN sums of squares, unless these overflow.
   void pair_up(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
-    if (call.depth == 0) memset(scores, 0, BLOCK * sizeof(float));
+    if (call.depth == 0) memset(scores, 0, BLOCK * sizeof(Real));
     form = has_distances() && read_squares(deviations, columns) ? PLAIN : OF_QUOTIENTS;
     add_up(points, rows, components, deviations, columns);
     if (form == PLAIN && !scale_distances(rows, columns)) {
@@ -107,7 +108,7 @@ struct Worker : Workspace<4, 1> {
     if (deviations.column != 0) return false;
     memset(squares, 0, sizeof squares);
     for (int j = 0; j < columns; j++) {
-      float deviation = deviations(j, 0);
+      Real deviation = deviations(j, 0);
       if (!(deviation > 1e-10f && deviation < 1e10f)) return false;
       squares[j] = 1 / (deviation * deviation);
     }
@@ -116,11 +117,11 @@ struct Worker : Workspace<4, 1> {
 
   // Multiply sums of squares with those of inverse deviations. Returns whether all distances are finite.
   bool scale_distances(int rows, int columns) {
-    Floats oddity = Floats{};
+    Reals oddity = Reals{};
     for (int i = 0; i < rows; i++)
       for (int j = 0; j < columns; j += LANES) {
-        float* at = scores + i * STRIDE + j;
-        Floats square = load(squares + j), distance = square > 0.0f ? load(at) * square : Floats{};
+        Real* at = scores + i * STRIDE + j;
+        Reals square = load(squares + j), distance = square > 0.0f ? load(at) * square : Reals{};
         store(at, distance);
         oddity += distance * 0.0f;
       }
@@ -141,7 +142,7 @@ struct Worker : Workspace<4, 1> {
   Terms terms(int64_t batch, int64_t other, int64_t point, int64_t first, int columns) {
     bool reads_scales = call.scales_along != COMPONENTS_ALONE, reads_weights = call.weights_along != COMPONENTS_ALONE;
     if (!reads_scales && !reads_weights) return {scale, constant, slope};
-    memcpy(own_constant, constant, columns * sizeof(float));
+    memcpy(own_constant, constant, columns * sizeof(Real));
     read(batch, other, point, first, columns, reads_scales, reads_weights, own_scale, own_constant, own_slope, true);
     return {own_scale, own_constant, own_slope};
   }
@@ -149,11 +150,11 @@ struct Worker : Workspace<4, 1> {
  private:
   // Read scales and what follows from them, and weights, which are parts of constants.
   void read(int64_t batch, int64_t other, int64_t point, int64_t first, int columns, bool reads_scales,
-            bool reads_weights, float* scales, float* constants, float* slopes, bool adds = false) {
+            bool reads_weights, Real* scales, Real* constants, Real* slopes, bool adds = false) {
     Matrix weights = call.weights.matrix(batch, other), all_scales = call.scale.matrix(batch, other);
     Matrix normalisers = call.normaliser.matrix(batch, other), all_slopes = call.slope.matrix(batch, other);
     for (int j = 0; j < columns; j++) {
-      float sum = adds ? constants[j] : 0;
+      Real sum = adds ? constants[j] : 0;
       if (reads_scales) {
         scales[j] = all_scales(point, first + j);
         slopes[j] = call.slope.at ? all_slopes(point, first + j) : 0;

@@ -7,20 +7,20 @@
 #include "maps.h"
 #include "special.h"
 
-static inline Floats raised(const MapSettings& settings, Floats t) {
-  Floats high = t < settings.floor ? all(settings.floor) : t;
+static inline Reals raised(const MapSettings& settings, Reals t) {
+  Reals high = t < settings.floor ? all(settings.floor) : t;
   return t < settings.least ? all(NAN) : high;
 }
 
-static void value(const MapSettings& settings, float* dots, int count) {
+static void value(const MapSettings& settings, Real* dots, int count) {
   for (int j = 0; j < count; j += LANES) store(dots + j, logarithm(raised(settings, load(dots + j) * 0.5f + 0.5f)));
 }
 
-static void derivative(const MapSettings& settings, float* dots, float* values, int count) {
+static void derivative(const MapSettings& settings, Real* dots, Real* values, int count) {
   for (int j = 0; j < count; j += LANES) {
-    Floats t = load(dots + j) * 0.5f + 0.5f, high = raised(settings, t);
+    Reals t = load(dots + j) * 0.5f + 0.5f, high = raised(settings, t);
     store(values + j, logarithm(high));
-    store(dots + j, t < settings.floor ? Floats{} : 0.5f / high);
+    store(dots + j, t < settings.floor ? Reals{} : 0.5f / high);
   }
 }
 

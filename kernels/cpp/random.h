@@ -11,13 +11,12 @@ static inline uint64_t mixed(uint64_t value) {
 }
 
 // Numbers from 0 to 1, below 1, of places under keys. Each round is the finaliser of MurmurHash3.
-static inline Floats uniform(Integers key, Integers place) {
-  typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+static inline Reals uniform(Places key, Places place) {
   Words bits = (Words)place * 0x9e3779b9u + (Words)key;
   for (int round = 0; round < 2; round++) {
     bits = (bits ^ bits >> 16) * 0x85ebca6bu;
     bits = (bits ^ bits >> 13) * 0xc2b2ae35u;
     bits = (bits ^ bits >> 16) + (Words)key;
   }
-  return __builtin_convertvector((Integers)(bits >> 8), Floats) * 0x1p-24f;
+  return __builtin_convertvector((Places)(bits >> 8), Reals) * 0x1p-24f;
 }

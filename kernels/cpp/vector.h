@@ -1,56 +1,93 @@
-// Vectors of VECTOR_BYTES, which the build gives: 32 with AVX2, 64 with AVX-512. One source serves both.
+// Vectors of VECTOR_BYTES, which the build gives: 32 with AVX2, 64 with AVX-512. One source serves both, and numbers of
+// REAL_BYTES, 4 or 8, which it gives too.
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef double Doubles __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
 typedef int64_t Longs __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
-enum { LANES = VECTOR_BYTES / 4, DOUBLE_LANES = VECTOR_BYTES / 8 };
+#if REAL_BYTES == 8
+typedef double Real;
+typedef Doubles Reals;
+typedef Longs Wholes;  // integers as wide
+#else
+typedef float Real;
+typedef Floats Reals;
+typedef Integers Wholes;
+#endif
+enum { LANES = VECTOR_BYTES / REAL_BYTES, DOUBLE_LANES = VECTOR_BYTES / 8, SIDE = 32 / REAL_BYTES };
+
+// As many numbers of 32 bits as there are lanes.
+typedef float Singles __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Places __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 static inline int in_lanes(int count) { return (count + LANES - 1) / LANES * LANES; }  // rounded up
 
-static inline Floats all(float value) { return value - Floats{}; }  // an assignment of each lane compiles to inserts
-static inline Floats load(const float* from) { return *(const Floats*)from; }
-static inline void store(float* to, Floats value) { *(Floats*)to = value; }
+static inline Reals all(Real value) { return value - Reals{}; }  // an assignment of each lane compiles to inserts
+static inline Reals load(const Real* from) { return *(const Reals*)from; }
+static inline void store(Real* to, Reals value) { *(Reals*)to = value; }
 
 // The integers from `first` on, one in each lane.
-static inline Integers counted_from(int32_t first) {
-  Integers lanes = Integers{} + first;
+template <class Lanes>
+static inline Lanes counted_from(int32_t first) {
+  Lanes lanes = Lanes{} + first;
   for (int lane = 0; lane < LANES; lane++) lanes[lane] += lane;
   return lanes;
 }
 
-typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef Real Half __attribute__((vector_size(32), aligned(REAL_BYTES), may_alias));
+typedef Real Quarter __attribute__((vector_size(16), aligned(REAL_BYTES), may_alias));
+
+template <class Part, class All>
+static inline Part part_of(All whole, int which) {
+  Part part;
+  memcpy(&part, (const char*)&whole + which * sizeof part, sizeof part);
+  return part;
+}
 
 // What a function of two vectors makes of all lanes: of one half and the other, and so on.
 template <class Function>
-static inline float folded(Floats values, Function function) {
+static inline Real folded(Reals values, Function function) {
 #if VECTOR_BYTES == 64
-  Eight eight = function(__builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7),
-                         __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15));
+  Half half = function(part_of<Half>(values, 0), part_of<Half>(values, 1));
 #else
-  Eight eight = values;
+  Half half = values;
 #endif
-  Four four = function(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
-  four = function(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
-  four = function(four, __builtin_shufflevector(four, four, 1, 0, 3, 2));
-  return four[0];
+  Quarter quarter = function(part_of<Quarter>(half, 0), part_of<Quarter>(half, 1));
+#if REAL_BYTES == 8
+  return function(quarter[0], quarter[1]);
+#else
+  return function(function(quarter[0], quarter[2]), function(quarter[1], quarter[3]));
+#endif
 }
-static inline float sum_of(Floats values) {
+static inline Real sum_of(Reals values) {
   return folded(values, [](auto one, auto other) { return one + other; });
 }
 // The largest lane. A NaN may get lost: who needs it finds it in a sum.
-static inline float maximum_of(Floats values) {
+static inline Real maximum_of(Reals values) {
   return folded(values, [](auto one, auto other) { return one <= other ? other : one; });
 }
 
-// Eight rows of eight become eight columns.
-typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
-static inline void transpose(Eight rows[8]) {
-  Eight pairs[8], fours[8];
+// SIDE rows of as many become columns.
+#if REAL_BYTES == 8
+static inline void transpose(Half rows[4]) {
+  Half pairs[4];
+  for (int i = 0; i < 4; i += 2) {
+    pairs[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 4, 2, 6);
+    pairs[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 1, 5, 3, 7);
+  }
+  for (int i = 0; i < 2; i++) {
+    rows[i] = __builtin_shufflevector(pairs[i], pairs[i + 2], 0, 1, 4, 5);
+    rows[i + 2] = __builtin_shufflevector(pairs[i], pairs[i + 2], 2, 3, 6, 7);
+  }
+}
+#else
+static inline void transpose(Half rows[8]) {
+  Half pairs[8], fours[8];
   for (int i = 0; i < 8; i += 2) {
     pairs[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
     pairs[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
@@ -66,3 +103,4 @@ static inline void transpose(Eight rows[8]) {
     rows[i + 4] = __builtin_shufflevector(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
 }
+#endif

@@ -5,7 +5,7 @@
 // The address sanitizer has gaps behind the parts, which nobody may touch. Otherwise there are none.
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
-enum { GAP = 4096 };  // floats
+enum { GAP = 4096 };
 #else
 enum { GAP = 0 };
 #define ASAN_POISON_MEMORY_REGION(at, size) ((void)(at))
@@ -14,17 +14,17 @@ enum { GAP = 0 };
 
 template <int BLOCKS, int ALL_PANELS>
 struct Workspace {
-  enum { FLOATS = BLOCKS * (BLOCK + GAP) + ALL_PANELS * (PANELS + GAP) };  // of a thread
-  float* const start;
+  enum { REALS = BLOCKS * (BLOCK + GAP) + ALL_PANELS * (PANELS + GAP) };  // of a thread
+  Real* const start;
 
-  Workspace(float* of_threads, int64_t thread) : start(of_threads + thread * FLOATS) {
-    for (int part = 0; part < BLOCKS; part++) ASAN_POISON_MEMORY_REGION(block(part) + BLOCK, GAP * sizeof(float));
-    for (int part = 0; part < ALL_PANELS; part++) ASAN_POISON_MEMORY_REGION(panels_at(part) + PANELS, GAP * sizeof(float));
+  Workspace(Real* of_threads, int64_t thread) : start(of_threads + thread * REALS) {
+    for (int part = 0; part < BLOCKS; part++) ASAN_POISON_MEMORY_REGION(block(part) + BLOCK, GAP * sizeof(Real));
+    for (int part = 0; part < ALL_PANELS; part++) ASAN_POISON_MEMORY_REGION(panels_at(part) + PANELS, GAP * sizeof(Real));
   }
-  ~Workspace() { ASAN_UNPOISON_MEMORY_REGION(start, FLOATS * sizeof(float)); }
+  ~Workspace() { ASAN_UNPOISON_MEMORY_REGION(start, REALS * sizeof(Real)); }
 
-  float* block(int part) const { return start + part * (BLOCK + GAP); }
-  float* panels_at(int part) const { return block(BLOCKS) + part * (PANELS + GAP); }
+  Real* block(int part) const { return start + part * (BLOCK + GAP); }
+  Real* panels_at(int part) const { return block(BLOCKS) + part * (PANELS + GAP); }
 };
 
 // Which block of a matrix a part of the workspace holds.

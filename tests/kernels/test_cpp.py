@@ -27,7 +27,10 @@ SIZES = {  # T, M, N, D: one owner of each batch entry, or two sweeps; blocks th
 }
 
 
-def arguments(T, M, N, D):
+REALS = pytest.mark.parametrize("real", [torch.float32, torch.float64], ids=str)
+
+
+def arguments(T, M, N, D, real=torch.float32):
     generator = torch.Generator().manual_seed(0)
 
     def directions(*shape):
@@ -35,53 +38,65 @@ def arguments(T, M, N, D):
 
     scale = 20 * torch.rand(T, M, generator=generator) + 1
     log_weights = torch.randn(M, generator=generator).log_softmax(-1)
-    return log_weights, directions(T, M, D), scale, directions(N, T, 1, D)
+    return [one.to(real) for one in (log_weights, directions(T, M, D), scale, directions(N, T, 1, D))]
 
 
 def with_gradients(args):
     leaves = [one.clone().requires_grad_() for one in args]
     out = effops.power_spherical_mixture_log_prob(*leaves, variant="cpp")
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def bits(tensors):
-    return [tensor.view(torch.int32) for tensor in tensors]
+    return [tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int64) for tensor in tensors]
 
 
-def errors_in_ulp(name, exact, values):
-    found = torch.tensor(values, dtype=torch.float32)
+def apply(name, values):
+    """Overwrite values with those of a special function."""
+    function = getattr(library.library(values.dtype)._long, f"effops_{name}")
+    function(ctypes.c_void_p(values.data_ptr()), ctypes.c_int64(values.numel()))
+
+
+def errors_in_ulp(name, exact, values, real):
+    found = values.to(real)
     given = found.clone()
-    getattr(library.library(), f"effops_{name}")(ctypes.c_void_p(found.data_ptr()), ctypes.c_int64(found.numel()))
-    with mpmath.workprec(80):
+    apply(name, found)
+    number = np.float32 if real == torch.float32 else np.float64
+    with mpmath.workprec(120):
         right = [exact(mpmath.mpf(value)) for value in given.tolist()]
-        units = [float(np.spacing(np.float32(abs(value)))) for value in right]
+        units = [float(np.spacing(number(abs(value)))) for value in right]
         return [abs(own - value) / unit for own, value, unit in zip(found.tolist(), right, units)]
 
 
 @needs_library
-def test_the_logarithm_is_within_an_ulp():
-    steps = torch.linspace(-126, 127, 4096, dtype=torch.float64).exp2()
+@REALS
+def test_the_logarithm_is_within_an_ulp(real):
+    least, most = (-126, 127) if real == torch.float32 else (-1022, 1023)
+    steps = torch.linspace(least, most, 4096, dtype=torch.float64).exp2()
     near_one = 1 + torch.linspace(-0.3, 0.42, 4096, dtype=torch.float64)
-    assert max(errors_in_ulp("logarithm", mpmath.log, torch.cat([steps, near_one]).tolist())) < 1
+    assert max(errors_in_ulp("logarithm", mpmath.log, torch.cat([steps, near_one]), real)) < 1
 
 
 @needs_library
-def test_the_exponential_is_within_an_ulp_and_half():
-    values = torch.cat([torch.linspace(-104, 88.7, 8192), torch.linspace(-1e-3, 1e-3, 512)])
-    assert max(errors_in_ulp("exponential", mpmath.exp, values.tolist())) < 1.5
+@REALS
+def test_the_exponential_is_within_an_ulp_and_half(real):
+    least, most = (-104, 88.7) if real == torch.float32 else (-745, 709.7)
+    wide, small = (torch.linspace(*ends, dtype=torch.float64) for ends in ((least, most, 8192), (-1e-3, 1e-3, 512)))
+    assert max(errors_in_ulp("exponential", mpmath.exp, torch.cat([wide, small]), real)) < 1.5
 
 
 @needs_library
-def test_special_values_of_the_special_functions():
+@REALS
+def test_special_values_of_the_special_functions(real):
     given = [math.inf, math.nan, 1.0, -math.inf, -1000.0, 1000.0, 0.0, -0.0] * 2
     for name, expected in (
         ("logarithm", [math.inf, math.nan, 0.0]),
         ("exponential", [math.inf, math.nan, math.e, 0.0, 0.0, math.inf, 1.0, 1.0]),
     ):
-        values = torch.tensor(given)
-        getattr(library.library(), f"effops_{name}")(ctypes.c_void_p(values.data_ptr()), ctypes.c_int64(16))
-        torch.testing.assert_close(values[: len(expected)], torch.tensor(expected), equal_nan=True)
+        values = torch.tensor(given, dtype=real)
+        apply(name, values)
+        torch.testing.assert_close(values[: len(expected)], torch.tensor(expected, dtype=real), equal_nan=True)
 
 
 def power_spherical_normaliser(scale, dimension):
@@ -105,7 +120,7 @@ def test_normalisers_are_rounded_once(name, dimension):
         [torch.logspace(-30, 30, 2001), -b * torch.linspace(0.01, 1.5, 40), torch.tensor([0.0, math.nan, math.inf])]
     )
     values, slopes = torch.empty_like(scale), torch.empty_like(scale)
-    library.normalisers(name, scale, dimension, values, slopes)
+    library.library(torch.float32).normalisers(name, scale, dimension, values, slopes)
     for found, expected in zip((values, slopes), NORMALISERS[name](scale.double(), dimension)):
         assert torch.equal(found.isnan(), expected.isnan())
         is_domain = (scale >= 0) & scale.isfinite()  # others are no concentrations
@@ -113,21 +128,25 @@ def test_normalisers_are_rounded_once(name, dimension):
 
 
 @needs_library
+@REALS
 @pytest.mark.parametrize("coordinates", [1, 3, 64, 67])
-def test_normalisers_of_deviations_are_rounded_once(coordinates):
-    deviations = torch.logspace(-30, 30, 40 * coordinates).view(coordinates, 40).mT.contiguous()
+def test_normalisers_of_deviations_are_rounded_once(coordinates, real):
+    deviations = torch.logspace(-30, 30, 40 * coordinates, dtype=real).view(coordinates, 40).mT.contiguous()
     deviations[0, 0], deviations[1, -1] = 0, -1
-    values = torch.empty(40)
-    library.normalisers_of_deviations(deviations, 2 * coordinates if coordinates == 1 else coordinates, values)
+    values = torch.empty(40, dtype=real)
+    dimension = 2 * coordinates if coordinates == 1 else coordinates
+    library.library(real).normalisers_of_deviations(deviations, dimension, values)
     logarithms = deviations.double().log() + 0.5 * math.log(2 * math.pi)
     expected = -logarithms.sum(-1) * (2 if coordinates == 1 else 1)
-    torch.testing.assert_close(values.double(), expected, rtol=2.0**-23, atol=1e-11, equal_nan=True)
+    rtol, atol = (2.0**-23, 1e-11) if real == torch.float32 else (2.0**-50, 1e-12)
+    torch.testing.assert_close(values.double(), expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 @needs_library
+@REALS
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_any_number_of_threads_gives_the_same_bits(sizes):
-    args, count = arguments(*sizes), torch.get_num_threads()
+def test_any_number_of_threads_gives_the_same_bits(sizes, real):
+    args, count = arguments(*sizes, real), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3, 8):
@@ -140,9 +159,10 @@ def test_any_number_of_threads_gives_the_same_bits(sizes):
 
 
 @needs_library
+@REALS
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_nothing_is_read_that_was_not_written(sizes):
-    args = arguments(*sizes)
+def test_nothing_is_read_that_was_not_written(sizes, real):
+    args = arguments(*sizes, real)
     expected = bits(with_gradients(args))
     torch.use_deterministic_algorithms(True)  # fills what is allocated with NaN
     try:
@@ -194,7 +214,7 @@ def test_weights_of_each_point(sizes, is_expanded):
 def check(op, leaves):
     """Compare the results of `cpp` and their gradients with float64."""
     out = op(*(leaf.requires_grad_() for leaf in leaves), variant="cpp")
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
     gradients = torch.autograd.grad(out, leaves, dout)
     args = [leaf.detach() for leaf in leaves]
     assert error_ratio(op, args, out.detach()) <= 1
@@ -202,29 +222,31 @@ def check(op, leaves):
 
 
 @needs_library
+@REALS
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", ["power_spherical", "von_mises_fisher"])
 @pytest.mark.parametrize("varies_along", ["components", "points", "both", "neither"])
-def test_scales_may_vary_along_any_axes(name, sizes, varies_along):
+def test_scales_may_vary_along_any_axes(name, sizes, varies_along, real):
     T, M, N, _ = sizes
-    log_weights, loc, _, x = arguments(*sizes)
+    log_weights, loc, _, x = arguments(*sizes, real)
     shape = {"components": (T, M), "points": (N, T, 1), "both": (N, T, M), "neither": ()}[varies_along]
-    scale = 20 * torch.rand(shape, generator=torch.Generator().manual_seed(4)) + 1
+    scale = 20 * torch.rand(shape, generator=torch.Generator().manual_seed(4), dtype=real) + 1
     if M >= 8:
         check(tried_ops()[f"{name}_log_prob"], [loc, scale, x])
     check(tried_ops()[f"{name}_mixture_log_prob"], [log_weights, loc, scale, x])
 
 
 @needs_library
+@REALS
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("deviations", ["each", "of components", "of coordinates", "one"])
-def test_normal_densities_and_dot_products(sizes, deviations):
+def test_normal_densities_and_dot_products(sizes, deviations, real):
     T, M, N, D = sizes
-    log_weights, _, _, _ = arguments(*sizes)
+    log_weights, _, _, _ = arguments(*sizes, real)
     generator = torch.Generator().manual_seed(5)
-    loc, x = torch.randn(T, M, D, generator=generator), torch.randn(N, T, 1, D, generator=generator)
+    loc, x = (torch.randn(*shape, generator=generator, dtype=real) for shape in ((T, M, D), (N, T, 1, D)))
     shape = {"each": (T, M, D), "of components": (M, 1), "of coordinates": (D,), "one": (1,)}[deviations]
-    scale = torch.rand(shape, generator=generator) + 0.5
+    scale = torch.rand(shape, generator=generator, dtype=real) + 0.5
     check(tried_ops()["normal_mixture_log_prob"], [log_weights, loc, scale, x])
     if M >= 8:
         check(tried_ops()["normal_log_prob"], [loc, scale, x])
@@ -281,7 +303,7 @@ class Elsewhere:
     def obstacle(self):
         library.library.cache_clear()
         try:
-            library.library()
+            library.library(torch.float32)
         except OSError as error:
             return str(error)
         finally:
@@ -316,20 +338,23 @@ def test_a_processor_without_avx2_is_named(monkeypatch, tmp_path):
 @needs_library
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_wide_vectors_of_narrow_instructions_give_the_same_bits(tmp_path, monkeypatch):
+@REALS
+def test_wide_vectors_of_narrow_instructions_give_the_same_bits(tmp_path, monkeypatch, real):
     """So the source of AVX-512 is tested where there is AVX2 alone."""
-    args = arguments(*SIZES["sweeps"])
+    args, ending = arguments(*SIZES["sweeps"], real), library.REALS[real]
     sources = sorted(map(str, Path(library.FOLDER).glob("*.cpp")))
     flags = ["-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-mavx2", "-mfma", "-DVECTOR_BYTES=64"]
-    subprocess.run(["g++", *flags, *sources, "-o", str(tmp_path / "avx512.so")], check=True)
-    shutil.copy(tmp_path / "avx512.so", tmp_path / "avx2.so")
-    own = library.library()
+    size, built = f"-DREAL_BYTES={real.itemsize}", tmp_path / f"avx512{ending}.so"
+    subprocess.run(["g++", *flags, size, *sources, "-o", str(built)], check=True)
+    shutil.copy(built, tmp_path / f"avx2{ending}.so")
+    own = library.library(real)
     expected = bits(with_gradients(args))
-    (tmp_path / library.OUTCOME).write_text(json.dumps({"digest": "", "avx2": "", "avx512": ""}))
+    outcome = {"digest": "", f"avx2{ending}": "", f"avx512{ending}": ""}
+    (tmp_path / library.OUTCOME).write_text(json.dumps(outcome))
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     library.library.cache_clear()
     try:
-        assert library.library() is not own
+        assert library.library(real) is not own
         found = bits(with_gradients(args))
     finally:
         library.library.cache_clear()
@@ -337,7 +362,7 @@ def test_wide_vectors_of_narrow_instructions_give_the_same_bits(tmp_path, monkey
         assert all(map(torch.equal, found, expected))
     else:
         for one, other in zip(found, expected):
-            torch.testing.assert_close(one.view(torch.float32), other.view(torch.float32))
+            torch.testing.assert_close(one.view(real), other.view(real))
 
 
 @needs_library

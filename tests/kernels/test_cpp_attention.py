@@ -278,8 +278,8 @@ def test_scores_that_all_overflow():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda args: ([one.double() for one in args], {}), "needs float32"),
-        (lambda args: (args, {"attn_mask": torch.zeros(5, 7, dtype=torch.float64)}), "needs float32"),
+        (lambda args: ([*args[:-1], args[-1].double()], {}), "needs float64 for all operands or for none"),
+        (lambda args: (args, {"attn_mask": torch.zeros(5, 7).double()}), "needs float64 for all operands or for none"),
         (lambda args: ([one[(None,) * 8] for one in args], {}), "takes 8 batch axes at most, got 9"),
     ],
 )

@@ -84,6 +84,9 @@ def test_features_that_do_not_lie_one_after_another():
 
 
 def test_what_it_does_not_take():
-    args = [torch.randn(2, 5, 4) for _ in range(3)]
-    with pytest.raises(NotImplementedError, match="needs float32"):
-        effops.log_sparse_attention(*(one.double() for one in args), variant="cpp")
+    query, key, value = (torch.randn(2, 140, 4) for _ in range(3))
+    with pytest.raises(NotImplementedError, match="needs operands of one dtype"):
+        effops.log_sparse_attention(query, key, value.double(), variant="cpp")
+    narrow = [one.bfloat16() for one in (query, key, value)]
+    with pytest.raises(NotImplementedError, match="adds up at most 128 offsets of 16 bits, got 1"):
+        effops.log_sparse_attention(*narrow, local=130, variant="cpp")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from effops.kernels import library
 
 needs_library = pytest.mark.skipif(library.obstacle() != "", reason=library.obstacle())
@@ -26,6 +27,8 @@ from effops.kernels import library
 if sys.argv[1:]:
     torch.backends.cpu.get_cpu_capability = lambda: "AVX2"
     library.FOLDER = Path(sys.argv[1])
+    torch.set_default_dtype(getattr(torch, sys.argv[2]))
+    library.REALS = {torch.get_default_dtype(): library.REALS[torch.get_default_dtype()]}
 torch.set_num_threads(3)
 
 
@@ -83,21 +86,22 @@ while True:
 """
 BESIDE = """
 import threading
-has_called, held, run_pairs = threading.Event(), [], library.run_pairs
+has_called, held, kernels = threading.Event(), [], library.library(torch.float32)
+run = kernels.run
 
 
 def keep(*args):
     held.append((args, sys._getframe(1).f_locals))  # which have the memory of the call
-    run_pairs(*args)
+    run(*args)
 
 
 def repeat(args):
     while True:
-        run_pairs(*args)
+        run(*args)
         has_called.set()
 
 
-library.run_pairs = keep
+kernels.run = keep
 call("broadcast_dot", torch.randn(140, 1, 200), torch.randn(300, 200))
 for args, _ in held:
     has_called.clear()
@@ -126,17 +130,20 @@ def runtime(name):
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("vector_bytes", [32, 64])
-def test_memory_is_used_as_it_may_be(tmp_path, vector_bytes):
+@pytest.mark.parametrize("real", [torch.float32, torch.float64], ids=str)
+def test_memory_is_used_as_it_may_be(tmp_path, vector_bytes, real):
     """The sanitizers of addresses and of undefined behaviour find nothing."""
-    kinds = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-DVECTOR_BYTES={vector_bytes}"]
-    target = ["-fPIC", "-shared", "-fvisibility=hidden", "-o", str(tmp_path / "avx2.so")]
-    subprocess.run(["g++", *FLAGS, *kinds, *sources(), *target], check=True)
-    (tmp_path / library.OUTCOME).write_text(json.dumps({"digest": "", "avx2": ""}))
+    name = "avx2" + library.REALS[real]
+    kinds = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    sizes = [f"-DVECTOR_BYTES={vector_bytes}", f"-DREAL_BYTES={real.itemsize}"]
+    target = ["-fPIC", "-shared", "-fvisibility=hidden", "-o", str(tmp_path / f"{name}.so")]
+    subprocess.run(["g++", *FLAGS, *kinds, *sizes, *sources(), *target], check=True)
+    (tmp_path / library.OUTCOME).write_text(json.dumps({"digest": "", name: ""}))
     runtimes = [runtime(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
     if not all(map(os.path.isabs, runtimes)):
         pytest.skip("needs the runtimes of g++'s sanitizers")
     options = {"LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0"}
-    process = child(ALL_SIZES, tmp_path, **options)
+    process = child(ALL_SIZES, tmp_path, str(real).removeprefix("torch."), **options)
     out, errors = process.communicate(timeout=SECONDS)
     assert (out, process.returncode) == ("computed\n", 0), errors
     assert "Sanitizer" not in errors
@@ -149,7 +156,7 @@ def test_memory_is_used_as_it_may_be(tmp_path, vector_bytes):
 def test_threads_do_not_race(tmp_path):
     """ThreadSanitizer finds nothing in a program whose threads it knows."""
     program, driver = tmp_path / "threads", Path(__file__).with_name("threads.cpp")
-    kinds = ["-fsanitize=thread", "-pthread", "-DVECTOR_BYTES=32", f"-I{library.FOLDER}"]
+    kinds = ["-fsanitize=thread", "-pthread", "-DVECTOR_BYTES=32", "-DREAL_BYTES=4", f"-I{library.FOLDER}"]
     subprocess.run(["g++", *FLAGS, *kinds, *sources(), str(driver), "-o", str(program)], check=True)
     found = subprocess.run([program], capture_output=True, text=True, timeout=SECONDS)
     if "unexpected memory mapping" in found.stderr and shutil.which("setarch"):  # of a kernel with many random bits

@@ -52,7 +52,7 @@ static bool computes(Sizes sizes, bool is_reduced, bool has_distances, const Map
   PairsCall call{};
   call.batch = batch, call.others = 1, call.points = points, call.components = components, call.depth = depth;
   call.threads = THREADS, call.is_reduced = is_reduced, call.map = &map;
-  call.settings = {1e-30f, -1e-3f, 0};
+  call.floor = 1e-30, call.least = -1e-3;
   call.left = memory.of(batch, points, depth);
   call.right = memory.of(batch, components, depth);
   if (has_distances) call.deviations = memory.of(batch, components, depth);
@@ -64,7 +64,7 @@ static bool computes(Sizes sizes, bool is_reduced, bool has_distances, const Map
   int64_t results = is_reduced ? 1 : components;
   call.most = memory.of(batch, points, results);
   if (is_reduced) call.rest = memory.of(batch, points, 1);
-  std::vector<float> workspace(THREADS * Worker::FLOATS);
+  std::vector<float> workspace(THREADS * Worker::REALS);
   call.workspace = workspace.data();
   effops_pairs_forward(&call);
 
@@ -100,7 +100,7 @@ static bool attends(Sizes sizes, int64_t sharing, Output output, int64_t diagona
   call.key = matrices(batch, keys, depth);
   if (output == SUMS) call.value = matrices(batch, keys, width);
   call.out = matrices(all, queries, width);
-  std::vector<float> workspace(THREADS * Tiles::FLOATS);
+  std::vector<float> workspace(THREADS * Tiles::REALS);
   call.workspace = workspace.data();
   effops_attention_forward(&call);
 

@@ -13,7 +13,7 @@ from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import as_gradient, without_negation
 from effops.numerics.pages import with_huge_pages
-from effops.numerics.precision import converted
+from effops.numerics.precision import arithmetic_dtype, converted, mixes_float64
 from effops.numerics.shapes import broadcast_shapes
 from effops.ops.attention.call import AttentionCall, LogSparseCall, empty, given, join_arguments, split_arguments
 from effops.ops.attention.variants import ordered_empty
@@ -23,14 +23,15 @@ AXES = 8  # of a batch, at most, as in C++
 OUTPUTS = "scores", "weights", "sums"  # as `Output` in C++
 NO_MASK, BOOLEANS, NUMBERS = range(3)  # as `Mask` in C++
 DEPTH = 128  # features that are summed at a time, as in C++
+OFFSETS = 128  # that are summed at a time, as in C++
 STATISTICS = 3  # of a query, which backward finds first
 
 
 def obstacle(call: AttentionCall) -> str:
     """Why the kernels cannot take a call; empty if they can."""
-    if any(tensor.dtype == torch.float64 for tensor in call.tensors):
-        return "needs float32, or dtypes of 16 bits"
-    if call.value is not None and call.value.shape[-1] > DEPTH and call.dtype != torch.float32:
+    if mixes_float64((*call.scored, *given(call.value), *([call.mask] if call.masked else []))):
+        return "needs float64 for all operands or for none"
+    if call.value is not None and call.value.shape[-1] > DEPTH and call.dtype.itemsize == 2:
         # Of more, sums are added up where the result is.
         return f"adds up at most {DEPTH} features of 16 bits, got {call.value.shape[-1]}"
     return _obstacle(len(call.shape) - 2)
@@ -63,15 +64,16 @@ def backward(dout: Tensor, call: AttentionCall, wanted: Sequence[bool]) -> Gradi
     (query, key, *weight), batch = call.scored, tuple(call.plan.shape[:-2])
     (wants_query, wants_key, *wants_weight), wants_value, wants_mask, _ = split_arguments(call.output, wanted)
     keyed = tuple(1 if is_shared else size for is_shared, size in zip(_shared(call), batch))
+    real = arithmetic_dtype(call.dtype)
     gradients = {
-        "dquery": _empty(query, batch) if wants_query else None,
-        "dkey": _empty(key, keyed) if wants_key else None,
+        "dquery": _empty(query, batch, real) if wants_query else None,
+        "dkey": _empty(key, keyed, real) if wants_key else None,
         "dweight": _empty_parts(call) if any(wants_weight) else None,
-        "dvalue": _empty(call.value, keyed) if call.value is not None and wants_value else None,
-        "dmask": _empty(call.mask, call.mask.shape[:-2]) if wants_mask else None,
+        "dvalue": _empty(call.value, keyed, real) if call.value is not None and wants_value else None,
+        "dmask": _empty(call.mask, call.mask.shape[:-2], real) if wants_mask else None,
     }
     if call.plan.numel(call.plan.order):
-        statistics = dout.new_empty((*batch, query.shape[-2], STATISTICS), dtype=torch.float32)
+        statistics = dout.new_empty((*batch, query.shape[-2], STATISTICS), dtype=real)
         _run(call, True, dout=without_negation(dout), statistics=statistics, **gradients)
     else:
         _zero(gradients.values())
@@ -91,12 +93,12 @@ def _shared(call: AttentionCall) -> list[bool]:
     return [axis not in call.plan.batch for axis in range(len(call.plan.shape) - 2)]
 
 
-def _empty(tensor: Tensor, batch: Shape) -> Tensor:
+def _empty(tensor: Tensor, batch: Shape, real: torch.dtype) -> Tensor:
     """An uninitialised gradient with these batch axes, laid out as the tensor if that has the same."""
     shape = (*batch, *tensor.shape[-2:])
     if tuple(tensor.shape) == shape:
-        return with_huge_pages(torch.empty_like(tensor, dtype=torch.float32))
-    return with_huge_pages(tensor.new_empty(shape, dtype=torch.float32))
+        return with_huge_pages(torch.empty_like(tensor, dtype=real))
+    return with_huge_pages(tensor.new_empty(shape, dtype=real))
 
 
 def _zero(gradients: Iterable[Tensor | None]) -> None:
@@ -110,16 +112,19 @@ def _empty_parts(call: AttentionCall) -> Tensor:
     from effops.kernels import library
 
     query, _, weight = call.scored
-    blocks = -(-query.shape[-2] // library.ROWS)
-    return weight.new_empty((*call.plan.shape[:-2], blocks, weight.shape[-1]), dtype=torch.float32)
+    real = arithmetic_dtype(call.dtype)
+    blocks = -(-query.shape[-2] // library.ROWS[real])
+    return weight.new_empty((*call.plan.shape[:-2], blocks, weight.shape[-1]), dtype=real)
 
 
 def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> None:
     """Run the kernel in one direction. On fake tensors the workspace is allocated, and nothing runs."""
     from effops.kernels import library
 
+    real = arithmetic_dtype(call.dtype)
+    kernels = library.library(real)
     query, key, *weight = map(without_negation, call.scored)
-    weight = [converted(one, torch.float32) for one in weight]
+    weight = [converted(one, real) for one in weight]
     operands = {"query": query, "key": key, **results}
     operands["value"] = None if call.value is None else without_negation(call.value)
     operands["mask"] = without_negation(call.mask) if call.masked else None
@@ -136,8 +141,8 @@ def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> No
     native.diagonal = native.keys if call.diagonal is None else call.diagonal
     native.factor, native.dropped = 1 if weight else call.factor, call.dropout_p
     native.seed = call.drawn_seed if call.dropout_p else 0
-    native.threads = library.threads_for(library.attention_items(native, is_backward))
-    workspace = query.new_empty(native.threads * library.attention_workspace(), dtype=torch.float32)
+    native.threads = library.threads_for(kernels.items(native, is_backward))
+    workspace = query.new_empty(native.threads * kernels.workspace(native), dtype=real)
     if isinstance(workspace, FakeTensor):
         return
     for name, operand in operands.items():
@@ -146,7 +151,7 @@ def _run(call: AttentionCall, is_backward: bool, **results: Tensor | None) -> No
     for one in weight:
         native.weight = library.Batched.of(one, _strides_of_weight(one))
     native.workspace = workspace.data_ptr()
-    library.run_attention(native, is_backward)
+    kernels.run(native, is_backward)
 
 
 def _strides(operand: Tensor) -> list[int]:
@@ -167,8 +172,11 @@ def _own_strides(operand: Tensor) -> list[int]:
 
 def log_sparse_obstacle(call: LogSparseCall) -> str:
     """Why the kernels cannot take a call over the log-sparse pattern; empty if they can."""
-    if any(tensor.dtype != torch.float32 for tensor in call.tensors):
-        return "needs float32"
+    if len({tensor.dtype for tensor in call.tensors}) > 1:
+        return "needs operands of one dtype"
+    offsets = len(call.pattern.offsets(call.query.shape[-2]))
+    if offsets > OFFSETS and call.dtype.itemsize == 2:  # of more, sums are added up where the result is
+        return f"adds up at most {OFFSETS} offsets of 16 bits, got {offsets}"
     return _obstacle(len(call.batch))
 
 
@@ -186,7 +194,8 @@ def log_sparse_backward(dout: Tensor, call: LogSparseCall, wanted: Sequence[bool
         for tensor, axes, is_wanted in zip(call.tensors, (batch, keyed, keyed), wanted)
     ]
     if math.prod(batch) * call.query.shape[-2]:
-        statistics = dout.new_empty((*batch, call.query.shape[-2], STATISTICS))
+        real = arithmetic_dtype(call.dtype)
+        statistics = dout.new_empty((*batch, call.query.shape[-2], STATISTICS), dtype=real)
         dquery, dkey, dvalue = gradients
         _run_log_sparse(
             call, True, dout=_with_whole_rows(dout), statistics=statistics, dquery=dquery, dkey=dkey, dvalue=dvalue
@@ -205,7 +214,8 @@ def _keyed(call: LogSparseCall) -> Shape:
 def _empty_rows(tensor: Tensor, batch: Shape) -> Tensor:
     """As `_empty`; the features of a position lie one after another, as the kernel writes them."""
     are_whole = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-    return _empty(tensor, batch) if are_whole else tensor.new_empty((*batch, *tensor.shape[-2:]))
+    real = arithmetic_dtype(tensor.dtype)
+    return _empty(tensor, batch, real) if are_whole else tensor.new_empty((*batch, *tensor.shape[-2:]), dtype=real)
 
 
 def _with_whole_rows(tensor: Tensor) -> Tensor:
@@ -221,14 +231,14 @@ def _run_log_sparse(call: LogSparseCall, is_backward: bool, **results: Tensor | 
     query, key, value = map(_with_whole_rows, call.tensors)
     if isinstance(query, FakeTensor):
         return
-    native = library.LogSparseCall()
+    native, kernels = library.LogSparseCall(), library.library(arithmetic_dtype(call.dtype))
     is_shared = [size == 1 for size in _keyed(call)]
     native.of_keys = library.Axes.of(call.batch, is_shared)
     (native.length, native.depth), native.features = query.shape[-2:], value.shape[-1]
-    offsets = call.pattern.offsets(native.length)
-    native.offsets, native.factor = len(offsets), call.factor
-    native.threads = library.threads_for(library.log_sparse_items(native))
+    native.take(call.pattern.offsets(native.length))
+    native.factor = call.factor
+    native.threads = library.threads_for(kernels.items(native, is_backward))
     for name, operand in {"query": query, "key": key, "value": value, **results}.items():
         if operand is not None:
             setattr(native, name, library.Batched.of(operand, _strides(operand)))
-    library.run_log_sparse(native, offsets, is_backward)
+    kernels.run(native, is_backward)

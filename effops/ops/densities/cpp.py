@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from effops.blocks.dots import DotMap
+from effops.blocks.dots import DotMap, derivatives_of, normalisers_of
 from effops.blocks.logsumexp import Reduction
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import without_negation
 from effops.numerics.pages import with_huge_pages
-from effops.numerics.precision import converted
+from effops.numerics.precision import arithmetic_dtype, converted, mixes_float64
 from effops.numerics.shapes import is_certain
 from effops.ops.densities.density import DensityCall, Native, Wanted
 from effops.ops.densities.layout import Groups, Layout
@@ -31,10 +31,13 @@ def of_map(dot_map: DotMap, dimension: int) -> Native:
 
         if dot_map.native == "linear":
             return None, None
+        if scale.dtype == torch.float64:  # the library's have the digits of float32
+            slopes = derivatives_of(dot_map, scale, scale.dtype) if with_slopes else None
+            return normalisers_of(dot_map, scale, scale.dtype), slopes
         scale = scale.contiguous()
         values, slopes = torch.empty_like(scale), torch.empty_like(scale) if with_slopes else None
         if not isinstance(scale, FakeTensor):
-            library.normalisers(dot_map.native, scale, dimension, values, slopes)
+            library.library(scale.dtype).normalisers(dot_map.native, scale, dimension, values, slopes)
         return values, slopes
 
     return Native(0, dot_map.native, dot_map.settings, normalisers)
@@ -49,7 +52,7 @@ def of_distances(dimension: int) -> Native:
         deviations = deviations.contiguous()
         values = deviations.new_empty(deviations.shape[:-1])
         if not isinstance(values, FakeTensor):
-            library.normalisers_of_deviations(deviations, dimension, values)
+            library.library(deviations.dtype).normalisers_of_deviations(deviations, dimension, values)
         return values, None
 
     return Native(1, "linear", DotMap.settings, normalisers)
@@ -62,16 +65,23 @@ class _Gradient:
     """
 
     def __init__(
-        self, layout: Layout, operand: Tensor, groups: tuple[int, ...], shape: Sequence[int], *, trailing: int = 0
+        self,
+        layout: Layout,
+        operand: Tensor,
+        groups: tuple[int, ...],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        trailing: int = 0,
     ) -> None:
         self.layout, self.operand, self.groups, self.trailing = layout, operand, groups, trailing
         strides = None
         if operand.numel() == math.prod(shape):
-            self.tensor = with_huge_pages(torch.empty_like(operand, dtype=torch.float32))
+            self.tensor = with_huge_pages(torch.empty_like(operand, dtype=dtype))
             strides = layout.strides(self.tensor, groups, trailing=trailing)
         self.is_whole = strides is not None
         if strides is None:
-            self.tensor = layout.empty(operand, groups, tuple(shape), torch.float32, trailing=trailing)
+            self.tensor = layout.empty(operand, groups, tuple(shape), dtype, trailing=trailing)
             strides = self.tensor.stride()
         self.strides: Sequence[int] = strides
 
@@ -101,6 +111,7 @@ class Kernel:
         log_weights: Tensor | None = None,
     ) -> None:
         self.native, self.layout, self.depth = native, layout, left.shape[-1]
+        self.real = arithmetic_dtype(left.dtype)
         self.left, self.right, self.scale = map(without_negation, (left, right, scale))
         self.log_weights = None if log_weights is None else without_negation(log_weights)
         self.pairs = tuple(range(len(layout.axes)))
@@ -123,7 +134,8 @@ class Kernel:
         """Run the kernel in one direction. On fake tensors the workspace is allocated, and nothing runs."""
         from effops.kernels import library
 
-        factors, dims = converted(self.scale, torch.float32), self.native.scale_dims
+        kernels = library.library(self.real)
+        factors, dims = converted(self.scale, self.real), self.native.scale_dims
         normaliser, slope = self.native.normalisers(factors, with_slopes)
         scale = self.of_pairs(factors) if not dims else None
         if dims:
@@ -135,7 +147,7 @@ class Kernel:
             "left": self.operand(self.left, self.points, trailing=1),
             "right": self.operand(self.right, self.components, trailing=1),
             "scale": scale,
-            "weights": None if self.log_weights is None else self.of_pairs(converted(self.log_weights, torch.float32)),
+            "weights": None if self.log_weights is None else self.of_pairs(converted(self.log_weights, self.real)),
             "normaliser": self.of_pairs(normaliser),
             "slope": self.of_pairs(slope),
             **operands,
@@ -145,8 +157,8 @@ class Kernel:
         call.is_reduced = self.log_weights is not None
         call.scales_along = _along(self.layout, self.scale, dims)
         call.weights_along = COMPONENTS_ALONE if self.log_weights is None else _along(self.layout, self.log_weights)
-        call.threads = library.threads_for(library.pair_items(call, is_backward))
-        workspace = factors.new_empty(call.threads * library.pairs_workspace())
+        call.threads = library.threads_for(kernels.items(call, is_backward))
+        workspace = factors.new_empty(call.threads * kernels.workspace(call))
         if isinstance(workspace, FakeTensor):
             return
         for name, operand in given.items():
@@ -154,7 +166,8 @@ class Kernel:
                 tensor, strides = operand
                 setattr(call, name, library.Operand.of(tensor, _four_axes(strides)))
         call.workspace = workspace.data_ptr()
-        library.run_pairs(call, self.native.map, self.native.settings, is_backward)
+        call.map, (call.floor, call.least, call.offset) = kernels.map(self.native.map), self.native.settings
+        kernels.run(call, is_backward)
 
     def run_backward(
         self, dscale: _Gradient | None, gradients: Mapping[str, _Gradient | None], **operands: Operand
@@ -180,11 +193,11 @@ class Kernel:
         sizes = [self.layout.plan.numel(self.layout.axes[group]) for group in groups]
         if groups == Groups.LEFT:
             sizes[1] = 1
-        return _Gradient(self.layout, operand, groups, (*sizes, operand.shape[-1]), trailing=1)
+        return _Gradient(self.layout, operand, groups, (*sizes, operand.shape[-1]), self.real, trailing=1)
 
     def gradient_of_sums(self, operand: Tensor) -> _Gradient:
         """That of weights or of a scale, without a last dimension."""
-        return _Gradient(self.layout, operand, self.pairs, self.layout.shape_of_sums(operand))
+        return _Gradient(self.layout, operand, self.pairs, self.layout.shape_of_sums(operand), self.real)
 
     def gradient_of_scale(self) -> _Gradient:
         """That of deviations is summed over points alone."""
@@ -192,7 +205,7 @@ class Kernel:
             return self.gradient_of_sums(self.scale)
         *outer, _, components = map(self.layout.plan.numel, self.layout.axes)
         shape = (*outer, 1, components, self.scale.shape[-1])
-        return _Gradient(self.layout, self.scale, self.pairs, shape, trailing=1)
+        return _Gradient(self.layout, self.scale, self.pairs, shape, self.real, trailing=1)
 
 
 def _four_axes(strides: Sequence[int]) -> Sequence[int]:
@@ -217,8 +230,8 @@ def _along(layout: Layout, operand: Tensor, dims: int = 0) -> int:
 def obstacle(layout: Layout, left: Tensor, right: Tensor, **operands: tuple[Tensor, int]) -> str:
     """Why the kernel cannot take the operands of a call; empty if it can. Scales and weights have last dimensions."""
     plan, components = layout.plan, layout.axes[-1]
-    if any(tensor.dtype == torch.float64 for tensor in (left, right, *(operand for operand, _ in operands.values()))):
-        return "needs float32, or dtypes of 16 bits"
+    if mixes_float64((left, right, *(operand for operand, _ in operands.values()))):
+        return "needs float64 for all operands or for none"
     if not all(is_certain(size == 1) or is_certain(size != 1) for size in plan.shape):
         return "needs to know of all sizes whether they are 1, which this trace leaves open"
     for name, (operand, dims) in operands.items():
@@ -227,8 +240,9 @@ def obstacle(layout: Layout, left: Tensor, right: Tensor, **operands: tuple[Tens
             return f"needs a {name} that is the same for all points"
         if along == BOTH and operand.numel() < math.prod(plan.shape):
             return f"needs a {name} that varies along points or components alone, or that is each pair's own"
-        if along == BOTH and operand.dtype != torch.float32:
-            return f"needs a {name} of float32 where it is each pair's own"
+        real = arithmetic_dtype(left.dtype)
+        if along == BOTH and operand.dtype != real:
+            return f"needs a {name} of {real} where it is each pair's own"
     shared = [axis for group in (*layout.axes[1:-2], components) for axis in group if plan.shape[axis] > 1]
     if not all(plan.varies(right, (axis,), trailing=1) for axis in shared):
         return "needs components that each have their own direction"

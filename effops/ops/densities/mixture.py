@@ -170,6 +170,7 @@ class Mixture:
             self.native_forward,
             self.native_backward,
             self.native,
+            few=0,  # it computes the result without them
             by_example=True,  # in a batch operands may vary along points, as `requires_native` rules out
             requires=[self.requires_native],
         )
@@ -182,9 +183,11 @@ class Mixture:
         backward: Callable[..., Gradients],
         without_statistics: WithoutStatistics,
         *,
+        few: int = limits.STATISTICS_SLAB,
         by_example: bool = False,
         **options: Any,
     ) -> None:
+        """Add a variant. Where backward needs no statistics, all are kept at once of up to `few` results."""
         best = self.composed(best_form(self.density.forms))
         custom = CustomOp(
             f"{self.op.name}_{variant}",
@@ -202,7 +205,7 @@ class Mixture:
             saves_result=True,
             by_example=lambda arguments: by_example,
         )
-        run, cost = (functools.partial(one, custom, without_statistics) for one in (self.run, self.cost))
+        run, cost = (functools.partial(one, custom, without_statistics, few) for one in (self.run, self.cost))
         add(self.op, custom, variant, run=run, cost=cost, **options)
 
     def split(self, arguments: Sequence[Any]) -> MixtureCall:
@@ -271,19 +274,19 @@ class Mixture:
         """Uninitialised statistics."""
         return call.reduction.empty(call.x, call.arithmetic)
 
-    def run(self, custom: CustomOp, without_statistics: WithoutStatistics, call: MixtureCall) -> Tensor:
+    def run(self, custom: CustomOp, without_statistics: WithoutStatistics, few: int, call: MixtureCall) -> Tensor:
         """The result. All statistics are kept at once where backward needs them, or where there are few."""
-        if self._keeps_statistics(call) or not is_plain(call.tensors):
+        if self._keeps_statistics(call, few) or not is_plain(call.tensors):
             return self.op.finish(call, custom(call))
         return without_statistics(custom, call)
 
-    def cost(self, custom: CustomOp, without_statistics: WithoutStatistics, call: MixtureCall) -> Cost:
-        if self._keeps_statistics(call):
+    def cost(self, custom: CustomOp, without_statistics: WithoutStatistics, few: int, call: MixtureCall) -> Cost:
+        if self._keeps_statistics(call, few):
             return allocated(self.op, custom, call)
         return predicted(self.split, call, torch.no_grad()(functools.partial(without_statistics, custom)))
 
-    def _keeps_statistics(self, call: MixtureCall) -> bool:
-        return requires_grad(call.tensors) or math.prod(call.shape) <= limits.STATISTICS_SLAB
+    def _keeps_statistics(self, call: MixtureCall, few: int) -> bool:
+        return requires_grad(call.tensors) or math.prod(call.shape) <= few
 
     def _by_slabs(self, custom: CustomOp, call: MixtureCall) -> Tensor:
         """The result, computed with the statistics of one slab of results at a time."""
