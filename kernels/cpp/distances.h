@@ -7,7 +7,8 @@
 //     dleft = 2 sum_n G z inverse,    dright = -2 sum_m G z inverse,    ddeviations = -2 sum_m G z^2 inverse
 //
 // PLAIN are sums of squared differences, which inverse[n]^2 multiplies afterwards, as it multiplies G here. Where a distance
-// is not finite, LEAVES_OUT skips pairs whose G is 0, as 0 times infinity is NaN.
+// is not finite, LEAVES_OUT skips pairs whose G is 0, as 0 times infinity is NaN. It serves too where the square of an
+// inverse deviation would overflow or vanish, since it multiplies with one factor after the other.
 #pragma once
 #include "product.h"
 
@@ -20,10 +21,16 @@ enum {
 
 enum Squares { OF_QUOTIENTS, LEAVES_OUT, PLAIN };  // as the functions of tables are ordered
 
-static void invert_block(Matrix from, int rows, int columns, Real* to) {
+// Write the inverses of a block. Returns whether their squares and cubes are numbers of full precision.
+static bool invert_block(Matrix from, int rows, int columns, Real* to) {
   copy_block(from, rows, columns, to);
+  bool is_moderate = true;
   for (int i = 0; i < rows; i++, to += STRIDE)
-    for (int j = 0; j < columns; j += LANES) store(to + j, 1.0f / load(to + j));
+    for (int j = 0; j < columns; j++) {
+      to[j] = 1 / to[j];
+      is_moderate &= std::fabs(to[j]) > 1e-12f && std::fabs(to[j]) < 1e12f;
+    }
+  return is_moderate;
 }
 
 // Whether all values of a block are so small that their differences are finite.
@@ -84,12 +91,14 @@ static inline void pull_left_part(const Real* G, const Real* left, const Real* r
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
       Reals other = load(right + half * LANES), inverse = Reals{};
-      if (SQUARES != PLAIN) inverse = load(right + HALF + half * LANES), inverse *= inverse;
+      if (SQUARES != PLAIN) inverse = load(right + HALF + half * LANES);
+      Reals square = inverse * inverse;
 #pragma GCC unroll 4
       for (int i = 0; i < SHORT; i++) {
         if (SQUARES == LEAVES_OUT && G[i * STRIDE + n] == 0) continue;
-        Reals difference = own[i][half] - other;
-        sums[i][half] += all(G[i * STRIDE + n]) * (SQUARES == PLAIN ? difference : difference * inverse);
+        Reals pull = all(G[i * STRIDE + n]), difference = own[i][half] - other;
+        if (SQUARES == LEAVES_OUT) sums[i][half] += pull * (difference * inverse) * inverse;
+        else sums[i][half] += pull * (SQUARES == PLAIN ? difference : difference * square);
       }
     }
   for (int i = 0; i < SHORT; i++)
@@ -100,7 +109,7 @@ static inline void pull_left_part(const Real* G, const Real* left, const Real* r
 // behind it.
 template <Squares SQUARES>
 static inline void pull_right_part(const Real* G, const Real* left, const Real* right, int rows, Real* to) {
-  Reals sums[SHORT][2], squares[SHORT][2], own[SHORT][2];
+  Reals sums[SHORT][2], squares[SHORT][2], own[SHORT][2];  // of differences, or of quotients
 #pragma GCC unroll 4
   for (int i = 0; i < SHORT; i++)
     for (int half = 0; half < 2; half++) {
@@ -114,7 +123,9 @@ static inline void pull_right_part(const Real* G, const Real* left, const Real* 
 #pragma GCC unroll 4
       for (int i = 0; i < SHORT; i++) {
         if (SQUARES == LEAVES_OUT && G[i] == 0) continue;
-        Reals difference = other - own[i][half], pull = all(G[i]) * difference;
+        Reals difference = other - own[i][half];
+        if (SQUARES == LEAVES_OUT) difference *= load(right + i * STRIDE + HALF + half * LANES);
+        Reals pull = all(G[i]) * difference;
         sums[i][half] += pull;
         if (SQUARES != PLAIN) squares[i][half] += pull * difference;
       }
@@ -125,9 +136,10 @@ static inline void pull_right_part(const Real* G, const Real* left, const Real* 
         store(to + half * LANES, sums[i][half] * -2.0f);
         continue;
       }
-      Reals inverse = load(right + HALF + half * LANES), both = inverse * inverse * -2.0f;
-      store(to + half * LANES, sums[i][half] * both);
-      store(to + HALF + half * LANES, squares[i][half] * both * inverse);
+      Reals inverse = load(right + HALF + half * LANES), of_one = inverse * -2.0f, of_two = of_one;
+      if (SQUARES != LEAVES_OUT) of_one *= inverse, of_two *= inverse * inverse;
+      store(to + half * LANES, sums[i][half] * of_one);
+      store(to + HALF + half * LANES, squares[i][half] * of_two);
     }
 }
 

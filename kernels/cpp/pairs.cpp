@@ -147,7 +147,7 @@ struct Backward : Worker {
       store(row + j, form == PLAIN ? gradient * load(squares + j) : gradient);
       store(phi + j, has_distances() ? (pull == 0.0f ? Reals{} : of_scale) : of_scale);
     }
-    if (form == OF_QUOTIENTS && !(sum_of(oddity) == 0)) form = LEAVES_OUT;
+    if (form == OF_QUOTIENTS && !(all_moderate && sum_of(oddity) == 0)) form = LEAVES_OUT;
     gather(call.dweights, call.weights_along, pulls, dweights, batch, other, point, first, columns, of_points, adds);
     gather(call.dscale, call.scales_along, phi, dscale, batch, other, point, first, columns, of_points, adds);
     if (has_distances())  // that of deviations needs the sums

@@ -45,6 +45,7 @@ struct Worker : Workspace<4, 1> {
   alignas(64) Real scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
   alignas(64) Real squares[COLUMNS];  // of inverse deviations, where each component has one
   Squares form = OF_QUOTIENTS;         // of the distances of the block
+  bool is_moderate = true, all_moderate = true;  // whether inverse deviations are, of a part of the coordinates and of all
   alignas(64) Real own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
 
   Worker(const PairsCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call), settings{(Real)call.floor, (Real)call.least, (Real)call.offset} {
@@ -63,7 +64,7 @@ struct Worker : Workspace<4, 1> {
       transpose_block(right, rows, depth, panels);
     }
     if (!has_distances() || form == PLAIN || !copied_deviations.becomes(deviations, rows, depth)) return;
-    invert_block(deviations, rows, depth, right + HALF);
+    is_moderate = invert_block(deviations, rows, depth, right + HALF);
     transpose_block(right + HALF, rows, depth, panels + HALF_PANELS);
   }
 
@@ -92,10 +93,12 @@ struct Worker : Workspace<4, 1> {
   }
 
   void add_up(Matrix points, int rows, Matrix components, Matrix deviations, int columns) {
+    all_moderate = true;
     for (int64_t k = 0; k < call.depth; k += deepest()) {
       int depth = at_most(call.depth - k, deepest());
       copy_left(points.from(0, k), rows, depth);
       copy_right(components.from(0, k), deviations.from(0, k), columns, depth);
+      all_moderate &= is_moderate;
       if (!has_distances()) multiply(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, k > 0, scores);
       else (form == PLAIN ? measure<PLAIN> : measure<OF_QUOTIENTS>)(left, panels, panels + HALF_PANELS, rows, columns, depth,
                                                                      k > 0, scores);

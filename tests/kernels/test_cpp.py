@@ -385,6 +385,24 @@ def test_each_coordinate_has_the_gradient_of_one_deviation(mixes):
 
 
 @needs_library
+@REALS
+@pytest.mark.parametrize("size", [1e-20, 1e20])
+@pytest.mark.parametrize("coordinates", [1, 70])
+def test_deviations_whose_squares_are_no_numbers(size, coordinates, real):
+    generator = torch.Generator().manual_seed(7)
+    size = size if real == torch.float32 else size**8
+    scale = size * (1 + torch.rand(9, coordinates, generator=generator, dtype=real))
+    x, loc = (size * torch.randn(*shape, 70, generator=generator, dtype=real) for shape in ((11, 1), (9,)))
+    loc[4] = x[3, 0]
+    leaves = [one.requires_grad_() for one in (loc, scale, x)]
+    wide = [one.detach().double().requires_grad_() for one in leaves]
+    variants = zip((leaves, wide), ("cpp", "naive"))
+    (found, right), unit = (effops.normal_log_prob(*args, variant=name).sum() for args, name in variants), 1 / size
+    for one, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(right, wide)):
+        torch.testing.assert_close(one.double() / unit, other / unit, rtol=1e-4, atol=1e-4)
+
+
+@needs_library
 @pytest.mark.parametrize("components", [5, 16, 17])
 def test_an_infinite_point_has_no_density(components):
     x = torch.zeros(3, 1, 4)
