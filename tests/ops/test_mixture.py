@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -249,3 +250,18 @@ def test_bad_arguments(op, device, generator):
         assert str(caught.value).startswith(f"{op.name}: ")
     with pytest.raises(ValueError, match="give the components an axis"):
         op(torch.zeros((), device=device), args[1][0, 0], 1.0, args[3][0, 0, 0])
+
+
+def test_bytes_of_operands_of_a_subclass_are_predicted():
+    """They run as an operator, with all statistics, which the prediction of calls without gradients left out."""
+
+    class Plain(torch.Tensor):
+        pass
+
+    function = effops.power_spherical_mixture_log_prob
+    args = torch.zeros(3), torch.eye(3), torch.ones(3), torch.eye(3)[:, None].as_subclass(Plain)
+    reports = effops.explain(function, *args).variants
+    for name in ("cpp", "chunked"):
+        if reports[name].supported:
+            measured = memory(Pass(partial(function, variant=name), args))
+            assert measured.temporary_bytes == reports[name].temporary_bytes, name

@@ -24,7 +24,7 @@ from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape, Slices
 from effops.blocks.weighted import Weighted
 from effops.dispatch.arguments import check_devices, check_operand, check_order, reshaped
-from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
+from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, is_subclassed, requires_grad
 from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Cost, Op
 from effops.dispatch.registration import add_custom_op, add_kernels, add_native, allocated, predicted
@@ -286,7 +286,8 @@ class Mixture:
         return predicted(self.split, call, torch.no_grad()(functools.partial(without_statistics, custom)))
 
     def _keeps_statistics(self, call: MixtureCall, few: int) -> bool:
-        return requires_grad(call.tensors) or math.prod(call.shape) <= few
+        few_or_wanted = requires_grad(call.tensors) or math.prod(call.shape) <= few
+        return few_or_wanted or any(map(is_subclassed, call.tensors))
 
     def _by_slabs(self, custom: CustomOp, call: MixtureCall) -> Tensor:
         """The result, computed with the statistics of one slab of results at a time."""
