@@ -138,8 +138,9 @@ class use_variant(metaclass=EnteredWhenCalled):
     raise `torch._dynamo.exc.Unsupported`, since compiled code cannot tell tasks apart. The name "auto" is the
     automatic choice. The innermost block counts, and a call's own `variant`, "auto" too, goes before all blocks.
 
+    >>> loc, x = torch.eye(3), torch.eye(3).unsqueeze(1)
     >>> with effops.use_variant("einsum"):
-    ...     lp = effops.power_spherical_log_prob(loc, scale, x)
+    ...     lp = effops.power_spherical_log_prob(loc, 2.0, x)
     """
 
     @functools.partial(tells_wrong_arguments, name="use_variant", remedy='; name one, as in use_variant("chunked")')

@@ -82,8 +82,9 @@ def explain(function: Callable[..., Any] | str, *args: Any, variant: str | None 
     into memory: give expanded or meta tensors. For bad arguments or an unusable `variant` it raises what the call
     itself would raise.
 
-    >>> print(effops.explain(effops.power_spherical_log_prob, loc, scale, x))    # doctest: +ELLIPSIS
-    power_spherical_log_prob: chunked (bytes predicted, beyond the inputs)
+    >>> loc, x = torch.eye(3), torch.eye(3).unsqueeze(1)
+    >>> print(effops.explain(effops.power_spherical_log_prob, loc, 2.0, x, variant="einsum"))    # doctest: +ELLIPSIS
+    power_spherical_log_prob: einsum (bytes predicted, beyond the inputs)
     ...
     """
     if (explained := getattr(function, "explained", None)) is not None:  # `tiled` has made it: it has no variants

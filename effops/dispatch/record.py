@@ -118,10 +118,11 @@ class record(metaclass=EnteredWhenCalled):
         torch._dynamo.exc.Unsupported: an op is called inside by a function compiled with `fullgraph=True`
         NotImplementedError: an op is called inside while `torch.export` traces
 
+    >>> loc, x = torch.eye(3), torch.eye(3).unsqueeze(1)
     >>> with effops.record() as calls:
-    ...     lp = effops.power_spherical_log_prob(loc, scale, x)
+    ...     lp = effops.power_spherical_log_prob(loc, 2.0, x, variant="einsum")
     >>> calls[0].op, calls[0].variant
-    ('power_spherical_log_prob', 'chunked')
+    ('power_spherical_log_prob', 'einsum')
     >>> print(calls)    # doctest: +ELLIPSIS
     bytes predicted, of one call, beyond the inputs
     ...

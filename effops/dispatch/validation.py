@@ -89,8 +89,9 @@ class validate(metaclass=EnteredWhenCalled):
     NotImplementedError. So does compiled code while another task of the thread is inside. Fake and meta tensors have no
     values to check.
 
-    >>> with effops.validate():
-    ...     effops.power_spherical_log_prob(loc, scale, 2 * x)
+    >>> loc, x = torch.eye(3), torch.eye(3).unsqueeze(1)
+    >>> with effops.validate():    # doctest: +ELLIPSIS
+    ...     effops.power_spherical_log_prob(loc, 2.0, 2 * x)
     Traceback (most recent call last):
         ...
     ValueError: power_spherical_log_prob: `x` must have length 1 along its last dimension; got 2 at (0, 0), ...

@@ -111,7 +111,14 @@ def max_batch_size(
         ValueError: an argument is out of range
 
     Example:
-        >>> effops.memory.max_batch_size(workload, "6 GiB").batch_size
+        >>> workload = effops.memory.Workload(
+        ...     model=lambda: torch.nn.Linear(256, 1),
+        ...     batch=lambda size: (torch.randn(size, 256), torch.randn(size, 1)),
+        ...     loss=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
+        ...     optimizer=torch.optim.Adam,
+        ... )
+        >>> effops.memory.max_batch_size(workload, "1 MiB").batch_size
+        1005
     """
     check_step("max_batch_size", workload)
     _check_choices(budget_means=(budget_means, MEANINGS), mode=(mode, MODES))

@@ -69,7 +69,9 @@ def lint(
 
     Example:
         >>> a, b = torch.randn(4000, 64), torch.randn(4000, 64)
-        >>> print(effops.lint(lambda: (a[:, None] * b).sum(-1)))
+        >>> report = effops.lint(lambda: (a[:, None] * b).sum(-1))
+        >>> report.findings[0].now_bytes == 4 * 4000 * 4000 * 64
+        True
     """
     least_bytes = parse_bytes(least, "lint: `least`")
     if isinstance(times, bool) or not isinstance(times, (int, float)):

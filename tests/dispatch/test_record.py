@@ -1,7 +1,6 @@
 """`effops.record`: what it lists, for which callers, and what it predicts of the calls afterwards."""
 
 import asyncio
-import doctest
 import gc
 import threading
 import weakref
@@ -279,13 +278,6 @@ def test_what_is_raised_under_fullgraph_is_documented(context):
     """The docstrings named NotImplementedError, which Dynamo replaces."""
     assert "`fullgraph=True`" in context.__doc__
     assert "torch._dynamo.exc.Unsupported" in context.__doc__
-
-
-def test_the_example_runs(generator):
-    loc, scale, x = reference_of(FUNCTION).sample((5, 4), (5,), (3, 1, 4), generator=generator)
-    test = doctest.DocTestFinder().find(effops.record, globs={})[0]
-    test.globs.update(effops=effops, loc=loc, scale=scale, x=x)
-    assert doctest.DocTestRunner().run(test) == (0, 3)
 
 
 def test_explain_says_where_the_choice_was_never_run(pair):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import os
 import subprocess
@@ -19,7 +18,6 @@ from torch.nn.functional import relu
 
 import effops
 import effops_pytest
-from effops.programs import limits_of_memory
 from effops.programs.capture.assumed_values import CannotFollow
 from effops.programs.limits_of_memory import MOST_SIGNATURES, MemoryReport, budget, predict
 
@@ -317,13 +315,6 @@ def test_arguments_of_the_fixture(arguments: tuple[Any, Any]) -> None:
 def test_the_plugin_imports_torch_on_use_only() -> None:
     code = "import sys, effops_pytest; assert 'torch' not in sys.modules and 'effops' not in sys.modules"
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=ROOT)
-
-
-def test_examples() -> None:
-    globs, options = {"torch": torch, "effops": effops}, doctest.ELLIPSIS
-    found = doctest.testmod(limits_of_memory, extraglobs=globs, optionflags=options)
-    assert found.attempted >= 7
-    assert found.failed == 0
 
 
 @pytest.mark.parametrize("channels", [16, 20])

@@ -1,0 +1,26 @@
+"""The examples of every docstring run as they stand, with `torch` and `effops` imported."""
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import effops
+
+ROOT = Path(__file__).parents[1]
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((ROOT / "effops").rglob("*.py"))
+    if ">>>" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    globs = {"torch": torch, "effops": effops}
+    found = doctest.testmod(importlib.import_module(name), extraglobs=globs, optionflags=doctest.ELLIPSIS)
+    assert found.attempted
+    assert not found.failed
