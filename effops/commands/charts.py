@@ -140,16 +140,22 @@ def curves(title: str, unit: Unit, axis: str, points: Sequence[Point]) -> str:
         (name, is_predicted): f"curve c{names.index(name) % COLORS}" + " predicted" * is_predicted
         for name, is_predicted in series
     }
-    drawn += [_curve(places, kinds[key]) for key, places in series.items()]
+    for key, places in series.items():
+        drawn.append(_curve(places, kinds[key], max(2.5, 5.0 - names.index(key[0]))))
     entries = "".join(_entry(name + ", predicted" * is_predicted, kind) for (name, is_predicted), kind in kinds.items())
-    zeros = ", ".join(dict.fromkeys(f"{one.name} at {axis}={one.size:g}" for one in points if one.value <= 0))
-    note = f'<p class="note">Zero, which is not drawn: {escape(zeros)}</p>' if zeros else ""
+    zeros: dict[str, list[str]] = {}
+    for point in points:
+        if point.value <= 0:
+            zeros.setdefault(point.name, []).append(f"{point.size:g}")
+    told = "; ".join(f"{name} at {axis} = {', '.join(at)}" for name, at in zeros.items())
+    note = f'<p class="note">Zero, which is not drawn: {escape(told)}</p>' if zeros else ""
     return f'{_svg(title, CURVES_HEIGHT, drawn)}<ul class="legend">{entries}</ul>{note}'
 
 
-def _curve(places: Sequence[tuple[float, float]], kind: str) -> str:
+def _curve(places: Sequence[tuple[float, float]], kind: str, radius: float) -> str:
+    """A line with a mark at each place. Marks of later curves are smaller, so that they hide none."""
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    marks = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places)
+    marks = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>' for x, y in places)
     return f'<g class="{kind}"><polyline points="{line}"/>{marks}</g>'
 
 

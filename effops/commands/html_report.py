@@ -260,9 +260,10 @@ header p { margin: 4px 0; color: var(--soft); } header .summary { color: var(--t
 table { border-collapse: collapse; width: 100%; font-size: 12px; overflow-wrap: normal; }
 caption { text-align: left; padding: 8px; color: var(--soft); }
 caption span { display: block; position: sticky; left: 8px; max-width: min(80ch, calc(100vw - 50px)); }
-th, td { padding: 4px 6px; text-align: left; white-space: nowrap; border-top: 1px solid var(--line); }
+th, td { padding: 4px 5px; text-align: left; white-space: nowrap; border-top: 1px solid var(--line); }
 th { font-weight: 600; } tbody th { font-weight: 400; } .prose td { white-space: normal; min-width: 12ch; }
 .prose tbody th { width: 1%; } .sortable td:nth-child(5) { white-space: normal; }
+.sortable td:nth-child(2) { white-space: normal; min-width: 20ch; }
 thead th { background: var(--box); position: sticky; top: 0; white-space: normal; vertical-align: bottom; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 .failed { color: var(--bad); font-weight: 600; } .inexact { color: var(--warn); } .skipped { color: var(--soft); }

@@ -254,8 +254,8 @@ def broadcast_dot(a: Tensor, b: Tensor, *, variant: str | None = None) -> Tensor
         The dot products, of the shape to which `A` and `B` broadcast; it may be a permuted view. The dtype is the
         promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    For backward, variants chunked and triton save the two inputs and no more. Infinity and NaN give NaN in their rows,
-    unless `effops.validate()` is entered, which raises.
+    For backward, variants cpp, chunked and triton save the two inputs and no more. NaN gives NaN in its rows, and so
+    does infinity where a 0 meets it, unless `effops.validate()` is entered, which raises.
 
     Raises:
         TypeError: an argument is no tensor, or not of a floating-point dtype

@@ -222,8 +222,10 @@ struct OfKeys : Rows<Number> {
     for (int u = 0; u < count; u++) {
       int64_t l = j + call.offset[first + u];
       keys[u] = row_of(this->query, l), values[u] = row_of(this->dout, l);
-      scores[u] = of_scores * dot(keys[u], row_of(this->key, j), call.depth, type) - statistics(l, MOST);
+      scores[u] = of_scores * dot(keys[u], row_of(this->key, j), call.depth, type);
     }
+    // In a loop of its own, as one operation for both would not round the product, as it was when its maximum was found.
+    for (int u = 0; u < count; u++) scores[u] -= statistics(j + call.offset[first + u], MOST);
     for (int u = count; u < in_lanes(count); u++) scores[u] = 0;
     for (int u = 0; u < count; u += LANES) store(scores + u, exponential(load(scores + u)));
     for (int u = 0; u < count; u++) scores[u] *= statistics(j + call.offset[first + u], INVERSE);

@@ -90,3 +90,13 @@ def test_what_it_does_not_take():
     narrow = [one.bfloat16() for one in (query, key, value)]
     with pytest.raises(NotImplementedError, match="adds up at most 128 offsets of 16 bits, got 1"):
         effops.log_sparse_attention(*narrow, local=130, variant="cpp")
+
+
+@pytest.mark.parametrize("size", [100, 1e5])
+def test_large_scores_have_the_weights_of_forward(size):
+    """Their product was not rounded where the maximum was subtracted, so that weights were off by e^(half an ulp)."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (size * torch.randn(8, 5, generator=generator) for _ in range(2))
+    value = torch.randn(8, 5, generator=generator, requires_grad=True)
+    (found,) = torch.autograd.grad(effops.log_sparse_attention(query, key, value, variant="cpp").sum(), value)
+    torch.testing.assert_close(found.sum(), torch.tensor(40.0))

@@ -89,7 +89,11 @@ def test_transforms_run_the_kernels(op, device, generator):
         transform, inputs = transforms(op, args)[name]
         with Operators() as operators:
             transform(lambda *args: op(*args))(*inputs)
-        assert len(operators.calls) == calls, name
+        count = len(operators.calls)
+        if count and "mixture_log_prob_cpp" in str(operators.calls[0][0]):  # one example after the other
+            assert count % calls == 0, name
+        else:
+            assert count == calls, name
 
 
 @pytest.mark.parametrize("op", OPS)

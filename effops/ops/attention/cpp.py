@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients
@@ -174,9 +175,13 @@ def log_sparse_obstacle(call: LogSparseCall) -> str:
     """Why the kernels cannot take a call over the log-sparse pattern; empty if they can."""
     if len({tensor.dtype for tensor in call.tensors}) > 1:
         return "needs operands of one dtype"
-    offsets = len(call.pattern.offsets(call.query.shape[-2]))
-    if offsets > OFFSETS and call.dtype.itemsize == 2:  # of more, sums are added up where the result is
-        return f"adds up at most {OFFSETS} offsets of 16 bits, got {offsets}"
+    if call.dtype.itemsize == 2:
+        length = call.query.shape[-2]
+        if is_compiling() or isinstance(length, torch.SymInt):
+            return "needs to know the length where dtypes have 16 bits, which a trace may leave open"
+        offsets = len(call.pattern.offsets(length))
+        if offsets > OFFSETS:  # of more, sums are added up where the result is
+            return f"adds up at most {OFFSETS} offsets of 16 bits, got {offsets}"
     return _obstacle(len(call.batch))
 
 

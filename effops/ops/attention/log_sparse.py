@@ -163,11 +163,10 @@ def log_sparse_attention(
         float32, or float64 for float64. Under autocast the tensors are first cast to its dtype, except float64 tensors,
         as `torch.nn.functional.scaled_dot_product_attention` does.
 
-    For backward, variants cpp, chunked and triton save the three tensors and no more. They take O(L log L) time, and
-    variants chunked and triton as much memory. Variant flex is PyTorch's FlexAttention. It computes no gradients and
-    takes float32 only. It compiles for seconds for each pattern, scale and number of features. It has not run on CUDA
-    yet. It runs only if a call names it. On a CPU it may leave out keys whose scores are NaN, and give numbers where
-    all other variants give NaN.
+    For backward, variants cpp, chunked and triton save the three tensors and no more. They take O(L log L) time.
+    Variant flex is PyTorch's FlexAttention. It computes no gradients and takes float32 only. It compiles for seconds
+    for each pattern, scale and number of features. It has not run on CUDA yet. It runs only if a call names it. On a
+    CPU it may leave out keys whose scores are NaN, and give numbers where all other variants give NaN.
 
     Raises:
         TypeError: a tensor is none, or not of a floating-point dtype; `local` or `restart` is no integer

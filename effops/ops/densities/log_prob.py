@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from effops.blocks import limits, pairs
 from effops.dispatch.call import Shortcut
@@ -57,7 +58,7 @@ class LogProb:
             backward=self.native_backward,
             by_example=lambda arguments: True,  # in a batch scales may vary as `requires_native` rules out
         )
-        add_native(self.op, native, requires=[self.requires_native], automatic=prefers_native)
+        add_native(self.op, native, requires=[self.requires_native], automatic=self.prefers_native)
 
     def split(self, arguments: Sequence[Any]) -> DensityCall:
         """The call with these arguments."""
@@ -69,6 +70,11 @@ class LogProb:
 
     def requires_native(self, call: DensityCall) -> str:
         return requires_native(call, self.density.scale_dims)
+
+    def prefers_native(self, call: DensityCall) -> bool:
+        """Whether the C++ kernels are the faster ones. A small call takes the short way, which is that of `chunked`."""
+        is_open = is_compiling() or any(isinstance(size, torch.SymInt) for size in (*call.plan.shape, call.dimension))
+        return prefers_native(call) and (is_open or self.density.small(call) is None)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:
         """The op as a form computes it: a function of the tensors of a call and of its `settings`."""

@@ -146,9 +146,9 @@ def power_spherical_log_prob(loc: Tensor, scale: Tensor | float, x: Tensor, *, v
         The log densities, of the shape to which `L`, `S` and `X` broadcast; it may be a permuted view. The dtype is the
         promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    The normaliser is computed in float64. For backward, variants chunked and triton save the three inputs and no more.
-    Values are checked inside of `effops.validate()` only. Without it, vectors that are not of length 1 give finite
-    numbers that are no log densities, and NaN where a dot product is further below -1 than rounding explains. A
+    The normaliser is computed in float64. For backward, variants cpp, chunked and triton save the three inputs and no
+    more. Values are checked inside of `effops.validate()` only. Without it, vectors that are not of length 1 give
+    finite numbers that are no log densities, and NaN where a dot product is further below -1 than rounding explains. A
     negative scale gives finite numbers, and NaN where the density cannot be normalised (s <= -b). A scale of NaN or
     infinity gives NaN. An exact antipode is finite.
 

@@ -189,9 +189,9 @@ def von_mises_fisher_log_prob(
         The log densities, of the shape to which `L`, `S` and `X` broadcast; it may be a permuted view. The dtype is the
         promotion of the inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    The normaliser is computed in float64. For backward, variants chunked and triton save the three inputs and no more.
-    Values are checked inside of `effops.validate()` only. Without it, vectors that are not of length 1 give finite
-    numbers that are no log densities, and a negative, infinite or NaN concentration gives NaN.
+    The normaliser is computed in float64. For backward, variants cpp, chunked and triton save the three inputs and no
+    more. Values are checked inside of `effops.validate()` only. Without it, vectors that are not of length 1 give
+    finite numbers that are no log densities, and a negative, infinite or NaN concentration gives NaN.
 
     Raises:
         TypeError: an argument is no tensor, or not of a real (loc, x: floating-point) dtype
@@ -238,11 +238,11 @@ def von_mises_fisher_mixture_log_prob(
         The log densities, of that shape without `dim`; it may be a permuted view. The dtype is the promotion of the
         inputs' (under autocast float32 or wider); the arithmetic is float32, or float64 for float64.
 
-    For backward, variants chunked and triton save the four inputs, and two numbers for each result in the dtype of the
-    arithmetic. Without a component, or if all weights are 0, the result is -inf and its gradients are 0. If it is -inf
-    because the density of each component overflows, gradients are NaN, since shares are unknown. +inf and NaN are as in
-    `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its density is
-    NaN.
+    For backward, variants cpp, chunked and triton save the four inputs, and two numbers for each result in the dtype of
+    the arithmetic. Without a component, or if all weights are 0, the result is -inf and its gradients are 0. If it is
+    -inf because the density of each component overflows, gradients are NaN, since shares are unknown. +inf and NaN are
+    as in `torch.logsumexp`, with one exception: variant triton leaves out a component of weight 0 even where its
+    density is NaN.
 
     Values are checked inside of `effops.validate()` only. Without it, weights in place of their logarithms give
     plausible numbers that are wrong. So do arguments in another order, where their shapes allow it. See also
