@@ -31,6 +31,7 @@ from parts.report import (
     print_tables,
     prose,
     title,
+    write_html,
     write_json,
 )
 from parts.summary import print_summary
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for op, sizes, keywords, variants in selected
     ]
     groups: list[list[Row]] = []
+    rows: list[Row] = []  # of all groups
     with live_line(console) as progress:
         progress("predicting memory and time")
         try:
@@ -129,10 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
                 print_tables(console, found, options.sort_by, wide=options.wide)
                 groups.append(found.rows)
+                rows += found.rows
                 if options.json:
-                    write_json(options.json, head, [row for rows in groups for row in rows])
+                    write_json(options.json, head, rows)
+                if options.html:
+                    write_html(options.html, head, rows)
     print_summary(console, groups)
-    rows = [row for rows in groups for row in rows]
     if options.plot:
         plot_memory(rows, options.sweep[0], options.plot)
     for row in rows:
@@ -179,6 +183,9 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="the profiler's table under every op")
     parser.add_argument("--wide", action="store_true", help="more columns, in tables of their own")
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write header and rows there")
+    parser.add_argument(
+        "--html", type=file_to_write, metavar="FILE", help="write a page there: sortable rows, bars, curves of --sweep"
+    )
     return parser
 
 

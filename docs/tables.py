@@ -38,6 +38,7 @@ BESIDE = {
     load: AMD / f"native-beside-{load.replace(':', '-')}-2026-11-27.json"
     for load in ("processes:1", "processes:2", "moving:1", "moving:2", "thread")
 }
+SMALL_CALLS = AMD.with_name("amd-epyc-1-thread") / "small-calls-2026-11-24.json"
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
 BUSY_OPS = ("power_spherical_mixture_log_prob", "attention_weights")
@@ -194,6 +195,25 @@ def beside() -> str:
                 lines.append((f"`{op}`", one_pass, str(threads), load, *cells))
     titles = "op", "pass", "threads", "beside", "`cpp`", "`chunked`", "`compile`"
     return f"{table(titles, sorted(lines))}\n\n{measured_in([NATIVE[0], *BESIDE.values()])}"
+
+
+def small_calls() -> str:
+    """A line for each kind of call and number of components: a time and a ratio for each size of its points."""
+    rows = content(SMALL_CALLS)["rows"]
+    sizes = list(dict.fromkeys((row["points"], row["dimension"]) for row in rows))
+    lines: dict[tuple[str, str], dict[tuple[int, int], str]] = {}
+    for row in rows:
+        cells = lines.setdefault((row["call"], str(row["components"])), {})
+        cells[row["points"], row["dimension"]] = f"{row['effops']:.0f} µs, {row['ratio']:.2f}"
+    titles = "call", "components", *(f"{points} points, {dimension} dimensions" for points, dimension in sizes)
+    own = ((*way, *(cells.get(size, "") for size in sizes)) for way, cells in lines.items())
+    return f"{table(titles, own)}\n\n{measured_small_calls()}"
+
+
+def measured_small_calls() -> str:
+    found = content(SMALL_CALLS)
+    device = found["device"].replace(" 1 threads", " 1 thread")
+    return f"Measured on {device}, torch {found['torch']}\n{link(SMALL_CALLS, DOCS)}."
 
 
 def mixture_memory() -> str:
@@ -377,6 +397,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "ratios": ratios,
     "beside": beside,
     "native": native,
+    "small_calls": small_calls,
     "all_ops": partial(comparison, ALL_OPS),
     "causal_8192": partial(comparison, AMD / "attention-2026-11-22.json"),
     "causal_4096": partial(comparison, AMD / "attention-head-2026-11-22.json"),

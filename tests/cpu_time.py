@@ -1,7 +1,8 @@
-"""Tell how much CPU time the default tests or the default benchmark take, and whether their budget allows it.
+"""Tell how much CPU time the default tests, the default benchmark or the site take, and whether their budget allows it.
 
     python tests/cpu_time.py tests
     python tests/cpu_time.py benchmark
+    python tests/cpu_time.py site         # its build, all examples, and the docstrings' examples
 
 It exits with 1 above the budget in `cpu_budget.ini`. Seconds differ between machines, so they are counted in units: a
 fixed piece of work that is timed over and over while the command runs. The command runs as on a machine with two cores,
@@ -26,7 +27,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 BUDGETS = Path(__file__).with_name("cpu_budget.ini")
-COMMANDS = {"tests": ("-m", "pytest", "-q", "-n", "2"), "benchmark": ("bench/run.py",)}
+TESTS = "-m", "pytest", "-q", "-n", "2"
+OF_SITE = (f"tests/test_{name}.py" for name in ("site", "examples", "doctests"))
+COMMANDS = {"tests": TESTS, "benchmark": ("bench/run.py",), "site": (*TESTS, "--ci", *OF_SITE)}
 SECONDS_BETWEEN = 20.0  # from one timing of the unit to the next
 PRODUCTS, SIZE, STEPS = 20, 1024, 10_000_000  # of a unit
 

@@ -1,4 +1,4 @@
-"""The Python of README.md and docs/*.md runs as it stands, the blocks of a page one after the other."""
+"""The Python of README.md and of every page runs as it stands, the blocks of a page one after the other."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PAGES = [
-    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if PYTHON.search(page.read_text())
+    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if PYTHON.search(page.read_text())
 ]
 
 
@@ -24,10 +24,10 @@ def code(text: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_examples_run(page: Path, tmp_path: Path) -> None:
     """The first example of docs/memory.md could not be pasted: it named a model that nobody has."""
-    script = tmp_path / page.with_suffix(".py").name
+    script = tmp_path / f"page_{page.stem}.py"  # no module that the page imports has such a name
     script.write_text(code(page.read_text()))
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert found.returncode == 0, found.stderr

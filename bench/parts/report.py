@@ -1,4 +1,4 @@
-"""The benchmark's tables and its JSON file."""
+"""The benchmark's tables, its JSON file and its page of HTML."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from effops.commands.html_report import html_report
 from effops.dispatch.requirements import library_description
 from effops.measure import Profile, ProfileRow, device_model
 from effops.text import counted, format_bytes
@@ -145,9 +146,20 @@ def json_row(row: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Any]) -> None:
-    """Write the header and a dataclass for each row. Files of the repository are named by their place in it."""
+    """Write the header and a dataclass for each row."""
+    path.write_text(_as_json(head, rows))
+
+
+def write_html(path: Path, head: Mapping[str, Any], rows: Sequence[Any]) -> None:
+    """Write the same as a page for a browser."""
+    content = json.loads(_as_json(head, rows))
+    path.write_text(html_report(content["header"], content["rows"]), encoding="utf-8")
+
+
+def _as_json(head: Mapping[str, Any], rows: Sequence[Any]) -> str:
+    """The text of both. Files of the repository are named by their place in it."""
     content = {"header": dict(head), "rows": [json_row(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=1, allow_nan=False).replace(f"{ROOT}/", "") + "\n")
+    return json.dumps(content, indent=1, allow_nan=False).replace(f"{ROOT}/", "") + "\n"
 
 
 def heading(head: Mapping[str, Any], width: int) -> str:

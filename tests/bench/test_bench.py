@@ -399,6 +399,12 @@ def test_options_of_the_op_and_a_sweep(run: ModuleType, tmp_path: Path, capsys: 
         (["--json", ""], "got '': it has no name; name another"),
         (["--plot", "-"], "got '-': it names standard output, which the text takes; name another"),
         (["--json", "-"], "got '-': it names standard output, which the text takes; name another"),
+        (
+            ["--html", "a_file/page.html"],
+            "--html: expected a file that can be written; got 'a_file/page.html': the folder",
+        ),
+        (["--html", "."], "it is a folder"),
+        (["--html", "-"], "got '-': it names standard output, which the text takes; name another"),
         (["--device", "gpu"], 'did you mean "cuda"?'),
         (["--dtype", "float"], 'did you mean "float'),
         (["--dtype", "bf16"], 'did you mean "bfloat16"?'),
