@@ -1,4 +1,4 @@
-"""Tell how much CPU time the default tests, the default benchmark or the site take, and whether their budget allows it.
+"""Tell how much CPU time the default tests, benchmark or site take, and whether their budget allows it.
 
     python tests/cpu_time.py tests
     python tests/cpu_time.py benchmark
