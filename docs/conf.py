@@ -1,6 +1,6 @@
 """The site: `python -m sphinx -W docs docs/_site` builds it, and `python -m http.server -d docs/_site` serves it.
 
-Pages are Markdown. Docstrings are reStructuredText for Sphinx; `of_docstring` turns the plain text that they are into it.
+Pages are Markdown. Sphinx takes docstrings for reStructuredText, which `of_docstring` makes of their plain text.
 """
 
 import re
@@ -28,6 +28,8 @@ napoleon_use_ivar = True
 html_theme = "furo"
 html_title = f"effops {release}"
 html_show_sourcelink = False
+html_show_copyright = False
+html_show_sphinx = False
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": False}
 
