@@ -1,8 +1,10 @@
 """The Python of README.md and of every page runs as it stands, the blocks of a page one after the other."""
 
+import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,23 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     script.write_text(code(page.read_text()))
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.slow
+def test_the_report_of_lint_is_that_of_the_script(tmp_path: Path) -> None:
+    """The page's script is a block of Python and an indented one; its report is the first block of text."""
+    page = (ROOT / "docs" / "out_of_memory.md").read_text()
+    main = re.search(r"^    if __name__ == .*?\n\n", page, re.DOTALL | re.MULTILINE)
+    report = re.search(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    first = PYTHON.search(page)
+    assert main
+    assert report
+    assert first
+    (tmp_path / "train.py").write_text(f"{first[1]}\n\n{textwrap.dedent(main[0])}")
+    command = [sys.executable, "-m", "effops", "lint", "--device", "cuda", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert found.stdout.strip() == report[1].strip(), found.stderr
 
 
 def test_variants_without_gradients_are_named() -> None:
