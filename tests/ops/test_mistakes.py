@@ -61,6 +61,11 @@ MISTAKES = {
         ValueError,
         "give x.unsqueeze(-2), loc.unsqueeze(-3), scale.unsqueeze(-2), and the result is (2, 10, 4)",
     ),
+    "all pairs in a batch, where x has an axis for them": (  # every point met the components of all batches
+        lambda: spherical(torch.ones(2, 4, 3), torch.ones(2, 4), torch.ones(2, 10, 1, 3)),
+        ValueError,
+        "give loc.unsqueeze(-3), scale.unsqueeze(-2), and the result is (2, 10, 4)",
+    ),
     "all pairs of a mixture": (
         lambda: mixture(WEIGHTS, LOC, SCALE, X),
         ValueError,

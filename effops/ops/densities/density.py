@@ -280,7 +280,7 @@ def _how_to_pair(operands: Mapping[str, Tensor], dims: Mapping[str, int]) -> str
             continue
         is_alone = False
         inner = {name: -2 for name in ("loc", scale) if batch[name]}
-        for axes in ({}, {"x": -1}, {"x": -1, scale: -1}, {"x": -1, **inner}):  # where axes of size 1 are added
+        for axes in ({}, inner, {"x": -1}, {"x": -1, scale: -1}, {"x": -1, **inner}):  # where axes of size 1 are added
             places = {name: len(batch[name]) + 1 + axis for name, axis in axes.items()}
             unsqueezed = [
                 (*shape[: places[name]], 1, *shape[places[name] :]) if name in places else shape
