@@ -166,7 +166,7 @@ def test_a_sweep_has_curves() -> None:
         ([150.0, 30.0], MICROSECONDS, ["0 us", "50 us", "100 us", "150 us"]),
         ([20.0, 3e6], MICROSECONDS, ["1 us", "100 us", "10 ms", "1 s", "100 s"]),
     ],
-    ids=lambda value: "unit" if isinstance(value, tuple) else str(value),
+    ids=["decades", "units", "small", "nothing", "times", "decades of times"],
 )
 def test_scales(values: list[float], unit: Any, ticks: list[str]) -> None:
     scale = scale_of(values, unit)
