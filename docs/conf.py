@@ -26,6 +26,8 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]  # lines of code have up to 120 characters
 html_title = f"effops {release}"
 html_show_sourcelink = False
 html_show_copyright = False
