@@ -21,29 +21,33 @@ enum {
 
 enum Squares { OF_QUOTIENTS, LEAVES_OUT, PLAIN };  // as the functions of tables are ordered
 
-// Write the inverses of a block. Returns whether their squares and cubes are numbers of full precision.
-static bool invert_block(Matrix from, int rows, int columns, Real* to) {
-  copy_block(from, rows, columns, to);
-  bool is_moderate = true;
-  for (int i = 0; i < rows; i++, to += STRIDE)
-    for (int j = 0; j < columns; j++) {
-      to[j] = 1 / to[j];
-      is_moderate &= std::fabs(to[j]) > 1e-12f && std::fabs(to[j]) < 1e12f;
-    }
-  return is_moderate;
-}
-
-// Whether all values of a block are so small that their differences are finite.
-static bool is_small(const Real* block, int rows, int columns) {
+// Whether a function of all values of a block is finite.
+template <class Function>
+static bool all_finite(const Real* block, int rows, int columns, Function function) {
   Real sum = 0;
   for (int i = 0; i < rows; i++, block += STRIDE) {
     Reals sums = Reals{};
     int j = 0;
-    for (; j + LANES <= columns; j += LANES) sums += (load(block + j) * 2.0f) * 0.0f;
-    for (; j < columns; j++) sum += (block[j] * 2.0f) * 0.0f;
+    for (; j + LANES <= columns; j += LANES) sums += function(load(block + j)) * 0.0f;
+    for (; j < columns; j++) sum += function(block[j]) * 0.0f;
     sum += sum_of(sums);
   }
   return sum == 0;
+}
+
+// Whether all values of a block are so small that their differences are finite.
+static bool is_small(const Real* block, int rows, int columns) {
+  return all_finite(block, rows, columns, [](auto value) { return value * 2.0f; });
+}
+
+// Write the inverses of a block. Returns whether their squares and cubes neither overflow nor vanish.
+static bool invert_block(Matrix from, int rows, int columns, Real* to) {
+  auto cube = [](auto value) { return value * value * value; };
+  copy_block(from, rows, columns, to);
+  bool is_moderate = all_finite(to, rows, columns, cube);
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < columns; j += LANES) store(to + i * STRIDE + j, 1.0f / load(to + i * STRIDE + j));
+  return is_moderate && all_finite(to, rows, columns, cube);
 }
 
 template <Squares SQUARES>

@@ -142,7 +142,6 @@ struct Forward : Rows<Number> {
     for (int64_t l = rows.first; l < rows.end; l++) {
       Number* to = this->row_of(this->out, l);
       int64_t offsets = this->reached(l);
-      int count = at_most(offsets, SOME);
       bool has_parts = offsets > SOME;
       Real most = -INFINITY, total = 0;
       for (int64_t first = 0; first < offsets; first += SOME) {
@@ -152,9 +151,12 @@ struct Forward : Rows<Number> {
         if (has_parts) gather(values, scores, some, call.features, first == 0 ? 0 : factor, to, type);
       }
       Real inverse = inverse_of_total(total);
-      for (int u = 0; u < count; u++) scores[u] *= inverse;
-      if (!has_parts) gather(values, scores, count, call.features, 0, to, type);
-      for (int64_t f = 0; has_parts && f < call.features; f++) set_as(to + f, get_as(to + f, type) * inverse, type);
+      if (has_parts) {
+        for (int64_t f = 0; f < call.features; f++) set_as(to + f, get_as(to + f, type) * inverse, type);
+      } else {
+        for (int u = 0; u < offsets; u++) scores[u] *= inverse;
+        gather(values, scores, (int)offsets, call.features, 0, to, type);
+      }
     }
   }
 };
