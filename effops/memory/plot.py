@@ -27,12 +27,7 @@ def plot_anatomy(anatomy: Anatomy, path: str | Path) -> None:
         FileNotFoundError: there is no such folder
 
     Example:
-        >>> workload = effops.memory.Workload(
-        ...     model=lambda: torch.nn.Linear(256, 1),
-        ...     batch=lambda size: (torch.randn(size, 256), torch.randn(size, 1)),
-        ...     loss=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
-        ...     optimizer=torch.optim.Adam,
-        ... )
+        >>> workload = effops.memory.Workload(lambda: torch.nn.Linear(256, 1), lambda size: torch.randn(size, 256))
         >>> effops.memory.plot_anatomy(effops.memory.anatomy(workload, 32), "step.png")
     """
     if not isinstance(anatomy, Anatomy):

@@ -29,6 +29,11 @@ def is_certain(condition: bool) -> bool:
     return bool(statically_known_true(condition))
 
 
+def may_be_open(*sizes: int) -> bool:
+    """Whether a trace may leave one of the sizes open."""
+    return is_compiling() or any(isinstance(size, torch.SymInt) for size in sizes)
+
+
 def remembered(function: FunctionT) -> FunctionT:
     """A function of shapes with a cache of its latest results. Traced calls and symbolic sizes are not in it."""
     cached = functools.lru_cache(maxsize=4096)(function)

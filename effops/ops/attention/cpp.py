@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients
 from effops.numerics.layout import as_gradient, without_negation
 from effops.numerics.pages import with_huge_pages
 from effops.numerics.precision import arithmetic_dtype, converted, mixes_float64
-from effops.numerics.shapes import broadcast_shapes
+from effops.numerics.shapes import broadcast_shapes, may_be_open
 from effops.ops.attention.call import AttentionCall, LogSparseCall, empty, given, join_arguments, split_arguments
 from effops.ops.attention.variants import ordered_empty
 from effops.pytorch import FakeTensor
@@ -177,7 +176,7 @@ def log_sparse_obstacle(call: LogSparseCall) -> str:
         return "needs operands of one dtype"
     if call.dtype.itemsize == 2:
         length = call.query.shape[-2]
-        if is_compiling() or isinstance(length, torch.SymInt):
+        if may_be_open(length):
             return "needs to know the length where dtypes have 16 bits, which a trace may leave open"
         offsets = len(call.pattern.offsets(length))
         if offsets > OFFSETS:  # of more, sums are added up where the result is

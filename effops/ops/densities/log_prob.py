@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from effops.blocks import limits, pairs
 from effops.dispatch.call import Shortcut
@@ -16,7 +15,7 @@ from effops.dispatch.forms import add_forms, best_form
 from effops.dispatch.op import Op
 from effops.dispatch.registration import add_custom_op, add_kernels, add_native
 from effops.numerics.precision import arithmetic_dtype
-from effops.numerics.shapes import is_certain
+from effops.numerics.shapes import is_certain, may_be_open
 from effops.ops.densities import cpp, triton
 from effops.ops.densities.density import Density, DensityCall, Form, Wanted, plan_of, prepare
 from effops.ops.densities.layout import Layout
@@ -73,7 +72,7 @@ class LogProb:
 
     def prefers_native(self, call: DensityCall) -> bool:
         """Whether the C++ kernels are the faster ones. A small call takes the short way, which is that of `chunked`."""
-        is_open = is_compiling() or any(isinstance(size, torch.SymInt) for size in (*call.plan.shape, call.dimension))
+        is_open = may_be_open(*call.plan.shape, call.dimension)
         return prefers_native(call) and (is_open or self.density.small(call) is None)
 
     def composed(self, form: Form) -> Callable[..., Tensor]:

@@ -286,8 +286,8 @@ class Mixture:
         return predicted(self.split, call, torch.no_grad()(functools.partial(without_statistics, custom)))
 
     def _keeps_statistics(self, call: MixtureCall, few: int) -> bool:
-        few_or_wanted = requires_grad(call.tensors) or math.prod(call.shape) <= few
-        return few_or_wanted or any(map(is_subclassed, call.tensors))
+        are_few = math.prod(call.shape) <= few
+        return are_few or requires_grad(call.tensors) or any(map(is_subclassed, call.tensors))
 
     def _by_slabs(self, custom: CustomOp, call: MixtureCall) -> Tensor:
         """The result, computed with the statistics of one slab of results at a time."""
