@@ -16,6 +16,7 @@
 #include "parallel.h"
 
 namespace {
+enum { AHEAD = 8 };   // rows of results
 enum { OWNERS = 8 };  // entries of keys from which on each has one owner in backward
 
 struct Forward : Tiles {
@@ -34,18 +35,31 @@ struct Forward : Tiles {
     if (is_softmax && is_narrow(out.type)) return write_rounded(m, rows, end);
     Real most[ROWS];
     std::fill(most, most + ROWS, -INFINITY);
+    bool writes_products = !call.weight.at && call.depth <= DEPTH && out.has_plain_rows();
+    writes_products = writes_products && call.mask_is == NO_MASK && m + call.diagonal + 1 >= call.keys;
     for (int64_t n = 0; n < end; n += COLUMNS) {
       int columns = at_most(call.keys - n, COLUMNS);
-      pair_keys(m, rows, n, columns);
-      for (int i = 0; i < rows; i++) {
-        Real own = mask_row(scores + i * STRIDE, m + i, n, columns);
-        most[i] = own <= most[i] ? most[i] : own;
+      if (writes_products) {
+        write_keys(m, rows, n, columns);
+        continue;
       }
-      put_block(scores, rows, columns, false, out.from(m, n));
+      pair_keys(m, rows, n, columns);
+      bool is_direct = out.has_plain_rows() && columns % LANES == 0;
+      for (int i = 0; i < rows; i++) {
+        Matrix result = out.from(m + i, n);
+        fetch_row(result, AHEAD, columns);
+        Real* row = scores + i * STRIDE;
+        Real own = mask_row(row, m + i, n, columns, is_direct ? &result(0, 0) : row);
+        most[i] = own <= most[i] ? most[i] : own;
+        if (!is_direct) put_block(row, 1, columns, false, result);
+      }
     }
     int64_t written = std::min(call.keys, blocks_of(end, COLUMNS) * COLUMNS);
     fill(out.from(m, written), rows, call.keys - written, is_softmax ? 0 : -INFINITY);
-    for (int i = 0; is_softmax && i < rows; i++) take_exponentials(&out(m + i, 0), written, shift_of(most[i]));
+    for (int i = 0; is_softmax && i < rows; i++) {
+      Real* row = &out(m + i, 0);
+      take_exponentials(row, written, shift_of(writes_products ? largest_of(row, written) : most[i]));
+    }
   }
 
   // Weights of 16 bits. They are rounded once, so that the sums of exponentials come first.
@@ -67,17 +81,37 @@ struct Forward : Tiles {
     fill(out.from(m, written), rows, call.keys - written, 0);
   }
 
+  // Write the scores of a block, of which all pairs take part, to where they are wanted.
+  void write_keys(int64_t m, int rows, int64_t n, int columns) {
+    int depth = (int)call.depth;
+    Matrix from = key.from(n, 0);
+    copy_left(query.from(m, 0), rows, depth);
+    if (copied_keys.becomes(from, columns, depth)) transpose_matrix(from, columns, depth, false, pulls, keys_in_panels);
+    const Real factor = of_scores;
+    write_product(rows_of(left), {keys_in_panels, WIDE * depth, WIDE}, rows, columns, depth,
+                  [=](int, Reals dot) { return dot * factor; }, out.from(m, n));
+  }
+
+  static Real largest_of(const Real* row, int64_t count) {
+    int64_t whole = count / LANES * LANES;
+    Reals highest = all(-INFINITY);
+    for (int64_t j = 0; j < whole; j += LANES) highest = load(row + j) <= highest ? highest : load(row + j);
+    Real largest = maximum_of(highest);
+    for (int64_t j = whole; j < count; j++) largest = row[j] <= largest ? largest : row[j];
+    return largest;
+  }
+
   // Overwrite scores that lie one after another with their weights.
   void take_exponentials(Real* row, int64_t count, Real shift) {
     int64_t whole = count / LANES * LANES;
     Reals sums = Reals{}, rest = all(-INFINITY);
     for (int64_t j = 0; j < whole; j += LANES) {
-      Reals term = exponential(load(row + j) - shift);
+      Reals term = softmax_term(load(row + j) - shift);
       store(row + j, term);
       sums += term;
     }
     memcpy(&rest, row + whole, (count - whole) * sizeof(Real));
-    rest = exponential(rest - shift);
+    rest = softmax_term(rest - shift);
     Real total = sum_of(sums);
     for (int64_t j = whole; j < count; j++) total += rest[j - whole];
     Real inverse = inverse_of(total);
@@ -121,7 +155,7 @@ struct Forward : Tiles {
     Real factor = rise(most, mask_row(row, query, n, columns), total), shift = shift_of(most);
     Reals added = Reals{};
     for (int j = 0; j < in_lanes(columns); j += LANES) {
-      Reals term = exponential(load(row + j) - shift);
+      Reals term = softmax_term(load(row + j) - shift);
       store(row + j, term);
       added += term;
     }
@@ -282,7 +316,7 @@ struct OfStatistics : Backward {
         Real factor = rise(most[i], mask_row(row, m + i, n, columns), total[i]), shift = shift_of(most[i]);
         Reals added = Reals{}, pulled = Reals{};
         for (int j = 0; j < in_lanes(columns); j += LANES) {
-          Reals term = exponential(load(row + j) - shift);
+          Reals term = softmax_term(load(row + j) - shift);
           added += term;
           pulled += term * load(gradients + j);
         }

@@ -116,10 +116,7 @@ struct Tiles : Workspace<5, 2> {
       int part = at_most(depth - k, DEPTH);
       copy_left(rows_from.from(0, k), rows, part);
       Matrix from = columns_from.from(0, k);
-      if (copied.becomes(from, columns, part)) {
-        copy_block(from, columns, part, room);
-        transpose_block(room, columns, part, panels);
-      }
+      if (copied.becomes(from, columns, part)) transpose_matrix(from, columns, part, false, room, panels);
       multiply(rows_of(left), {panels, WIDE * part, WIDE}, rows, columns, part, k > 0, to);
     }
   }
@@ -174,7 +171,8 @@ struct Tiles : Workspace<5, 2> {
   }
 
   // Scale and mask the dot products of a query. Returns the largest score.
-  Real mask_row(Real* row, int64_t query, int64_t n, int columns) {
+  Real mask_row(Real* row, int64_t query, int64_t n, int columns) { return mask_row(row, query, n, columns, row); }
+  Real mask_row(const Real* row, int64_t query, int64_t n, int columns, Real* to) {
     int reached = reach(query, n, columns);
     const Real* terms = numbers;
     if (call.mask_is == BOOLEANS) read_flags(query, n, columns);
@@ -184,11 +182,18 @@ struct Tiles : Workspace<5, 2> {
       else copy_row(from, 0, columns, numbers);
     }
     Reals highest = all(-INFINITY);
-    for (int j = 0; j < in_lanes(columns); j += LANES) {
-      Reals score = load(row + j) * of_scores;
+    const Real factor = of_scores;
+    int j = 0;
+    for (int plain = call.mask_is == NO_MASK ? reached : 0; j + LANES <= plain; j += LANES) {
+      Reals score = load(row + j) * factor;
+      store(to + j, score);
+      highest = score <= highest ? highest : score;
+    }
+    for (; j < in_lanes(columns); j += LANES) {
+      Reals score = load(row + j) * factor;
       if (call.mask_is == NUMBERS) score += load(terms + j);
       score = taking_part(score, j, reached, -INFINITY);
-      store(row + j, score);
+      store(to + j, score);
       highest = score <= highest ? highest : score;
     }
     return maximum_of(highest);
@@ -209,7 +214,7 @@ struct Tiles : Workspace<5, 2> {
   // Overwrite the dot products of a query with its weights.
   void weigh(Real* row, int64_t query, int64_t n, int columns, Real shift, Real inverse) {
     mask_row(row, query, n, columns);
-    for (int j = 0; j < in_lanes(columns); j += LANES) store(row + j, exponential(load(row + j) - shift) * inverse);
+    for (int j = 0; j < in_lanes(columns); j += LANES) store(row + j, softmax_term(load(row + j) - shift) * inverse);
   }
 
   static void scale_row(Real* row, int count, Real factor) {

@@ -50,9 +50,8 @@ static bool invert_block(Matrix from, int rows, int columns, Real* to) {
   return is_moderate && all_finite(to, rows, columns, cube);
 }
 
-template <Squares SQUARES>
-static inline void measure_part(const Real* left, const Real* right, const Real* inverse, int depth, bool adds,
-                                Real* to) {
+template <Squares SQUARES, class Put>
+static inline void measure_part(const Real* left, const Real* right, const Real* inverse, int depth, Put put) {
   Reals sums[TALL][2];
 #pragma GCC unroll 8
   for (int i = 0; i < TALL; i++) sums[i][0] = sums[i][1] = Reals{};
@@ -67,10 +66,7 @@ static inline void measure_part(const Real* left, const Real* right, const Real*
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < TALL; i++, to += STRIDE) {
-    store(to, adds ? load(to) + sums[i][0] : sums[i][0]);
-    store(to + LANES, adds ? load(to + LANES) + sums[i][1] : sums[i][1]);
-  }
+  for (int i = 0; i < TALL; i++) put(i, 0, sums[i][0]), put(i, 1, sums[i][1]);
 }
 
 // The distances of a block of rows and columns, the latter in panels.
@@ -81,7 +77,29 @@ static void measure(const Real* left, const Real* right, const Real* inverse, in
     for (int i = 0; i < rows; i += TALL)
       for (int k = 0; k < depth; k += PART)
         measure_part<SQUARES>(left + i * STRIDE + k, right + k * WIDE, inverse + k * WIDE, at_most(depth - k, PART),
-                     adds || k > 0, to + i * STRIDE + j);
+                              [=](int own, int v, Reals sum) {
+          Real* at = to + (i + own) * STRIDE + j + v * LANES;
+          store(at, adds || k > 0 ? load(at) + sum : sum);
+        });
+}
+
+// Write what a function of column and distance makes of them to where it is wanted, as `write_product` does.
+template <Squares SQUARES, class Finish>
+static void write_distances(const Real* left, const Real* right, const Real* inverse, int rows, int columns, int depth,
+                            Finish finish, Matrix to) {
+  for (int j = 0; j < columns; j += WIDE, right += WIDE * depth, inverse += WIDE * depth)
+    for (int i = 0; i < rows; i += TALL) {
+      Tile tile(to, rows, columns, i, j);
+      Real sums[TALL * WIDE] = {};
+      for (int k = 0; k < depth; k += PART)
+        measure_part<SQUARES>(left + i * STRIDE + k, right + k * WIDE, inverse + k * WIDE, at_most(depth - k, PART),
+                              [&](int own, int v, Reals sum) {
+          Real* at = sums + own * WIDE + v * LANES;
+          sum += load(at);
+          if (k + PART < depth) store(at, sum);
+          else tile.put(own, v, finish(j + v * LANES, sum));
+        });
+    }
 }
 
 // 2 sum_n G z inverse of SHORT rows and WIDE coordinates, over the columns n.

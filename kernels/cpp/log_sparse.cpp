@@ -122,7 +122,7 @@ struct Rows {
     for (int u = 0; u < count; u += LANES) highest = highest <= load(scores + u) ? load(scores + u) : highest;
     Real factor = rise(most, maximum_of(highest), total), shift = shift_of(most);
     for (int u = 0; u < count; u += LANES) {
-      Reals term = exponential(load(scores + u) - shift);
+      Reals term = softmax_term(load(scores + u) - shift);
       store(scores + u, term);
       added += term;
     }
@@ -184,7 +184,7 @@ struct OfQueries : Rows<Number> {
         int count = at_most(offsets - first, SOME);
         if (offsets > SOME) {
           read(l, first, offsets);
-          for (int u = 0; u < count; u += LANES) store(scores + u, exponential(load(scores + u) - shift));
+          for (int u = 0; u < count; u += LANES) store(scores + u, softmax_term(load(scores + u) - shift));
         }
         for (int u = 0; u < count; u++) pulls[u] = scores[u] * inverse * (pulls[u] - pull) * of_scores;
         gather(keys, pulls, count, call.depth, first > 0, &this->dquery(l, 0), type);
@@ -229,7 +229,7 @@ struct OfKeys : Rows<Number> {
     // In a loop of its own, as one operation for both would not round the product, as it was when its maximum was found.
     for (int u = 0; u < count; u++) scores[u] -= statistics(j + call.offset[first + u], MOST);
     for (int u = count; u < in_lanes(count); u++) scores[u] = 0;
-    for (int u = 0; u < count; u += LANES) store(scores + u, exponential(load(scores + u)));
+    for (int u = 0; u < count; u += LANES) store(scores + u, softmax_term(load(scores + u)));
     for (int u = 0; u < count; u++) scores[u] *= statistics(j + call.offset[first + u], INVERSE);
     if (call.dvalue.at) gather(values, scores, count, call.features, adds, &this->dvalue(j, 0), type);
     if (!call.dkey.at) return;

@@ -17,7 +17,7 @@
 #include "special.h"
 
 namespace {
-enum { AHEAD = 8 };    // rows of gradients
+enum { AHEAD = 8 };    // rows of results and gradients
 enum { OWNERS = 16 };  // batch entries from which on each has one owner in backward
 
 struct Forward : Worker {
@@ -29,20 +29,32 @@ struct Forward : Worker {
     int rows = at_most(call.points - first, ROWS);
     Matrix points = call.left.matrix(batch, 0).from(first, 0), components = call.right.matrix(batch, other);
     Matrix deviations = call.deviations.matrix(batch, other), mosts = call.most.matrix(batch, other);
+    bool is_direct = call.map->is_linear && !call.is_reduced && varies_along_components_alone();
+    is_direct = is_direct && call.depth > 0 && call.depth <= deepest() && mosts.has_plain_rows();
     Real most[ROWS], sum[ROWS];
     for (int i = 0; i < rows; i++) most[i] = -INFINITY, sum[i] = 0;
     for (int64_t n = 0; n < call.components; n += COLUMNS) {
       int columns = at_most(call.components - n, COLUMNS);
-      pair_up(points, rows, components.from(n, 0), deviations.from(n, 0), columns);
       read_constants(batch, other, n, columns);
+      Matrix own_components = components.from(n, 0), own_deviations = deviations.from(n, 0), own = mosts.from(first, n);
+      if (is_direct && write_scores(points, rows, own_components, own_deviations, columns, own)) continue;
+      pair_up(points, rows, own_components, own_deviations, columns);
+      bool is_plain = !call.is_reduced && mosts.has_plain_rows() && columns % LANES == 0;
       for (int i = 0; i < rows; i++) {
         Real* row = scores + i * STRIDE;
-        Terms own = terms(batch, other, first + i, n, columns);
+        Matrix result = own.from(i, 0);
+        Terms given = terms(batch, other, first + i, n, columns);
         call.map->value(settings, row, in_lanes(columns));
-        for (int j = 0; j < columns; j += LANES) store(row + j, load(row + j) * load(own.scale + j) + load(own.constant + j));
-        if (call.is_reduced) absorb(row, in_lanes(columns), most[i], sum[i]);
+        Real* to = is_plain ? &result(0, 0) : row;
+        for (int j = 0; j < columns; j += LANES)
+          store(to + j, load(row + j) * load(given.scale + j) + load(given.constant + j));
+        if (call.is_reduced) {
+          absorb(row, in_lanes(columns), most[i], sum[i]);
+          continue;
+        }
+        fetch_row(result, AHEAD, columns);
+        if (!is_plain) put_block(row, 1, columns, false, result);
       }
-      if (!call.is_reduced) put_block(scores, rows, columns, false, mosts.from(first, n));
     }
     if (!call.is_reduced) return;
     Matrix rests = call.rest.matrix(batch, other);
@@ -53,6 +65,27 @@ struct Forward : Worker {
     }
   }
 
+  // Write linear scores of a block to where they are wanted. Returns whether they are right, as distances were finite.
+  bool write_scores(Matrix points, int rows, Matrix components, Matrix deviations, int columns, Matrix to) {
+    int depth = (int)call.depth;
+    form = has_distances() && read_squares(deviations, columns) ? PLAIN : OF_QUOTIENTS;
+    copy_left(points, rows, depth);
+    memset(left + rows * STRIDE, 0, (blocks_of(rows, TALL) * TALL - rows) * STRIDE * sizeof(Real));  // whose distances count
+    copy_right(components, deviations, columns, depth);
+    auto score = [this](int j, Reals value) { return (value + settings.offset) * load(scale + j) + load(constant + j); };
+    Reals oddity = Reals{};
+    auto score_of_square = [&](int j, Reals sum) {
+      Reals square = load(squares + j), distance = square > 0.0f ? sum * square : Reals{};
+      oddity += distance * 0.0f;
+      return score(j, distance);
+    };
+    const Real* inverses = panels + HALF_PANELS;
+    if (!has_distances()) write_product(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, score, to);
+    else if (form == PLAIN) write_distances<PLAIN>(left, panels, inverses, rows, columns, depth, score_of_square, to);
+    else write_distances<OF_QUOTIENTS>(left, panels, inverses, rows, columns, depth, score, to);
+    return sum_of(oddity) == 0;
+  }
+
   // Add a row of scores to their maximum, and to the sum of exp(score - maximum).
   void absorb(const Real* row, int count, Real& most, Real& sum) {
     Reals highest = all(-INFINITY), added = Reals{};
@@ -61,9 +94,21 @@ struct Forward : Worker {
       highest = score <= highest ? highest : score;
     }
     Real factor = rise(most, maximum_of(highest), sum), shift = shift_of(most);
-    for (int j = 0; j < count; j += LANES) added += exponential(load(row + j) - shift);
+    for (int j = 0; j < count; j += LANES) added += softmax_term(load(row + j) - shift);
     sum = sum * factor + sum_of(added);
   }
+};
+
+// Where there is a reduction, gradients are computed 2^LIFT times as large, since most shares may be so small that they, or
+// products of them, would be subnormal, which takes Intel's processors a hundred cycles an operation. A call in which a
+// lifted number overflows is computed again without.
+struct BackwardCall : PairsCall {
+  enum { LIFT = 8 * REAL_BYTES };
+  const bool is_lifted;
+  const Real lowered = is_lifted ? std::ldexp((Real)1, -LIFT) : 1;
+  mutable std::atomic<bool> overflows{false};
+
+  BackwardCall(const PairsCall& call, bool is_lifted) : PairsCall(call), is_lifted(is_lifted) {}
 };
 
 // A part of a batch entry: some points, some of the others, and some components.
@@ -72,9 +117,11 @@ struct Part {
 };
 
 struct Backward : Worker {
+  const BackwardCall& call;
   alignas(64) Real phi[COLUMNS], pulls[COLUMNS], dscale[COLUMNS], dweights[COLUMNS];
   double all_dscale[COLUMNS], all_dweights[COLUMNS];  // sums of these over the blocks of points
-  using Worker::Worker;
+
+  Backward(const BackwardCall& call, int64_t thread) : Worker(call, thread), call(call) {}
 
   // The gradients of points and of what varies with them, or of components and of what varies with these, or all.
   void pull_back(Part part, bool of_points, bool of_components) {
@@ -97,7 +144,8 @@ struct Backward : Worker {
           if (call.ddeviations.at && call.ddeviations.strides[3] && form == PLAIN) form = OF_QUOTIENTS;  // whose sums it needs
           for (int j = 0; j < COLUMNS; j++) dscale[j] = dweights[j] = 0;
           for (int i = 0; i < rows; i++) weigh(i, columns, part.batch, other, m + i, n, of_points, n > part.first);
-          for (int j = 0; j < columns; j++) all_dscale[j] += dscale[j], all_dweights[j] += dweights[j];
+          for (int j = 0; j < columns; j++) 
+            all_dscale[j] += (double)dscale[j] * call.lowered, all_dweights[j] += (double)dweights[j] * call.lowered;
           for (int64_t k = 0; k < call.depth; k += deepest()) {
             int depth = at_most(call.depth - k, deepest());
             if (wants_left) {
@@ -105,6 +153,7 @@ struct Backward : Worker {
               if (has_distances()) copy_left(points.from(m, k), rows, depth);
               if (!has_distances()) multiply(rows_of(scores), panels_of(right), rows, depth, columns, false, product);
               else PULL_LEFT[form](scores, left, right, rows, columns, depth, product);
+              lower(product, rows, depth);
               put_block(product, rows, depth, adds_left, dpoints.from(m, k));
             }
             if (wants_right) {
@@ -115,6 +164,8 @@ struct Backward : Worker {
               } else {
                 multiply(columns_of(scores), panels_of(left), columns, depth, rows, false, product);
               }
+              lower(product, columns, depth);
+              if (has_distances() && form != PLAIN) lower(product + HALF, columns, depth);
               bool adds = m > part.first_point;
               if (call.dright.at) put_block(product, columns, depth, adds, dcomponents.from(n, k));
               if (call.ddeviations.at && call.ddeviations.strides[3]) put_deviations(part.batch, other, n, k, columns, depth, adds);
@@ -126,6 +177,15 @@ struct Backward : Worker {
     }
   }
 
+  // Take the lift from a block, of which NaN and infinities may come from it.
+  void lower(Real* block, int rows, int columns) {
+    if (!call.is_lifted) return;
+    bool is_finite = all_finite(block, rows, columns, [](auto value) { return value; });
+    for (int i = 0; i < rows; i++)
+      for (int j = 0; j < columns; j += LANES) store(block + i * STRIDE + j, load(block + i * STRIDE + j) * call.lowered);
+    if (!is_finite) call.overflows = true;
+  }
+
   // Overwrite the dot products or distances of a point with the gradients of them.
   void weigh(int i, int columns, int64_t batch, int64_t other, int64_t point, int64_t first, bool of_points, bool adds) {
     Real* row = scores + i * STRIDE;
@@ -135,19 +195,21 @@ struct Backward : Worker {
       take_shares(own, columns, batch, other, point);
     } else {
       Matrix douts = call.dout.matrix(batch, other).from(point, first);
-      for (int j = 0; j < columns; j += 16) __builtin_prefetch(douts.address(AHEAD, j));
+      fetch_row(douts, AHEAD, columns);
       copy_row(douts, 0, columns, pulls);
     }
     for (int j = columns; j < in_lanes(columns); j++) pulls[j] = phi[j] = 0;
-    Reals oddity = Reals{};  // 0 if all distances are finite
+    Reals oddity = Reals{}, strange = Reals{};  // 0 if all distances are finite, and all gradients
     for (int j = 0; j < columns; j += LANES) {
       Reals pull = load(pulls + j), value = load(phi + j);
       oddity += value * 0.0f;
       Reals gradient = pull * load(own.scale + j) * load(row + j), of_scale = pull * (value + load(own.slope + j));
+      strange += (gradient + of_scale) * 0.0f;
       store(row + j, form == PLAIN ? gradient * load(squares + j) : gradient);
       store(phi + j, has_distances() ? (pull == 0.0f ? Reals{} : of_scale) : of_scale);
     }
     if (form == OF_QUOTIENTS && !(all_moderate && sum_of(oddity) == 0)) form = LEAVES_OUT;
+    if (call.is_lifted && sum_of(strange) != 0) call.overflows = true;
     gather(call.dweights, call.weights_along, pulls, dweights, batch, other, point, first, columns, of_points, adds);
     gather(call.dscale, call.scales_along, phi, dscale, batch, other, point, first, columns, of_points, adds);
     if (has_distances())  // that of deviations needs the sums
@@ -161,8 +223,11 @@ struct Backward : Worker {
     // Where the sum is 0, shares are 0 or unknown. An unknown share of a gradient of 0 is 0.
     bool has_no_share = rest == -INFINITY && (dout == 0 || lacks_weight(batch, other, point));
     Real shift = has_no_share ? 0 : most, factor = (has_no_share ? 0 : std::exp(-rest)) * dout;
-    for (int j = 0; j < columns; j += LANES)
-      store(pulls + j, exponential(load(phi + j) * load(own.scale + j) + load(own.constant + j) - shift) * factor);
+    for (int j = 0; j < columns; j += LANES) {
+      Reals relative = load(phi + j) * load(own.scale + j) + load(own.constant + j) - shift;
+      if (call.is_lifted) store(pulls + j, normal(softmax_term<BackwardCall::LIFT>(relative) * factor));
+      else store(pulls + j, exponential(relative) * factor);
+    }
   }
 
   bool lacks_weight(int64_t batch, int64_t other, int64_t point) {
@@ -182,12 +247,14 @@ struct Backward : Worker {
     if (!gradient.at || !of_points) return;
     Matrix to = gradient.matrix(batch, other);
     if (along == BOTH) {
-      for (int j = 0; j < columns; j++) to(point, first + j) = values[j];
+      for (int j = 0; j < columns; j++) to(point, first + j) = values[j] * call.lowered;
       return;
     }
     Reals sum = Reals{};
     for (int j = 0; j < columns; j += LANES) sum += load(values + j);
-    to(point, 0) = adds ? to(point, 0) + sum_of(sum) : sum_of(sum);
+    Real total = sum_of(sum) * call.lowered;
+    if (call.is_lifted && !std::isfinite(total)) call.overflows = true;
+    to(point, 0) = adds ? to(point, 0) + total : total;
   }
 
   // The gradients of deviations of each coordinate, from what `pull_right` wrote.
@@ -203,6 +270,7 @@ struct Backward : Worker {
     Matrix deviations = call.deviations.matrix(part.batch, other).from(first, 0);
     Matrix to = call.ddeviations.matrix(part.batch, other).from(first, 0);
     for (int j = 0; j < columns; j++) {
+      if (call.is_lifted && !std::isfinite(all_dscale[j] + all_dweights[j])) call.overflows = true;
       if (call.dscale.at && call.scales_along == COMPONENTS_ALONE) scales(0, first + j) = (Real)all_dscale[j];
       if (call.dweights.at && call.weights_along == COMPONENTS_ALONE) weights(0, first + j) = (Real)all_dweights[j];
       if (!call.ddeviations.at) continue;
@@ -237,6 +305,19 @@ struct OfComponents : Backward {
     pull_back({outer / call.others, 0, call.points, other, other + 1, first, end}, false, true);
   }
 };
+
+// Compute the gradients. Returns whether nothing overflowed on the way.
+bool pull_back(const BackwardCall& call) {
+  bool scales = call.dscale.at, weighs = call.dweights.at, by_entry = call.batch >= OWNERS;
+  bool of_points = call.dleft.at || (scales && call.scales_along) || (weighs && call.weights_along);
+  bool of_components = call.dright.at || call.ddeviations.at;
+  of_components = of_components || (scales && !call.scales_along) || (weighs && !call.weights_along);
+  if (by_entry) each<OfBatch>(call, call.batch);
+  if (!by_entry && of_points) each<OfPoints>(call, call.batch * blocks_of(call.points, ROWS));
+  int64_t blocks = call.batch * call.others * blocks_of(call.components, COLUMNS);
+  if (!by_entry && of_components) each<OfComponents>(call, blocks);
+  return !call.overflows;
+}
 }  // namespace
 
 extern "C" {
@@ -257,12 +338,7 @@ int64_t effops_pairs_items(const PairsCall* call, int64_t is_backward) {
 void effops_pairs_forward(const PairsCall* call) { each<Forward>(*call, effops_pairs_items(call, false)); }
 
 void effops_pairs_backward(const PairsCall* call) {
-  if (call->batch >= OWNERS) return each<OfBatch>(*call, call->batch);
-  bool scales = call->dscale.at, weighs = call->dweights.at;
-  if (call->dleft.at || (scales && call->scales_along) || (weighs && call->weights_along))
-    each<OfPoints>(*call, call->batch * blocks_of(call->points, ROWS));
-  if (call->dright.at || call->ddeviations.at || (scales && !call->scales_along) || (weighs && !call->weights_along))
-    each<OfComponents>(*call, call->batch * call->others * blocks_of(call->components, COLUMNS));
+  if (!call->is_reduced || !pull_back(BackwardCall(*call, true))) pull_back(BackwardCall(*call, false));
 }
 #pragma GCC visibility pop
 }

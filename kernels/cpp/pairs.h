@@ -53,16 +53,16 @@ struct Worker : Workspace<4, 1> {
   }
 
   bool has_distances() const { return call.deviations.at; }
+  bool varies_along_components_alone() const {
+    return call.scales_along == COMPONENTS_ALONE && call.weights_along == COMPONENTS_ALONE;
+  }
   int deepest() const { return has_distances() ? (int)HALF : (int)DEPTH; }
 
   void copy_left(Matrix from, int rows, int depth) {
     if (copied_left.becomes(from, rows, depth)) copy_block(from, rows, depth, left);
   }
   void copy_right(Matrix from, Matrix deviations, int rows, int depth) {
-    if (copied_right.becomes(from, rows, depth)) {
-      copy_block(from, rows, depth, right);
-      transpose_block(right, rows, depth, panels);
-    }
+    if (copied_right.becomes(from, rows, depth)) transpose_matrix(from, rows, depth, call.dout.at, right, panels);
     if (!has_distances() || form == PLAIN || !copied_deviations.becomes(deviations, rows, depth)) return;
     is_moderate = invert_block(deviations, rows, depth, right + HALF);
     transpose_block(right + HALF, rows, depth, panels + HALF_PANELS);
@@ -136,15 +136,15 @@ struct Worker : Workspace<4, 1> {
     read(batch, other, 0, first, columns, call.scales_along == COMPONENTS_ALONE,
          call.weights.at && call.weights_along == COMPONENTS_ALONE, scale, constant, slope);
     for (int j = columns; j < COLUMNS; j++) scale[j] = slope[j] = 0, constant[j] = -INFINITY;
-    if (call.scales_along == COMPONENTS_ALONE && call.weights_along == COMPONENTS_ALONE) return;
+    if (varies_along_components_alone()) return;
     memcpy(own_scale, scale, sizeof scale);
     memcpy(own_constant, constant, sizeof constant);
     memcpy(own_slope, slope, sizeof slope);
   }
 
   Terms terms(int64_t batch, int64_t other, int64_t point, int64_t first, int columns) {
+    if (varies_along_components_alone()) return {scale, constant, slope};
     bool reads_scales = call.scales_along != COMPONENTS_ALONE, reads_weights = call.weights_along != COMPONENTS_ALONE;
-    if (!reads_scales && !reads_weights) return {scale, constant, slope};
     memcpy(own_constant, constant, columns * sizeof(Real));
     read(batch, other, point, first, columns, reads_scales, reads_weights, own_scale, own_constant, own_slope, true);
     return {own_scale, own_constant, own_slope};

@@ -18,6 +18,7 @@ struct Matrix {
 
   void* address(int64_t i, int64_t j) const { return (char*)at + (i * row + j * column) * bytes_of(type); }
   Matrix from(int64_t first_row, int64_t first_column) const { return {address(first_row, first_column), row, column, type}; }
+  bool has_plain_rows() const { return column == 1 && !is_narrow(type); }
   Real& operator()(int64_t i, int64_t j) const { return ((Real*)at)[i * row + j * column]; }  // of no 16 bits
   Real get(int64_t i, int64_t j) const {
     return is_narrow(type) ? widened_number(*(uint16_t*)address(i, j), type) : (*this)(i, j);
@@ -35,6 +36,12 @@ static inline void copy_row(Matrix from, int64_t i, int columns, Real* to) {
   if (is_narrow(from.type)) widen((const uint16_t*)from.address(i, 0), from.column, columns, from.type, to);
   else if (from.column == 1) memcpy(to, &from(i, 0), columns * sizeof(Real));
   else for (int j = 0; j < columns; j++) to[j] = from(i, j);
+}
+// Fetch a row into the cache ahead of its use, if its numbers lie one after another.
+static inline void fetch_row(Matrix from, int64_t i, int columns) {
+  if (from.column != 1) return;
+  const char* at = (const char*)from.address(i, 0);
+  for (int64_t byte = 0; byte < columns * bytes_of(from.type); byte += 64) __builtin_prefetch(at + byte);
 }
 static void copy_block(Matrix from, int rows, int columns, Real* to) {
   for (int i = 0; i < rows; i++, to += STRIDE) copy_row(from, i, columns, to);
@@ -55,21 +62,33 @@ static void put_block(const Real* from, int rows, int columns, bool adds, Matrix
   }
 }
 
-// The transpose of a block, in panels of WIDE columns one after another; 0 where it has no rows.
-static void transpose_block(const Real* from, int rows, int columns, Real* to) {
+// The transpose of rows that are `stride` apart, in panels of WIDE columns one after another; 0 where there are no rows.
+static void transpose_rows(const Real* from, int64_t stride, int rows, int columns, Real* to) {
   for (int first = 0; first < rows; first += WIDE, to += WIDE * columns)
     for (int some = first; some < first + WIDE; some += SIDE) {
       Real* panel = to + some - first;
       int j = 0;
       for (; some + SIDE <= rows && j + SIDE <= columns; j += SIDE) {
         Half square[SIDE];
-        for (int i = 0; i < SIDE; i++) square[i] = *(const Half*)(from + (some + i) * STRIDE + j);
+#pragma GCC unroll 8
+        for (int i = 0; i < SIDE; i++) square[i] = *(const Half*)(from + (some + i) * stride + j);
         transpose(square);
+#pragma GCC unroll 8
         for (int i = 0; i < SIDE; i++) *(Half*)(panel + (j + i) * WIDE) = square[i];
       }
       for (; j < columns; j++)
-        for (int i = 0; i < SIDE; i++) panel[j * WIDE + i] = some + i < rows ? from[(some + i) * STRIDE + j] : 0;
+        for (int i = 0; i < SIDE; i++) panel[j * WIDE + i] = some + i < rows ? from[(some + i) * stride + j] : 0;
     }
+}
+static void transpose_block(const Real* from, int rows, int columns, Real* to) { transpose_rows(from, STRIDE, rows, columns, to); }
+// Likewise of a matrix, of which `copy` becomes a copy. It need not, where nobody reads it and rows lie close together.
+static void transpose_matrix(Matrix from, int rows, int columns, bool needs_copy, Real* copy, Real* to) {
+  if (!needs_copy && from.has_plain_rows() && from.row <= STRIDE) return transpose_rows(&from(0, 0), from.row, rows, columns, to);
+  for (int i = 0; i < rows; i += WIDE, copy += WIDE * STRIDE, to += WIDE * columns) {
+    int some = at_most(rows - i, WIDE);
+    copy_block(from.from(i, 0), some, columns, copy);
+    transpose_block(copy, some, columns, to);
+  }
 }
 
 // The left factor of a product, whose elements are `row` and `step` apart; and the right one, whose panels are `panel`
@@ -86,9 +105,9 @@ static inline Left rows_of(const Real* block) { return {block, STRIDE, 1}; }
 static inline Left columns_of(const Real* block) { return {block, 1, STRIDE}; }
 static inline Right panels_of(const Real* block) { return {block, WIDE, STRIDE}; }
 
-// A part of the product in registers, TALL rows by some vectors: the sum of `depth` terms, added to what is there or not.
-template <int VECTORS>
-static inline void multiply_part(Left left, const Real* right, int64_t right_step, int depth, bool adds, Real* to) {
+// A part of the product in registers, TALL rows by some vectors: sums of `depth` terms, which `put` takes by row and vector.
+template <int VECTORS, class Put>
+static inline void multiply_part(Left left, const Real* right, int64_t right_step, int depth, Put put) {
   Reals sums[TALL][VECTORS];
 #pragma GCC unroll 8
   for (int i = 0; i < TALL; i++)
@@ -103,8 +122,15 @@ static inline void multiply_part(Left left, const Real* right, int64_t right_ste
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < TALL; i++, to += STRIDE)
-    for (int v = 0; v < VECTORS; v++) store(to + v * LANES, adds ? load(to + v * LANES) + sums[i][v] : sums[i][v]);
+  for (int i = 0; i < TALL; i++)
+    for (int v = 0; v < VECTORS; v++) put(i, v, sums[i][v]);
+}
+template <int VECTORS>
+static void multiply_part(Left left, const Real* right, int64_t right_step, int depth, bool adds, Real* to) {
+  multiply_part<VECTORS>(left, right, right_step, depth, [=](int i, int v, Reals sum) {
+    Real* at = to + i * STRIDE + v * LANES;
+    store(at, adds ? load(at) + sum : sum);
+  });
 }
 
 // A block of the product: rows by columns, of `depth` terms. A panel that is half empty takes one vector.
@@ -114,4 +140,33 @@ static void multiply(Left left, Right right, int rows, int columns, int depth, b
     for (int i = 0; i < rows; i += TALL)
       part({left.at + i * left.row, left.row, left.step}, right.at, right.step, depth, adds, to + i * STRIDE + j);
   }
+}
+
+// TALL rows by WIDE columns of a block of a result, from (i, j) on. What reaches over its edges is put elsewhere first.
+struct Tile {
+  const Matrix to;
+  const int rows, columns;  // of it that the block has
+  const bool is_whole = rows >= TALL && columns >= WIDE;
+  Real edge[TALL * WIDE];
+  Real* const at = is_whole ? &to(0, 0) : edge;
+  const int64_t row = is_whole ? to.row : (int64_t)WIDE;
+
+  Tile(Matrix block, int rows, int columns, int i, int j)
+      : to(block.from(i, j)), rows(at_most(rows - i, TALL)), columns(at_most(columns - j, WIDE)) {}
+  ~Tile() {
+    for (int i = 0; !is_whole && i < rows; i++) memcpy(&to(i, 0), edge + i * WIDE, columns * sizeof(Real));
+  }
+  void put(int i, int vector, Reals values) { store(at + i * row + vector * LANES, values); }
+};
+
+// Write what a function of column and value makes of a block of the product to where it is wanted, in plain rows. So the
+// memory takes numbers while others are computed.
+template <class Finish>
+static void write_product(Left left, Right right, int rows, int columns, int depth, Finish finish, Matrix to) {
+  for (int j = 0; j < columns; j += WIDE, right.at += right.panel)
+    for (int i = 0; i < rows; i += TALL) {
+      Tile tile(to, rows, columns, i, j);
+      multiply_part<2>({left.at + i * left.row, left.row, left.step}, right.at, right.step, depth,
+                       [&](int own, int v, Reals sum) { tile.put(own, v, finish(j + v * LANES, sum)); });
+    }
 }

@@ -21,16 +21,13 @@ static inline Floats logarithm(Floats x) {
   return x < INFINITY ? p : x;
 }
 
-// exp x, which underflows gradually, and is infinite above 2^128. NaN stays NaN.
+// exp x as p 2^n. NaN stays NaN, in p.
 //
 // x = n log 2 + f with f of at most log(2) / 2; the polynomial is that of Cephes' expf. n is rounded by a number so large
-// that its last bit counts units. The power of two has two factors, since one does not reach from the first subnormal
-// number to infinity.
-static inline Floats exponential(Floats x) {
-  x = x < -105.0f ? Floats{} - 105.0f : x;
-  x = x > 90.0f ? Floats{} + 90.0f : x;
+// that its last bit counts units.
+static inline Floats exponential_parts(Floats x, Integers* n) {
   Floats rounded = x * 1.44269504088896341f + 12582912.0f;
-  Integers n = (Integers)rounded - 0x4b400000, half = n >> 1;
+  *n = (Integers)rounded - 0x4b400000;
   rounded = rounded - 12582912.0f;
   Floats f = x - rounded * 0.693359375f + rounded * 2.12194440e-4f;
   Floats p = f * 1.9875691500E-4f + 1.3981999507E-3f;
@@ -38,16 +35,13 @@ static inline Floats exponential(Floats x) {
   p = p * f + 4.1665795894E-2f;
   p = p * f + 1.6666665459E-1f;
   p = p * f + 5.0000001201E-1f;
-  p = p * f * f + f + 1.0f;
-  return p * (Floats)((half + 127) << 23) * (Floats)((n - half + 127) << 23);
+  return p * f * f + f + 1.0f;
 }
 
 // As that of floats, by the first terms of the series.
-static inline Doubles exponential(Doubles x) {
-  x = x < -746.0 ? Doubles{} - 746.0 : x;
-  x = x > 710.0 ? Doubles{} + 710.0 : x;
+static inline Doubles exponential_parts(Doubles x, Longs* n) {
   Doubles rounded = x * 1.4426950408889634 + 0x1.8p52;
-  Longs n = (Longs)rounded - 0x4338000000000000, half = n >> 1;
+  *n = (Longs)rounded - 0x4338000000000000;
   rounded = rounded - 0x1.8p52;
   Doubles f = x - rounded * 0x1.62e42fefa0000p-1 - rounded * 0x1.cf79abc9e3b3ap-40;
   Doubles p = f * 1.6059043836821613e-10 + 2.08767569878681e-09;
@@ -61,8 +55,41 @@ static inline Doubles exponential(Doubles x) {
   p = p * f + 0.041666666666666664;
   p = p * f + 0.16666666666666666;
   p = p * f + 0.5;
-  p = p * f * f + f + 1.0;
-  return p * (Doubles)((half + 1023) << 52) * (Doubles)((n - half + 1023) << 52);
+  return p * f * f + f + 1.0;
+}
+
+#if REAL_BYTES == 8
+static const Real LEAST_POWER = -746, LEAST_NORMAL_POWER = -708.3964, MOST_POWER = 710, LEAST_NORMAL = 0x1p-1022;
+static inline Doubles power_of_two(Longs n) { return (Doubles)((n + 1023) << 52); }
+#else
+static const Real LEAST_POWER = -105, LEAST_NORMAL_POWER = -87.33654, MOST_POWER = 88.8, LEAST_NORMAL = 0x1p-126;
+static inline Floats power_of_two(Integers n) { return (Floats)((n + 127) << 23); }
+#endif
+
+// Values, or 0 where they are subnormal: arithmetic of subnormal numbers takes Intel's processors a hundred cycles.
+static inline Reals normal(Reals values) {
+  return values < LEAST_NORMAL && values > -LEAST_NORMAL ? Reals{} : values;
+}
+
+// exp x, which underflows gradually, and is infinite where it overflows. The power of two has two factors, since one does
+// not reach from the first subnormal number to infinity.
+static inline Reals exponential(Reals x) {
+  x = x < LEAST_POWER ? all(LEAST_POWER) : x;
+  x = x > MOST_POWER ? all(MOST_POWER) : x;
+  Wholes n;
+  Reals p = exponential_parts(x, &n);
+  Wholes half = n >> 1;
+  return p * power_of_two(half) * power_of_two(n - half);
+}
+
+// 2^LIFT exp x of a term of a softmax, whose largest is 1: 0 instead of a subnormal number, and infinite from half of the
+// largest number on.
+template <int LIFT = 0>
+static inline Reals softmax_term(Reals x) {
+  const Real least = LEAST_NORMAL_POWER - LIFT * (Real)M_LN2, most = MOST_POWER - LIFT * (Real)M_LN2;
+  Wholes n;
+  Reals p = exponential_parts(x > most ? all(most) : x, &n);
+  return x < least ? Reals{} : p * power_of_two(n + LIFT);
 }
 
 // log x in double precision, of an x of at least the smallest normal number. Infinity and NaN stay what they are.

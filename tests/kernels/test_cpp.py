@@ -293,6 +293,28 @@ def test_a_share_below_the_normal_numbers_is_not_lost():
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=2e-45)
 
 
+@needs_library
+@pytest.mark.parametrize("name", ["normal", "von_mises_fisher"])
+def test_gradients_that_overflow_only_when_they_are_lifted(name):
+    """Gradients of mixtures are computed 2^32 times as large, and again without where that is too much."""
+    generator = torch.Generator().manual_seed(0)
+    log_weights, scale = torch.zeros(20), torch.rand(20, generator=generator) + 0.5
+    loc, x = (
+        torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=-1)
+        for shape in [(20, 5), (9, 1, 5)]
+    )
+    scale = scale[:, None] if name == "normal" else scale
+    op = getattr(effops, f"{name}_mixture_log_prob")
+    leaves = [one.requires_grad_() for one in (log_weights, loc, scale, x)]
+    for size in (1.0, 1e30):
+        out = op(*leaves, variant="cpp")
+        found = torch.autograd.grad(out, leaves, torch.full_like(out, size))
+        exact = [one.detach().double().requires_grad_() for one in leaves]
+        expected = torch.autograd.grad(op(*exact, variant="naive").sum() * size, exact)
+        for own, right in zip(found, expected):
+            assert (own.double() - right).abs().max() < 1e-5 * right.abs().max()
+
+
 class Elsewhere:
     """A folder in place of the library's own."""
 
