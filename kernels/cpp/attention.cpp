@@ -16,7 +16,6 @@
 #include "parallel.h"
 
 namespace {
-enum { AHEAD = 8 };   // rows of results
 enum { OWNERS = 8 };  // entries of keys from which on each has one owner in backward
 
 struct Forward : Tiles {
@@ -84,9 +83,7 @@ struct Forward : Tiles {
   // Write the scores of a block, of which all pairs take part, to where they are wanted.
   void write_keys(int64_t m, int rows, int64_t n, int columns) {
     int depth = (int)call.depth;
-    Matrix from = key.from(n, 0);
-    copy_left(query.from(m, 0), rows, depth);
-    if (copied_keys.becomes(from, columns, depth)) transpose_matrix(from, columns, depth, false, pulls, keys_in_panels);
+    copy_factors(query.from(m, 0), rows, key.from(n, 0), columns, depth, keys_in_panels, copied_keys, pulls);
     const Real factor = of_scores;
     write_product(rows_of(left), {keys_in_panels, WIDE * depth, WIDE}, rows, columns, depth,
                   [=](int, Reals dot) { return dot * factor; }, out.from(m, n));

@@ -109,14 +109,19 @@ struct Tiles : Workspace<5, 2> {
   void copy_left(Matrix from, int rows, int columns) { in_left.copy(from, rows, columns, left); }
   void copy_right(Matrix from, int rows, int columns) { in_right.copy(from, rows, columns, right); }
 
+  // Read the factors of a product: rows of one operand to `left`, and those of another one to panels.
+  void copy_factors(Matrix rows_from, int rows, Matrix columns_from, int columns, int depth, Real* panels, Copied& copied,
+                    Real* room) {
+    copy_left(rows_from, rows, depth);
+    if (copied.becomes(columns_from, columns, depth)) transpose_matrix(columns_from, columns, depth, false, room, panels);
+  }
+
   // The products of rows of two operands, in parts of DEPTH coordinates. `room` is overwritten.
   void pair_up(Matrix rows_from, int rows, Matrix columns_from, int columns, int64_t depth, Real* panels, Copied& copied,
                Real* room, Real* to) {
     for (int64_t k = 0; k < depth; k += DEPTH) {
       int part = at_most(depth - k, DEPTH);
-      copy_left(rows_from.from(0, k), rows, part);
-      Matrix from = columns_from.from(0, k);
-      if (copied.becomes(from, columns, part)) transpose_matrix(from, columns, part, false, room, panels);
+      copy_factors(rows_from.from(0, k), rows, columns_from.from(0, k), columns, part, panels, copied, room);
       multiply(rows_of(left), {panels, WIDE * part, WIDE}, rows, columns, part, k > 0, to);
     }
   }
@@ -182,15 +187,8 @@ struct Tiles : Workspace<5, 2> {
       else copy_row(from, 0, columns, numbers);
     }
     Reals highest = all(-INFINITY);
-    const Real factor = of_scores;
-    int j = 0;
-    for (int plain = call.mask_is == NO_MASK ? reached : 0; j + LANES <= plain; j += LANES) {
-      Reals score = load(row + j) * factor;
-      store(to + j, score);
-      highest = score <= highest ? highest : score;
-    }
-    for (; j < in_lanes(columns); j += LANES) {
-      Reals score = load(row + j) * factor;
+    for (int j = 0; j < in_lanes(columns); j += LANES) {
+      Reals score = load(row + j) * of_scores;
       if (call.mask_is == NUMBERS) score += load(terms + j);
       score = taking_part(score, j, reached, -INFINITY);
       store(to + j, score);

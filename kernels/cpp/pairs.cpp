@@ -17,7 +17,6 @@
 #include "special.h"
 
 namespace {
-enum { AHEAD = 8 };    // rows of results and gradients
 enum { OWNERS = 16 };  // batch entries from which on each has one owner in backward
 
 struct Forward : Worker {

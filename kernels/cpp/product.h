@@ -8,6 +8,7 @@ enum {
   STRIDE = DEPTH + 16,             // of a block: rows 512 bytes apart would fall into the same sets
   BLOCK = (ROWS + TALL) * STRIDE,  // with rows that nobody reads
   PANELS = COLUMNS * DEPTH,
+  AHEAD = 8,                       // rows that are fetched into the cache before their turn
 };
 
 // A matrix in memory, by the strides of its rows and columns, and what its numbers are.
