@@ -46,7 +46,6 @@ struct Forward : Tiles {
       bool is_direct = out.has_plain_rows() && columns % LANES == 0;
       for (int i = 0; i < rows; i++) {
         Matrix result = out.from(m + i, n);
-        fetch_row(result, AHEAD, columns);
         Real* row = scores + i * STRIDE;
         Real own = mask_row(row, m + i, n, columns, is_direct ? &result(0, 0) : row);
         most[i] = own <= most[i] ? most[i] : own;

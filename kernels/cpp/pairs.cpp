@@ -22,11 +22,23 @@ enum { OWNERS = 16 };  // batch entries from which on each has one owner in back
 struct Forward : Worker {
   using Worker::Worker;
 
+  // A block of points of a batch entry and of one of the others.
+  struct Place {
+    int64_t batch, other, first;
+  };
+  Place place_of(int64_t item) const {
+    int64_t blocks = blocks_of(call.points, ROWS), outer = item / blocks;
+    return {outer / call.others, outer % call.others, item % blocks * ROWS};
+  }
+  Matrix points_of(Place place) const { return call.left.matrix(place.batch, 0).from(place.first, 0); }
+
   void operator()(int64_t item) {
-    int64_t blocks = (call.points + ROWS - 1) / ROWS, first = item % blocks * ROWS, outer = item / blocks;
-    int64_t batch = outer / call.others, other = outer % call.others;
+    Place place = place_of(item), next = place_of(item + call.threads);  // if threads take turns
+    int64_t batch = place.batch, other = place.other, first = place.first;
     int rows = at_most(call.points - first, ROWS);
-    Matrix points = call.left.matrix(batch, 0).from(first, 0), components = call.right.matrix(batch, other);
+    ahead.clear();
+    if (next.batch < call.batch) ahead.add(points_of(next), call.points - next.first, call.depth);
+    Matrix points = points_of(place), components = call.right.matrix(batch, other);
     Matrix deviations = call.deviations.matrix(batch, other), mosts = call.most.matrix(batch, other);
     bool is_direct = call.map->is_linear && !call.is_reduced && varies_along_components_alone();
     is_direct = is_direct && call.depth > 0 && call.depth <= deepest() && mosts.has_plain_rows();
@@ -51,7 +63,6 @@ struct Forward : Worker {
           absorb(row, in_lanes(columns), most[i], sum[i]);
           continue;
         }
-        fetch_row(result, AHEAD, columns);
         if (!is_plain) put_block(row, 1, columns, false, result);
       }
     }
@@ -79,7 +90,7 @@ struct Forward : Worker {
       return score(j, distance);
     };
     const Real* inverses = panels + HALF_PANELS;
-    if (!has_distances()) write_product(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, score, to);
+    if (!has_distances()) write_product(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, score, to, &ahead);
     else if (form == PLAIN) write_distances<PLAIN>(left, panels, inverses, rows, columns, depth, score_of_square, to);
     else write_distances<OF_QUOTIENTS>(left, panels, inverses, rows, columns, depth, score, to);
     return sum_of(oddity) == 0;
@@ -122,8 +133,9 @@ struct Backward : Worker {
 
   Backward(const BackwardCall& call, int64_t thread) : Worker(call, thread), call(call) {}
 
-  // The gradients of points and of what varies with them, or of components and of what varies with these, or all.
-  void pull_back(Part part, bool of_points, bool of_components) {
+  // The gradients of points and of what varies with them, or of components and of what varies with these, or all. `next` is
+  // the part that comes next, if it is known and has a batch entry.
+  void pull_back(Part part, bool of_points, bool of_components, Part next = {-1}) {
     bool wants_left = of_points && call.dleft.at, wants_right = of_components && (call.dright.at || call.ddeviations.at);
     bool needs_pairs = !call.map->is_linear || call.is_reduced || call.dscale.at || has_distances();
     Matrix points = call.left.matrix(part.batch, 0), dpoints = call.dleft.matrix(part.batch, 0);
@@ -137,6 +149,12 @@ struct Backward : Worker {
         for (int j = 0; j < COLUMNS; j++) all_dscale[j] = all_dweights[j] = 0;
         for (int64_t m = part.first_point; m < part.end_point; m += ROWS) {
           int rows = at_most(part.end_point - m, ROWS);
+          ahead.clear();
+          if (m + ROWS < part.end_point) look_ahead(part, other, m + ROWS, n);
+          else if (n + COLUMNS < part.end) look_ahead(part, other, part.first_point, n + COLUMNS);
+          else if (other + 1 < part.end_other) look_ahead(part, other + 1, part.first_point, part.first);
+          else if (next.batch >= 0) look_ahead(next, next.first_other, next.first_point, next.first);
+          if (wants_left && !has_distances()) ahead.add(dpoints.from(m, 0), rows, call.depth);
           bool skips = has_distances() && !of_components &&
                        skip_distances(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
           if (needs_pairs && !skips) pair_up(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
@@ -150,7 +168,7 @@ struct Backward : Worker {
             if (wants_left) {
               copy_right(components.from(n, k), deviations.from(n, k), columns, depth);
               if (has_distances()) copy_left(points.from(m, k), rows, depth);
-              if (!has_distances()) multiply(rows_of(scores), panels_of(right), rows, depth, columns, false, product);
+              if (!has_distances()) multiply(rows_of(scores), panels_of(right), rows, depth, columns, false, product, &ahead);
               else PULL_LEFT[form](scores, left, right, rows, columns, depth, product);
               lower(product, rows, depth);
               put_block(product, rows, depth, adds_left, dpoints.from(m, k));
@@ -161,7 +179,7 @@ struct Backward : Worker {
                 copy_right(components.from(n, k), deviations.from(n, k), columns, depth);
                 PULL_RIGHT[form](scores, left, right, rows, columns, depth, product);
               } else {
-                multiply(columns_of(scores), panels_of(left), columns, depth, rows, false, product);
+                multiply(columns_of(scores), panels_of(left), columns, depth, rows, false, product, &ahead);
               }
               lower(product, columns, depth);
               if (has_distances() && form != PLAIN) lower(product + HALF, columns, depth);
@@ -174,6 +192,12 @@ struct Backward : Worker {
         if (of_components) write_sums(part, other, n, columns);
       }
     }
+  }
+
+  // Fetch what is read of a block that comes next. Distances leave time for gradients alone.
+  void look_ahead(Part part, int64_t other, int64_t m, int64_t n) {
+    if (!call.is_reduced) ahead.add(call.dout.matrix(part.batch, other).from(m, n), part.end_point - m, part.end - n);
+    if (!has_distances()) ahead.add(call.left.matrix(part.batch, 0).from(m, 0), part.end_point - m, call.depth);
   }
 
   // Take the lift from a block, of which NaN and infinities may come from it.
@@ -194,7 +218,7 @@ struct Backward : Worker {
       take_shares(own, columns, batch, other, point);
     } else {
       Matrix douts = call.dout.matrix(batch, other).from(point, first);
-      fetch_row(douts, AHEAD, columns);
+      ahead.fetch(1);
       copy_row(douts, 0, columns, pulls);
     }
     for (int j = columns; j < in_lanes(columns); j++) pulls[j] = phi[j] = 0;
@@ -282,8 +306,10 @@ struct Backward : Worker {
 // All gradients of a batch entry.
 struct OfBatch : Backward {
   using Backward::Backward;
+  Part whole(int64_t batch) const { return {batch, 0, call.points, 0, call.others, 0, call.components}; }
   void operator()(int64_t batch) {
-    pull_back({batch, 0, call.points, 0, call.others, 0, call.components}, true, true);
+    int64_t next = batch + call.threads;  // if threads take turns
+    pull_back(whole(batch), true, true, whole(next < call.batch ? next : -1));
   }
 };
 // The gradients of a block of points, and of what varies with them.

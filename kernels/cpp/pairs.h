@@ -41,6 +41,7 @@ struct Worker : Workspace<4, 1> {
   const PairsCall& call;
   const MapSettings settings;
   Real *left, *right, *panels, *scores, *product;
+  Ahead ahead;
   Copied copied_left, copied_right, copied_deviations;
   alignas(64) Real scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
   alignas(64) Real squares[COLUMNS];  // of inverse deviations, where each component has one
@@ -99,7 +100,7 @@ struct Worker : Workspace<4, 1> {
       copy_left(points.from(0, k), rows, depth);
       copy_right(components.from(0, k), deviations.from(0, k), columns, depth);
       all_moderate &= is_moderate;
-      if (!has_distances()) multiply(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, k > 0, scores);
+      if (!has_distances()) multiply(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, k > 0, scores, &ahead);
       else (form == PLAIN ? measure<PLAIN> : measure<OF_QUOTIENTS>)(left, panels, panels + HALF_PANELS, rows, columns, depth,
                                                                      k > 0, scores);
     }

@@ -8,7 +8,7 @@ enum {
   STRIDE = DEPTH + 16,             // of a block: rows 512 bytes apart would fall into the same sets
   BLOCK = (ROWS + TALL) * STRIDE,  // with rows that nobody reads
   PANELS = COLUMNS * DEPTH,
-  AHEAD = 8,                       // rows that are fetched into the cache before their turn
+  EACH = 2,                        // rows that are fetched into the cache with each part of a product
 };
 
 // A matrix in memory, by the strides of its rows and columns, and what its numbers are.
@@ -38,12 +38,35 @@ static inline void copy_row(Matrix from, int64_t i, int columns, Real* to) {
   else if (from.column == 1) memcpy(to, &from(i, 0), columns * sizeof(Real));
   else for (int j = 0; j < columns; j++) to[j] = from(i, j);
 }
-// Fetch a row into the cache ahead of its use, if its numbers lie one after another.
-static inline void fetch_row(Matrix from, int64_t i, int columns) {
+// Fetch a row into the cache ahead of its use, if its numbers lie one after another. It is inlined by force: GCC leaves out
+// calls of a function that does nothing else, as if it had no effect.
+__attribute__((always_inline)) static inline void fetch_row(Matrix from, int64_t i, int columns) {
   if (from.column != 1) return;
   const char* at = (const char*)from.address(i, 0);
   for (int64_t byte = 0; byte < columns * bytes_of(from.type); byte += 64) __builtin_prefetch(at + byte);
 }
+// Blocks that are fetched a few rows at a time, while others are computed. Rows may lie in pages of their own, so that the
+// processor foresees none of them.
+class Ahead {
+  enum { MOST = 3 };
+  Matrix blocks[MOST];
+  int rows[MOST], columns[MOST], count = 0, row = 0;
+
+ public:
+  void clear() { count = row = 0; }
+  // The block that is added last is fetched first.
+  void add(Matrix block, int64_t all_rows, int64_t all_columns) {
+    if (!block.at || block.column != 1 || count == MOST) return;
+    blocks[count] = block, rows[count] = at_most(all_rows, ROWS), columns[count++] = at_most(all_columns, COLUMNS);
+  }
+  void fetch(int some) {
+    for (; some > 0 && count > 0; some--) {
+      fetch_row(blocks[count - 1], row, columns[count - 1]);
+      if (++row == rows[count - 1]) row = 0, count--;
+    }
+  }
+};
+
 static void copy_block(Matrix from, int rows, int columns, Real* to) {
   for (int i = 0; i < rows; i++, to += STRIDE) copy_row(from, i, columns, to);
 }
@@ -135,11 +158,13 @@ static void multiply_part(Left left, const Real* right, int64_t right_step, int 
 }
 
 // A block of the product: rows by columns, of `depth` terms. A panel that is half empty takes one vector.
-static void multiply(Left left, Right right, int rows, int columns, int depth, bool adds, Real* to) {
+static void multiply(Left left, Right right, int rows, int columns, int depth, bool adds, Real* to, Ahead* ahead = nullptr) {
   for (int j = 0; j < columns; j += WIDE, right.at += right.panel) {
     auto part = columns - j > LANES ? multiply_part<2> : multiply_part<1>;
-    for (int i = 0; i < rows; i += TALL)
+    for (int i = 0; i < rows; i += TALL) {
+      if (ahead) ahead->fetch(EACH);
       part({left.at + i * left.row, left.row, left.step}, right.at, right.step, depth, adds, to + i * STRIDE + j);
+    }
   }
 }
 
@@ -163,9 +188,11 @@ struct Tile {
 // Write what a function of column and value makes of a block of the product to where it is wanted, in plain rows. So the
 // memory takes numbers while others are computed.
 template <class Finish>
-static void write_product(Left left, Right right, int rows, int columns, int depth, Finish finish, Matrix to) {
+static void write_product(Left left, Right right, int rows, int columns, int depth, Finish finish, Matrix to,
+                          Ahead* ahead = nullptr) {
   for (int j = 0; j < columns; j += WIDE, right.at += right.panel)
     for (int i = 0; i < rows; i += TALL) {
+      if (ahead) ahead->fetch(EACH);
       Tile tile(to, rows, columns, i, j);
       multiply_part<2>({left.at + i * left.row, left.row, left.step}, right.at, right.step, depth,
                        [&](int own, int v, Reals sum) { tile.put(own, v, finish(j + v * LANES, sum)); });
