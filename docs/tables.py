@@ -32,10 +32,10 @@ CORPUS = AMD.with_name("amd-epyc-1-thread") / "corpus-2026-11-26.json"
 TILES = AMD / "tiles-2026-11-27.json"
 LARGE_TILES = AMD / "tiles-of-gigabytes-2026-11-27.json"
 HEAD_IN_TILES = AMD / "head-in-tiles-2026-11-27.json"
-NATIVE = [AMD / f"native-alone-{number}-2026-11-27.json" for number in (1, 2, 3)]
-NATIVE_AGAIN = [AMD / f"native-again-{number}-2026-11-27.json" for number in (1, 2, 3)]  # of some ops, later
+INTEL = AMD.with_name("intel-xeon-2-threads")
+NATIVE = [INTEL / f"native-alone-{number}-2026-11-28.json" for number in (1, 2, 3)]
 BESIDE = {
-    load: AMD / f"native-beside-{load.replace(':', '-')}-2026-11-27.json"
+    load: INTEL / f"native-beside-{load.replace(':', '-')}-2026-11-28.json"
     for load in ("processes:1", "processes:2", "moving:1", "moving:2", "thread")
 }
 SMALL_CALLS = AMD.with_name("amd-epyc-1-thread") / "small-calls-2026-11-24.json"
@@ -166,8 +166,7 @@ def times_of_variants(found: Any) -> dict[tuple[str, str, int], dict[str, float]
 
 def native() -> str:
     """A line for each op and pass: the time of `cpp`, and its ratio to `chunked`, the medians of some processes."""
-    results = zip(NATIVE, NATIVE_AGAIN)
-    processes = [times_of_variants(content(one)) | times_of_variants(content(again)) for one, again in results]
+    processes = [times_of_variants(content(one)) for one in NATIVE]
     lines: dict[tuple[str, str], dict[int, tuple[str, ...]]] = {}
     for op, one_pass, threads in processes[0]:
         found = [times[op, one_pass, threads] for times in processes if (op, one_pass, threads) in times]
@@ -182,7 +181,7 @@ def native() -> str:
     measures = "of `chunked`", "of the best other"
     titles = "op", "pass", "1 thread", *measures, "2 threads", *measures
     rows = [(*way, *by.get(1, ("-",) * 3), *by.get(2, ("-",) * 3)) for way, by in lines.items()]
-    return f"{table(titles, rows)}\n\n{measured_in([*NATIVE, *NATIVE_AGAIN])}"
+    return f"{table(titles, rows)}\n\n{measured_in(NATIVE)}"
 
 
 def beside() -> str:
