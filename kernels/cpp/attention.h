@@ -28,11 +28,11 @@ struct AttentionCall {
 
 static void fill(Matrix to, int64_t rows, int64_t columns, Real value) {
   uint16_t number = narrowed_number(value, to.type);
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < columns; j++) {
-      if (is_narrow(to.type)) *(uint16_t*)to.address(i, j) = number;
-      else to(i, j) = value;
-    }
+  for (int64_t i = 0; i < rows; i++) {
+    if (to.has_plain_rows()) std::fill(&to(i, 0), &to(i, 0) + columns, value);
+    else if (is_narrow(to.type)) for (int64_t j = 0; j < columns; j++) *(uint16_t*)to.address(i, j) = number;
+    else for (int64_t j = 0; j < columns; j++) to(i, j) = value;
+  }
 }
 
 typedef int8_t Flags __attribute__((vector_size(LANES), aligned(1), may_alias));

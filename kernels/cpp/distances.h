@@ -89,7 +89,7 @@ static void write_distances(const Real* left, const Real* right, const Real* inv
                             Finish finish, Matrix to) {
   for (int j = 0; j < columns; j += WIDE, right += WIDE * depth, inverse += WIDE * depth)
     for (int i = 0; i < rows; i += TALL) {
-      Tile tile(to, rows, columns, i, j);
+      Tile tile(to, false, rows, columns, i, j);
       Real sums[TALL * WIDE] = {};
       for (int k = 0; k < depth; k += PART)
         measure_part<SQUARES>(left + i * STRIDE + k, right + k * WIDE, inverse + k * WIDE, at_most(depth - k, PART),

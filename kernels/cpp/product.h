@@ -168,32 +168,39 @@ static void multiply(Left left, Right right, int rows, int columns, int depth, b
   }
 }
 
-// TALL rows by WIDE columns of a block of a result, from (i, j) on. What reaches over its edges is put elsewhere first.
+// TALL rows by WIDE columns of a block of a result, from (i, j) on, which take numbers or add them to what is there. What
+// reaches over its edges is put elsewhere first.
 struct Tile {
   const Matrix to;
+  const bool adds;
   const int rows, columns;  // of it that the block has
   const bool is_whole = rows >= TALL && columns >= WIDE;
   Real edge[TALL * WIDE];
   Real* const at = is_whole ? &to(0, 0) : edge;
   const int64_t row = is_whole ? to.row : (int64_t)WIDE;
 
-  Tile(Matrix block, int rows, int columns, int i, int j)
-      : to(block.from(i, j)), rows(at_most(rows - i, TALL)), columns(at_most(columns - j, WIDE)) {}
+  Tile(Matrix block, bool adds, int rows, int columns, int i, int j)
+      : to(block.from(i, j)), adds(adds), rows(at_most(rows - i, TALL)), columns(at_most(columns - j, WIDE)) {
+    for (int k = 0; adds && !is_whole && k < this->rows; k++) memcpy(edge + k * WIDE, &to(k, 0), this->columns * sizeof(Real));
+  }
   ~Tile() {
     for (int i = 0; !is_whole && i < rows; i++) memcpy(&to(i, 0), edge + i * WIDE, columns * sizeof(Real));
   }
-  void put(int i, int vector, Reals values) { store(at + i * row + vector * LANES, values); }
+  void put(int i, int vector, Reals values) {
+    Real* place = at + i * row + vector * LANES;
+    store(place, adds ? load(place) + values : values);
+  }
 };
 
 // Write what a function of column and value makes of a block of the product to where it is wanted, in plain rows. So the
 // memory takes numbers while others are computed.
 template <class Finish>
 static void write_product(Left left, Right right, int rows, int columns, int depth, Finish finish, Matrix to,
-                          Ahead* ahead = nullptr) {
+                          Ahead* ahead = nullptr, bool adds = false) {
   for (int j = 0; j < columns; j += WIDE, right.at += right.panel)
     for (int i = 0; i < rows; i += TALL) {
       if (ahead) ahead->fetch(EACH);
-      Tile tile(to, rows, columns, i, j);
+      Tile tile(to, adds, rows, columns, i, j);
       multiply_part<2>({left.at + i * left.row, left.row, left.step}, right.at, right.step, depth,
                        [&](int own, int v, Reals sum) { tile.put(own, v, finish(j + v * LANES, sum)); });
     }

@@ -14,7 +14,8 @@ from effops.reference import error_ratio, gradient_error_ratio, tried_ops
 pytestmark = pytest.mark.skipif(library.obstacle() != "", reason=library.obstacle())
 NAMES = "attention_scores", "attention_weights", "attention"
 # Batch axes of queries and of keys, and L, S, D, V: one owner of each entry of keys, or two sweeps; keys and values of
-# several parts, blocks that are not whole, and fewer keys than queries.
+# several parts, blocks that are not whole, and fewer keys than queries. Owners whose scores of a few queries fit a block
+# compute gradients of whole rows.
 SIZES = {
     "owners": ((3, 4), (3, 4), 40, 70, 5, 5),
     "shared keys": ((2, 2, 3), (2, 2, 1), 30, 140, 33, 8),
@@ -22,6 +23,9 @@ SIZES = {
     "wide": ((2,), (), 17, 140, 200, 150),
     "one axis more": ((2, 1, 1, 2, 1, 1), (1, 3, 1, 2, 1, 2), 9, 9, 4, 3),
     "no batch": ((), (), 5, 300, 64, 64),
+    "whole rows, shared keys": ((4, 2, 2), (4, 2, 1), 45, 330, 32, 64),
+    "whole rows, fewer keys": ((3, 3), (3, 3), 70, 17, 128, 12),
+    "too many keys for whole rows": ((8,), (8,), 10, 1300, 8, 5),
 }
 MASKS = {
     "none": lambda L, S: {},
@@ -220,7 +224,7 @@ def test_backward_drops_the_same(sizes):
         torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", ["owners", "sweeps", "shared keys"])
+@pytest.mark.parametrize("sizes", ["owners", "sweeps", "shared keys", "whole rows, shared keys"])
 @pytest.mark.parametrize("name", NAMES)
 def test_any_number_of_threads_gives_the_same_bits(name, sizes):
     args, count, found = operands(name, *SIZES[sizes]), torch.get_num_threads(), []
@@ -235,7 +239,7 @@ def test_any_number_of_threads_gives_the_same_bits(name, sizes):
         assert all(map(torch.equal, found[0], other))
 
 
-@pytest.mark.parametrize("sizes", ["owners", "sweeps", "wide"])
+@pytest.mark.parametrize("sizes", ["owners", "sweeps", "wide", "whole rows, fewer keys"])
 @pytest.mark.parametrize("mask", ["none", "lower right", "of keys"])
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_read_that_was_not_written(name, mask, sizes):
@@ -349,7 +353,7 @@ def test_masks_of_16_bits_are_read_where_they_are():
 
 
 @pytest.mark.parametrize("name", [*NAMES, "additive_attention"])
-@pytest.mark.parametrize("sizes", ["sweeps", "wide"])
+@pytest.mark.parametrize("sizes", ["sweeps", "wide", "whole rows, shared keys"])
 def test_operands_of_16_bits(name, sizes):
     """Results and gradients are those of the widened operands, rounded once; weights add up in another order."""
     args = [one.bfloat16() for one in operands("attention" if "additive" in name else name, *SIZES[sizes])]
