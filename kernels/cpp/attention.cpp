@@ -10,7 +10,8 @@
 // with R = 0 where a weight is dropped, and else 1 / (1 - dropped),
 // for each entry of up to AXES batch axes. A block has up to ROWS queries and COLUMNS keys; blocks of which no pair takes
 // part are left out. While the blocks of keys go by, a query keeps the maximum of its scores, the sum of exponentials
-// and the sums of values that they weigh. Backward finds the statistics of all queries first.
+// and the sums of values that they weigh. Backward finds the statistics of all queries first, unless whole rows of scores
+// fit.
 #include "attention.h"
 
 #include "parallel.h"

@@ -14,8 +14,8 @@ from effops.reference import error_ratio, gradient_error_ratio, tried_ops
 pytestmark = pytest.mark.skipif(library.obstacle() != "", reason=library.obstacle())
 NAMES = "attention_scores", "attention_weights", "attention"
 # Batch axes of queries and of keys, and L, S, D, V: one owner of each entry of keys, or two sweeps; keys and values of
-# several parts, blocks that are not whole, and fewer keys than queries. Owners whose scores of a few queries fit a block
-# compute gradients of whole rows.
+# several parts, blocks that are not whole, and fewer keys than queries. Where scores of a few queries fit a block, its
+# owner computes gradients of whole rows.
 SIZES = {
     "owners": ((3, 4), (3, 4), 40, 70, 5, 5),
     "shared keys": ((2, 2, 3), (2, 2, 1), 30, 140, 33, 8),
