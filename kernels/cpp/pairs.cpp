@@ -12,6 +12,8 @@
 // workspace, and no other pair is.
 #include "pairs.h"
 
+#include <algorithm>
+
 #include "parallel.h"
 #include "softmax.h"
 #include "special.h"
@@ -37,7 +39,7 @@ struct Forward : Worker {
     int64_t batch = place.batch, other = place.other, first = place.first;
     int rows = at_most(call.points - first, ROWS);
     ahead.clear();
-    if (next.batch < call.batch) ahead.add(points_of(next), call.points - next.first, call.depth);
+    if (!has_distances() && next.batch < call.batch) ahead.add(points_of(next), call.points - next.first, call.depth);
     Matrix points = points_of(place), components = call.right.matrix(batch, other);
     Matrix deviations = call.deviations.matrix(batch, other), mosts = call.most.matrix(batch, other);
     bool is_direct = call.map->is_linear && !call.is_reduced && varies_along_components_alone();
@@ -48,7 +50,10 @@ struct Forward : Worker {
       int columns = at_most(call.components - n, COLUMNS);
       read_constants(batch, other, n, columns);
       Matrix own_components = components.from(n, 0), own_deviations = deviations.from(n, 0), own = mosts.from(first, n);
-      if (is_direct && write_scores(points, rows, own_components, own_deviations, columns, own)) continue;
+      if (is_direct) {
+        write_scores(points, rows, own_components, own_deviations, columns, own);
+        continue;
+      }
       pair_up(points, rows, own_components, own_deviations, columns);
       bool is_plain = !call.is_reduced && mosts.has_plain_rows() && columns % LANES == 0;
       for (int i = 0; i < rows; i++) {
@@ -75,25 +80,28 @@ struct Forward : Worker {
     }
   }
 
-  // Write linear scores of a block to where they are wanted. Returns whether they are right, as distances were finite.
-  bool write_scores(Matrix points, int rows, Matrix components, Matrix deviations, int columns, Matrix to) {
+  // Write linear scores of a block to where they are wanted.
+  void write_scores(Matrix points, int rows, Matrix components, Matrix deviations, int columns, Matrix to) {
     int depth = (int)call.depth;
     form = has_distances() && read_squares(deviations, columns) ? PLAIN : OF_QUOTIENTS;
     copy_left(points, rows, depth);
     memset(left + rows * STRIDE, 0, (blocks_of(rows, TALL) * TALL - rows) * STRIDE * sizeof(Real));  // whose distances count
     copy_right(components, deviations, columns, depth);
     auto score = [this](int j, Reals value) { return (value + settings.offset) * load(scale + j) + load(constant + j); };
-    Reals oddity = Reals{};
-    auto score_of_square = [&](int j, Reals sum) {
-      Reals square = load(squares + j), distance = square > 0.0f ? sum * square : Reals{};
+    if (!has_distances())
+      return write_product(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, score, to, &ahead);
+    Reals oddity = Reals{};  // 0 if all distances are finite
+    auto score_of_sum = [&](int j, Reals sum) {
+      Reals distance = distance_of(sum, j);
       oddity += distance * 0.0f;
       return score(j, distance);
     };
     const Real* inverses = panels + HALF_PANELS;
-    if (!has_distances()) write_product(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, score, to, &ahead);
-    else if (form == PLAIN) write_distances<PLAIN>(left, panels, inverses, rows, columns, depth, score_of_square, to);
-    else write_distances<OF_QUOTIENTS>(left, panels, inverses, rows, columns, depth, score, to);
-    return sum_of(oddity) == 0;
+    if (form == PLAIN) write_distances<PLAIN>(left, panels, inverses, rows, columns, depth, score_of_sum, to);
+    if (form == PLAIN && sum_of(oddity) == 0) return;
+    form = OF_QUOTIENTS;
+    copy_right(components, deviations, columns, depth);
+    write_distances<OF_QUOTIENTS>(left, panels, inverses, rows, columns, depth, score, to);
   }
 
   // Add a row of scores to their maximum, and to the sum of exp(score - maximum).
@@ -110,18 +118,18 @@ struct Forward : Worker {
 };
 
 // Where there is a reduction, gradients are computed 2^LIFT times as large, since most shares may be so small that they, or
-// products of them, would be subnormal, which takes Intel's processors a hundred cycles an operation. A call in which a
-// lifted number overflows is computed again without.
+// products of them, would be subnormal, which takes Intel's processors a hundred cycles an operation. A call with a lifted
+// number that is not finite, as it overflowed or is NaN, is computed again without.
 struct BackwardCall : PairsCall {
   enum { LIFT = 8 * REAL_BYTES };
   const bool is_lifted;
   const Real lowered = is_lifted ? std::ldexp((Real)1, -LIFT) : 1;
-  mutable std::atomic<bool> overflows{false};
+  mutable std::atomic<bool> overflows{false};  // some number is not finite
 
   BackwardCall(const PairsCall& call, bool is_lifted) : PairsCall(call), is_lifted(is_lifted) {}
 };
 
-// A part of a batch entry: some points, some of the others, and some components.
+// A part of a batch entry: some points, some of the others, and some components. There is none behind the last entry.
 struct Part {
   int64_t batch, first_point, end_point, first_other, end_other, first, end;
 };
@@ -134,8 +142,8 @@ struct Backward : Worker {
   Backward(const BackwardCall& call, int64_t thread) : Worker(call, thread), call(call) {}
 
   // The gradients of points and of what varies with them, or of components and of what varies with these, or all. `next` is
-  // the part that comes next, if it is known and has a batch entry.
-  void pull_back(Part part, bool of_points, bool of_components, Part next = {-1}) {
+  // the part that comes next.
+  void pull_back(Part part, Part next, bool of_points, bool of_components) {
     bool wants_left = of_points && call.dleft.at, wants_right = of_components && (call.dright.at || call.ddeviations.at);
     bool needs_pairs = !call.map->is_linear || call.is_reduced || call.dscale.at || has_distances();
     Matrix points = call.left.matrix(part.batch, 0), dpoints = call.dleft.matrix(part.batch, 0);
@@ -148,12 +156,9 @@ struct Backward : Worker {
         read_constants(part.batch, other, n, columns);
         for (int j = 0; j < COLUMNS; j++) all_dscale[j] = all_dweights[j] = 0;
         for (int64_t m = part.first_point; m < part.end_point; m += ROWS) {
+          if (call.overflows) return;
           int rows = at_most(part.end_point - m, ROWS);
-          ahead.clear();
-          if (m + ROWS < part.end_point) look_ahead(part, other, m + ROWS, n);
-          else if (n + COLUMNS < part.end) look_ahead(part, other, part.first_point, n + COLUMNS);
-          else if (other + 1 < part.end_other) look_ahead(part, other + 1, part.first_point, part.first);
-          else if (next.batch >= 0) look_ahead(next, next.first_other, next.first_point, next.first);
+          look_ahead(part, other, n, m, next);
           if (wants_left && !has_distances()) ahead.add(dpoints.from(m, 0), rows, call.depth);
           bool skips = has_distances() && !of_components &&
                        skip_distances(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
@@ -161,7 +166,7 @@ struct Backward : Worker {
           if (call.ddeviations.at && call.ddeviations.strides[3] && form == PLAIN) form = OF_QUOTIENTS;  // whose sums it needs
           for (int j = 0; j < COLUMNS; j++) dscale[j] = dweights[j] = 0;
           for (int i = 0; i < rows; i++) weigh(i, columns, part.batch, other, m + i, n, of_points, n > part.first);
-          for (int j = 0; j < columns; j++) 
+          for (int j = 0; j < columns; j++)
             all_dscale[j] += (double)dscale[j] * call.lowered, all_dweights[j] += (double)dweights[j] * call.lowered;
           for (int64_t k = 0; k < call.depth; k += deepest()) {
             int depth = at_most(call.depth - k, deepest());
@@ -194,8 +199,18 @@ struct Backward : Worker {
     }
   }
 
-  // Fetch what is read of a block that comes next. Distances leave time for gradients alone.
-  void look_ahead(Part part, int64_t other, int64_t m, int64_t n) {
+  // The item that comes next, if threads take turns, or the end.
+  int64_t next_of(int64_t item, int64_t items) const { return std::min(item + call.threads, items); }
+
+  // Fetch what is read of the block that comes after one, of its part or of the next. Distances leave time for gradients
+  // alone.
+  void look_ahead(Part part, int64_t other, int64_t n, int64_t m, Part next) {
+    ahead.clear();
+    if (m + ROWS < part.end_point) m += ROWS;
+    else if (n + COLUMNS < part.end) n += COLUMNS, m = part.first_point;
+    else if (other + 1 < part.end_other) other++, n = part.first, m = part.first_point;
+    else part = next, other = part.first_other, n = part.first, m = part.first_point;
+    if (part.batch == call.batch) return;
     if (!call.is_reduced) ahead.add(call.dout.matrix(part.batch, other).from(m, n), part.end_point - m, part.end - n);
     if (!has_distances()) ahead.add(call.left.matrix(part.batch, 0).from(m, 0), part.end_point - m, call.depth);
   }
@@ -227,9 +242,11 @@ struct Backward : Worker {
       Reals pull = load(pulls + j), value = load(phi + j);
       oddity += value * 0.0f;
       Reals gradient = pull * load(own.scale + j) * load(row + j), of_scale = pull * (value + load(own.slope + j));
+      if (form == PLAIN) gradient *= load(squares + j);
+      if (has_distances()) of_scale = pull == 0.0f ? Reals{} : of_scale;  // a distance may be infinite
       strange += (gradient + of_scale) * 0.0f;
-      store(row + j, form == PLAIN ? gradient * load(squares + j) : gradient);
-      store(phi + j, has_distances() ? (pull == 0.0f ? Reals{} : of_scale) : of_scale);
+      store(row + j, gradient);
+      store(phi + j, of_scale);
     }
     if (form == OF_QUOTIENTS && !(all_moderate && sum_of(oddity) == 0)) form = LEAVES_OUT;
     if (call.is_lifted && sum_of(strange) != 0) call.overflows = true;
@@ -306,29 +323,29 @@ struct Backward : Worker {
 // All gradients of a batch entry.
 struct OfBatch : Backward {
   using Backward::Backward;
-  Part whole(int64_t batch) const { return {batch, 0, call.points, 0, call.others, 0, call.components}; }
-  void operator()(int64_t batch) {
-    int64_t next = batch + call.threads;  // if threads take turns
-    pull_back(whole(batch), true, true, whole(next < call.batch ? next : -1));
-  }
+  Part part(int64_t batch) const { return {batch, 0, call.points, 0, call.others, 0, call.components}; }
+  void operator()(int64_t item) { pull_back(part(item), part(next_of(item, call.batch)), true, true); }
 };
 // The gradients of a block of points, and of what varies with them.
 struct OfPoints : Backward {
   using Backward::Backward;
-  void operator()(int64_t item) {
-    int64_t blocks = blocks_of(call.points, ROWS), first = item % blocks * ROWS;
-    int64_t end = first + at_most(call.points - first, ROWS);
-    pull_back({item / blocks, first, end, 0, call.others, 0, call.components}, true, false);
+  const int64_t blocks = blocks_of(call.points, ROWS);
+  Part part(int64_t item) const {
+    int64_t first = item % blocks * ROWS, end = std::min<int64_t>(first + ROWS, call.points);
+    return {item / blocks, first, end, 0, call.others, 0, call.components};
   }
+  void operator()(int64_t item) { pull_back(part(item), part(next_of(item, call.batch * blocks)), true, false); }
 };
 // The gradients of a block of components, and of what varies with them alone.
 struct OfComponents : Backward {
   using Backward::Backward;
-  void operator()(int64_t item) {
-    int64_t blocks = blocks_of(call.components, COLUMNS), first = item % blocks * COLUMNS, outer = item / blocks;
-    int64_t other = outer % call.others, end = first + at_most(call.components - first, COLUMNS);
-    pull_back({outer / call.others, 0, call.points, other, other + 1, first, end}, false, true);
+  const int64_t blocks = blocks_of(call.components, COLUMNS), outer = call.others * blocks;
+  Part part(int64_t item) const {
+    int64_t first = item % blocks * COLUMNS, end = std::min<int64_t>(first + COLUMNS, call.components);
+    int64_t other = item / blocks % call.others;
+    return {item / outer, 0, call.points, other, other + 1, first, end};
   }
+  void operator()(int64_t item) { pull_back(part(item), part(next_of(item, call.batch * outer)), false, true); }
 };
 
 // Compute the gradients. Returns whether nothing overflowed on the way.

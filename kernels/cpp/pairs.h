@@ -63,7 +63,8 @@ struct Worker : Workspace<4, 1> {
     if (copied_left.becomes(from, rows, depth)) copy_block(from, rows, depth, left);
   }
   void copy_right(Matrix from, Matrix deviations, int rows, int depth) {
-    if (copied_right.becomes(from, rows, depth)) transpose_matrix(from, rows, depth, call.dout.at, right, panels);
+    bool is_read = call.dout.at;  // as backward multiplies with rows too
+    if (copied_right.becomes(from, rows, depth)) transpose_matrix(from, rows, depth, is_read, right, panels);
     if (!has_distances() || form == PLAIN || !copied_deviations.becomes(deviations, rows, depth)) return;
     is_moderate = invert_block(deviations, rows, depth, right + HALF);
     transpose_block(right + HALF, rows, depth, panels + HALF_PANELS);
@@ -119,13 +120,19 @@ struct Worker : Workspace<4, 1> {
     return true;
   }
 
+  // The PLAIN distances of a point and some components, from sums of squares; 0 where there is no component.
+  Reals distance_of(Reals sums, int column) const {
+    Reals square = load(squares + column);
+    return square > 0.0f ? sums * square : Reals{};
+  }
+
   // Multiply sums of squares with those of inverse deviations. Returns whether all distances are finite.
   bool scale_distances(int rows, int columns) {
     Reals oddity = Reals{};
     for (int i = 0; i < rows; i++)
       for (int j = 0; j < columns; j += LANES) {
         Real* at = scores + i * STRIDE + j;
-        Reals square = load(squares + j), distance = square > 0.0f ? load(at) * square : Reals{};
+        Reals distance = distance_of(load(at), j);
         store(at, distance);
         oddity += distance * 0.0f;
       }

@@ -6,7 +6,7 @@ enum {
   ROWS = 512 / REAL_BYTES, COLUMNS = ROWS, DEPTH = ROWS,  // of a block, at most
   TALL = VECTOR_BYTES == 64 ? 8 : 6, WIDE = 2 * LANES,    // of what is in registers
   STRIDE = DEPTH + 16,             // of a block: rows 512 bytes apart would fall into the same sets
-  BLOCK = (ROWS + TALL) * STRIDE,  // with rows that nobody reads
+  BLOCK = (ROWS + TALL) * STRIDE,  // with room for the rows of a last part of a product
   PANELS = COLUMNS * DEPTH,
   EACH = 2,                        // rows that are fetched into the cache with each part of a product
 };

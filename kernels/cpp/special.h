@@ -82,8 +82,8 @@ static inline Reals exponential(Reals x) {
   return p * power_of_two(half) * power_of_two(n - half);
 }
 
-// 2^LIFT exp x of a term of a softmax, whose largest is 1: 0 instead of a subnormal number, and infinite from half of the
-// largest number on.
+// 2^LIFT exp x of a term of a softmax, whose largest is 1: 0 instead of a subnormal number, and infinite where it is more
+// than 0.7 of the largest number.
 template <int LIFT = 0>
 static inline Reals softmax_term(Reals x) {
   const Real least = LEAST_NORMAL_POWER - LIFT * (Real)M_LN2, most = MOST_POWER - LIFT * (Real)M_LN2;
