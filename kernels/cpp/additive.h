@@ -28,18 +28,16 @@ static inline Ratios ratios_of(Range query, Range key, Real sum_of_weights) {
   return query.highest + key.highest <= 10.7f && sum_of_weights <= 1e9f ? OF_FOUR : OF_FACTORS;  // e^(2 * 10.7) < 2^31
 }
 
-// What lies behind the columns of a block becomes 0, as do its next four rows.
-static Range pad_block(Real* block, int rows, int columns) {
+// The range of a block. Behind it rows become 0, to a multiple of four.
+static Range measure_block(Real* block, int rows, int columns) {
   Range range;
-  for (int i = 0; i < rows; i++, block += STRIDE) {
-    for (int j = columns; j < in_lanes(columns); j++) block[j] = 0;
+  clear_behind(block, rows, in_lanes(columns), 4);
+  for (int i = 0; i < rows; i++, block += STRIDE)
     for (int j = 0; j < columns; j++) {
       Real size = std::fabs(block[j]);
       if (!(size <= range.widest)) range.widest = size == size ? size : INFINITY;
       if (block[j] > range.highest) range.highest = block[j];
     }
-  }
-  for (int i = 0; i < 4; i++) memset(block + i * STRIDE, 0, in_lanes(columns) * sizeof(Real));
   return range;
 }
 
@@ -105,7 +103,7 @@ static void score_block(const Real* query, const Real* panels, const Real* weigh
 template <Ratios RATIOS>
 static void pull_block(const Real* g, const Real* query, const Real* key, int rows, int columns, int depth, Real* dquery,
                        Real* dkey, Real* drawn) {
-  for (int j = 0; j < columns; j++) memset(dkey + j * STRIDE, 0, in_lanes(depth) * sizeof(Real));
+  for (int j = 0; j < blocks_of(columns, 4) * 4; j++) memset(dkey + j * STRIDE, 0, in_lanes(depth) * sizeof(Real));
   for (int d = 0; d < depth; d += LANES) {
     Reals all_drawn = Reals{};
     for (int i = 0; i < rows; i++) {

@@ -11,10 +11,11 @@
 // for each entry of up to AXES batch axes. A block has up to ROWS queries and COLUMNS keys; blocks of which no pair takes
 // part are left out. While the blocks of keys go by, a query keeps the maximum of its scores, the sum of exponentials
 // and the sums of values that they weigh. Backward finds the statistics of all queries first, unless whole rows of scores
-// fit.
+// fit the workspace, as in whole_rows.h.
 #include "attention.h"
 
 #include "parallel.h"
+#include "whole_rows.h"
 
 namespace {
 enum { OWNERS = 8 };  // entries of keys from which on each has one owner in backward
@@ -85,8 +86,8 @@ struct Forward : Tiles {
     int depth = (int)call.depth;
     copy_factors(query.from(m, 0), rows, key.from(n, 0), columns, depth, keys_in_panels, copied_keys, pulls);
     const Real factor = of_scores;
-    write_product(rows_of(left), {keys_in_panels, WIDE * depth, WIDE}, rows, columns, depth,
-                  [=](int, Reals dot) { return dot * factor; }, out.from(m, n));
+    write_product(rows_of(left, rows, depth), {keys_in_panels, WIDE * depth, WIDE}, rows, columns, depth,
+                  [=](int, Reals dot) { return dot * factor; }, false, out.from(m, n));
   }
 
   static Real largest_of(const Real* row, int64_t count) {
@@ -133,7 +134,7 @@ struct Forward : Tiles {
         for (int i = 0; n > 0 && i < rows; i++)
           if (factor[i] != 1) scale_row(product + i * STRIDE, part, factor[i]);
         copy_right(value.from(n, k), columns, part);
-        multiply(rows_of(scores), panels_of(right), rows, part, columns, n > 0, product);
+        multiply(rows_of(scores, rows, columns), panels_of(right), rows, part, columns, n > 0, product);
         if (has_parts) put_block(product, rows, part, false, out.from(m, k));
       }
     }
@@ -175,8 +176,6 @@ struct Backward : Tiles {
       return;
     }
     copy_block(dout.from(m, n), rows, columns, pulls);
-    for (int i = 0; i < rows; i++)
-      for (int j = columns; j < in_lanes(columns); j++) pulls[i * STRIDE + j] = 0;
   }
 
   // The gradients of some queries, of keys, and of their mask. With `adds` they are added to what is there.
@@ -202,8 +201,8 @@ struct Backward : Tiles {
     for (int64_t k = 0; of_queries && call.dquery.at && k < call.depth; k += DEPTH) {
       int part = at_most(call.depth - k, DEPTH);
       copy_right(key.from(n, k), columns, part);
-      multiply(rows_of(pulls), panels_of(right), rows, part, columns, false, product);
-      put_block(product, rows, part, adds_to_queries, dquery.from(m, k));
+      Left dscores = rows_of(pulls, rows, columns);
+      put_product(dscores, panels_of(right), rows, part, columns, adds_to_queries, dquery.from(m, k), product);
     }
     if (of_keys && call.dkey.at) gather(query.from(m, 0), rows, columns, call.depth, pulls, dkey.from(n, 0), adds_to_keys);
   }
@@ -238,12 +237,6 @@ struct Backward : Tiles {
     put_block(block, rows, part, adds, to);
   }
 
-  // The gradients of queries without keys, and what they add to that of the weight.
-  void pull_nothing(int64_t m, int rows) {
-    if (call.dquery.at) fill(dquery.from(m, 0), rows, call.depth, 0);
-    if (call.dweight.at) fill(dweight.from(m / ROWS, 0), 1, call.depth, 0);
-  }
-
   // The gradients of the mask from those of the scores of a block. They are sums over what it does not vary along.
   void pull_mask(int64_t m, int rows, int64_t n, int columns, bool adds) {
     if (dmask.row && dmask.column) return put_block(pulls, rows, columns, adds, dmask.from(m, n));
@@ -269,12 +262,12 @@ struct Backward : Tiles {
   }
 
   // The sums over queries of rows that a block weighs.
-  void gather(Matrix from, int rows, int columns, int64_t width, const Real* weights, Matrix to, bool adds) {
+  void gather(Matrix from, int rows, int columns, int64_t width, Real* weights, Matrix to, bool adds) {
+    Left left_factor = columns_of(weights, columns, rows);
     for (int64_t k = 0; k < width; k += DEPTH) {
       int part = at_most(width - k, DEPTH);
       copy_left(from.from(0, k), rows, part);
-      multiply(columns_of(weights), panels_of(left), columns, part, rows, false, product);
-      put_block(product, columns, part, adds, to.from(0, k));
+      put_product(left_factor, panels_of(left), columns, part, rows, adds, to.from(0, k), product);
     }
   }
 
@@ -364,121 +357,6 @@ struct OfSomeKeys : OfKeys {
     pull_back_all(item / blocks, n, n + at_most(call.keys - n, COLUMNS), false);
   }
 };
-// As OfEntry, where the scores of WIDE queries and all keys fit a block. They are transposed, a row for each key: then keys
-// and values are factors of products as they lie, statistics of queries are maxima and sums of whole vectors, and no
-// product is computed twice.
-struct OfWholeRows : Backward {
-  using Backward::Backward;
-  enum { ROOM = (WIDE + TALL) * STRIDE };  // of a block of queries
-  Real *queries = left, *douts = left + ROOM, *dqueries = left + 2 * ROOM, *room = right;
-  Real *queries_in_panel = keys_in_panels, *douts_in_panel = values_in_panels;
-  static_assert(3 * ROOM <= BLOCK, "blocks of queries lie in one block");
-
-  // Whether a call has rows that fit, without masks and what is drawn.
-  static bool fits(const AttentionCall& call) {
-    bool is_plain = call.output != SCORES && !call.weight.at && call.mask_is == NO_MASK && call.dropped == 0;
-    return is_plain && call.depth <= DEPTH && call.features <= DEPTH && (call.keys + TALL) * WIDE <= BLOCK;
-  }
-
-  void operator()(int64_t entry) {
-    for (int64_t shared = 0; shared < call.of_keys.entries(true); shared++) {
-      enter(call.of_keys, entry, shared);
-      if (shared == 0 && dkey.at) fill(dkey, call.keys, call.depth, 0);
-      if (shared == 0 && dvalue.at) fill(dvalue, call.keys, call.features, 0);
-      for (int64_t m = 0; m < call.queries; m += WIDE) pull_back_rows(m);
-    }
-  }
-
-  void pull_back_rows(int64_t m) {
-    int rows = at_most(call.queries - m, WIDE), depth = (int)call.depth, features = (int)call.features;
-    int64_t end = end_of(m + rows - 1);
-    if (end == 0) return pull_nothing(m, rows);
-    copy_block(query.from(m, 0), rows, depth, queries);
-    transpose_block(queries, rows, depth, queries_in_panel);
-    pair_up(key, queries_in_panel, end, depth, of_scores, scores);
-    pull_weights(m, rows, end);
-    for (int vector = 0; vector < WIDE; vector += LANES) pull_scores(m + vector, end, scores + vector, pulls + vector);
-    for (int64_t n = 0; n < end; n += COLUMNS) {
-      int columns = at_most(end - n, COLUMNS);
-      if (dvalue.at) gather(scores + n * WIDE, columns, douts, features, rows, dvalue.from(n, 0));
-      if (dkey.at) gather(pulls + n * WIDE, columns, queries, depth, rows, dkey.from(n, 0));
-      if (dquery.at)
-        multiply({pulls + n * WIDE, 1, WIDE}, right_of(key.from(n, 0), columns, depth), rows, depth, columns, n > 0, dqueries);
-    }
-    if (dquery.at) put_block(dqueries, rows, depth, false, dquery.from(m, 0));
-  }
-
-  // The gradients of weights, transposed.
-  void pull_weights(int64_t m, int rows, int64_t end) {
-    if (call.output == SUMS) {
-      copy_block(dout.from(m, 0), rows, (int)call.features, douts);
-      transpose_block(douts, rows, (int)call.features, douts_in_panel);
-      return pair_up(value, douts_in_panel, end, (int)call.features, 1, pulls);
-    }
-    for (int64_t n = 0; n < end; n += COLUMNS)
-      transpose_matrix(dout.from(m, n), rows, at_most(end - n, COLUMNS), false, room, pulls + n * WIDE);
-  }
-
-  // The products of keys or values and the queries or gradients of a panel, transposed.
-  void pair_up(Matrix from, const Real* panel, int64_t end, int depth, Real factor, Real* to) {
-    for (int64_t n = 0; n < end; n += COLUMNS) {
-      int columns = at_most(end - n, COLUMNS);
-      write_product(left_of(from.from(n, 0), columns, depth, call.keys - n), {panel, 0, WIDE}, columns, WIDE, depth,
-                    [=](int, Reals dot) { return dot * factor; }, {to + n * WIDE, WIDE, 1});
-    }
-  }
-
-  // Rows as a factor: as they lie, where all that a product reads is there, or else a copy.
-  Left left_of(Matrix from, int count, int width, int64_t all) {
-    if (!is_narrow(from.type) && blocks_of(count, TALL) * TALL <= all) return {&from(0, 0), from.row, from.column};
-    copy_block(from, count, width, room);
-    return rows_of(room);
-  }
-  Right right_of(Matrix from, int count, int width) {
-    if (from.has_plain_rows() && width % WIDE == 0) return {&from(0, 0), WIDE, from.row};
-    copy_block(from, count, width, room);
-    return panels_of(room);
-  }
-
-  // Add the sums over queries of rows that a transposed block weighs.
-  void gather(const Real* weights, int columns, const Real* from, int width, int rows, Matrix to) {
-    Left left = {weights, WIDE, 1};
-    auto sum = [](int, Reals sum) { return sum; };
-    if (to.has_plain_rows()) return write_product(left, panels_of(from), columns, width, rows, sum, to, nullptr, true);
-    multiply(left, panels_of(from), columns, width, rows, false, product);
-    put_block(product, columns, width, true, to);
-  }
-
-  // Overwrite the scores of a vector of queries with their weights, and gradients of weights with those of dot products.
-  void pull_scores(int64_t query, int64_t end, Real* scores, Real* pulls) {
-    Reals most = all(-INFINITY), total = Reals{}, pull = Reals{};
-    for (int64_t n = 0; n < end; n++) {
-      Reals score = taking_part(load(scores + n * WIDE), n - query, -INFINITY);
-      store(scores + n * WIDE, score);
-      most = score <= most ? most : score;
-    }
-    for (int lane = 0; lane < LANES; lane++) most[lane] = shift_of(most[lane]);
-    for (int64_t n = 0; n < end; n++) {
-      Reals term = softmax_term(load(scores + n * WIDE) - most);
-      store(scores + n * WIDE, term);
-      total += term;
-      pull += term * load(pulls + n * WIDE);
-    }
-    for (int lane = 0; lane < LANES; lane++) total[lane] = inverse_of(total[lane]);
-    pull *= total;
-    for (int64_t n = 0; n < end; n++) {
-      Reals weight = load(scores + n * WIDE) * total, gradient = (load(pulls + n * WIDE) - pull) * weight;
-      store(scores + n * WIDE, weight);
-      store(pulls + n * WIDE, taking_part(gradient * of_scores, n - query, 0));
-    }
-  }
-
-  // Those of some values of queries that take part with a key so many places behind the first query, another number elsewhere.
-  Reals taking_part(Reals values, int64_t behind, Real other) const {
-    if (behind <= call.diagonal) return values;
-    return counted_from<Wholes>(0) >= (int)(behind - call.diagonal) ? values : all(other);
-  }
-};
 // The gradients of a block of queries.
 struct OfQueries : Backward {
   using Backward::Backward;
@@ -525,7 +403,7 @@ void effops_attention_backward(const AttentionCall* call) {
   int64_t owners = call->of_keys.entries(false);
   bool wants_keys = call->dkey.at || call->dvalue.at, wants_queries = call->dquery.at || call->dweight.at;
   bool by_owner = owners >= OWNERS && wants_queries && wants_keys && !call->dmask.at;
-  if (by_owner && OfWholeRows::fits(*call)) return each<OfWholeRows>(*call, owners);
+  if (by_owner && WholeRows::fit(*call)) return each<WholeRows>(*call, owners);
   if (call->output != SCORES) each<OfStatistics>(*call, of_queries);
   if (by_owner) return each<OfEntry>(*call, owners);
   if (call->dmask.at) each<OfMask>(*call, call->of_mask.entries(false) * (call->dmask.strides[AXES] ? blocks : 1));

@@ -1,6 +1,5 @@
 // Attention: a call, and what a thread keeps of a block of queries and keys.
 #pragma once
-#include <algorithm>
 
 #include "additive.h"
 #include "batched.h"
@@ -37,7 +36,7 @@ static void fill(Matrix to, int64_t rows, int64_t columns, Real value) {
 
 typedef int8_t Flags __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-// What a block of the workspace holds: rows of an operand, as they are, padded and measured, or their exponentials. The
+// What a block of the workspace holds: rows of an operand, as they are, measured, or their exponentials. The
 // same rows may be wanted in one form and then in another, as where keys are the values too.
 struct Held {
   Copied copied;
@@ -52,7 +51,7 @@ struct Held {
   void measure(Matrix from, int rows, int columns, Real* to) {
     if (!copied.becomes(from, rows, columns) && form != AS_THEY_ARE) return;
     copy_block(from, rows, columns, to);
-    range = pad_block(to, rows, columns);
+    range = measure_block(to, rows, columns);
     form = MEASURED;
   }
   // What was measured becomes its exponentials, or what it was before.
@@ -122,13 +121,14 @@ struct Tiles : Workspace<5, 2> {
     for (int64_t k = 0; k < depth; k += DEPTH) {
       int part = at_most(depth - k, DEPTH);
       copy_factors(rows_from.from(0, k), rows, columns_from.from(0, k), columns, part, panels, copied, room);
-      multiply(rows_of(left), {panels, WIDE * part, WIDE}, rows, columns, part, k > 0, to);
+      multiply(rows_of(left, rows, part), {panels, WIDE * part, WIDE}, rows, columns, part, k > 0, to);
     }
   }
 
   // Read some coordinates of queries and keys to `left` and `right`, as exponentials unless their r are computed DIRECTLY.
   Ratios read_factors(int64_t m, int rows, int64_t n, int columns, int64_t k, int part) {
     Real sum = 0;
+    std::fill(weights, weights + DEPTH, 0.0f);
     for (int d = 0; d < part; d++) sum += std::fabs(weights[d] = weight(0, k + d));
     in_left.measure(query.from(m, k), rows, part, left);
     in_right.measure(key.from(n, k), columns, part, right);
@@ -184,7 +184,7 @@ struct Tiles : Workspace<5, 2> {
     if (call.mask_is == NUMBERS) {
       Matrix from = call.mask.matrix(place).from(query, n);
       if (!is_narrow(from.type) && from.column == 1 && columns % LANES == 0) terms = &from(0, 0);
-      else copy_row(from, 0, columns, numbers);
+      else copy_row(from, 0, columns, numbers), std::fill(numbers + columns, numbers + in_lanes(columns), 0.0f);
     }
     Reals highest = all(-INFINITY);
     for (int j = 0; j < in_lanes(columns); j += LANES) {
@@ -213,6 +213,12 @@ struct Tiles : Workspace<5, 2> {
   void weigh(Real* row, int64_t query, int64_t n, int columns, Real shift, Real inverse) {
     mask_row(row, query, n, columns);
     for (int j = 0; j < in_lanes(columns); j += LANES) store(row + j, softmax_term(load(row + j) - shift) * inverse);
+  }
+
+  // The gradients of queries without keys, and what they add to that of the weight.
+  void pull_nothing(int64_t m, int rows) {
+    if (call.dquery.at) fill(dquery.from(m, 0), rows, call.depth, 0);
+    if (call.dweight.at) fill(dweight.from(m / ROWS, 0), 1, call.depth, 0);
   }
 
   static void scale_row(Real* row, int count, Real factor) {

@@ -165,22 +165,23 @@ static inline void pull_right_part(const Real* G, const Real* left, const Real* 
     }
 }
 
-// The gradients of rows or of columns, of `depth` coordinates; deviations have theirs HALF behind that of columns.
+// The gradients of rows or of columns, of `depth` coordinates; deviations have theirs HALF behind that of columns. What is
+// read behind a block becomes 0.
 template <Squares SQUARES>
-static void pull_left(const Real* G, const Real* left, const Real* right, int rows, int columns, int depth,
-                      Real* to) {
+static void pull_left(Real* G, Real* left, Real* right, int rows, int columns, int depth, Real* to) {
+  for (Real* block : {G, left}) clear_behind(block, rows, DEPTH, SHORT);
   for (int i = 0; i < rows; i += SHORT)
     for (int k = 0; k < depth; k += WIDE)
       pull_left_part<SQUARES>(G + i * STRIDE, left + i * STRIDE + k, right + k, columns, to + i * STRIDE + k);
 }
 template <Squares SQUARES>
-static void pull_right(const Real* G, const Real* left, const Real* right, int rows, int columns, int depth,
-                       Real* to) {
+static void pull_right(Real* G, Real* left, Real* right, int rows, int columns, int depth, Real* to) {
+  clear_behind(right, columns, DEPTH, SHORT);
   for (int j = 0; j < columns; j += SHORT)
     for (int k = 0; k < depth; k += WIDE)
       pull_right_part<SQUARES>(G + j, left + k, right + j * STRIDE + k, rows, to + j * STRIDE + k);
 }
 
-typedef void (*Pull)(const Real* G, const Real* left, const Real* right, int rows, int columns, int depth, Real* to);
+typedef void (*Pull)(Real* G, Real* left, Real* right, int rows, int columns, int depth, Real* to);
 static const Pull PULL_LEFT[] = {pull_left<OF_QUOTIENTS>, pull_left<LEAVES_OUT>, pull_left<PLAIN>};
 static const Pull PULL_RIGHT[] = {pull_right<OF_QUOTIENTS>, pull_right<LEAVES_OUT>, pull_right<PLAIN>};

@@ -12,8 +12,6 @@
 // workspace, and no other pair is.
 #include "pairs.h"
 
-#include <algorithm>
-
 #include "parallel.h"
 #include "softmax.h"
 #include "special.h"
@@ -85,11 +83,11 @@ struct Forward : Worker {
     int depth = (int)call.depth;
     form = has_distances() && read_squares(deviations, columns) ? PLAIN : OF_QUOTIENTS;
     copy_left(points, rows, depth);
-    memset(left + rows * STRIDE, 0, (blocks_of(rows, TALL) * TALL - rows) * STRIDE * sizeof(Real));  // whose distances count
+    Left own = rows_of(left, rows, depth);  // with rows of 0 behind them, whose distances count
     copy_right(components, deviations, columns, depth);
     auto score = [this](int j, Reals value) { return (value + settings.offset) * load(scale + j) + load(constant + j); };
     if (!has_distances())
-      return write_product(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, score, to, &ahead);
+      return write_product(own, {panels, WIDE * depth, WIDE}, rows, columns, depth, score, false, to, &ahead);
     Reals oddity = Reals{};  // 0 if all distances are finite
     auto score_of_sum = [&](int j, Reals sum) {
       Reals distance = distance_of(sum, j);
@@ -137,6 +135,7 @@ struct Part {
 struct Backward : Worker {
   const BackwardCall& call;
   alignas(64) Real phi[COLUMNS], pulls[COLUMNS], dscale[COLUMNS], dweights[COLUMNS];
+  bool has_pairs;  // whether the products or distances of the block are computed, or linear and needed by no gradient
   double all_dscale[COLUMNS], all_dweights[COLUMNS];  // sums of these over the blocks of points
 
   Backward(const BackwardCall& call, int64_t thread) : Worker(call, thread), call(call) {}
@@ -162,7 +161,8 @@ struct Backward : Worker {
           if (wants_left && !has_distances()) ahead.add(dpoints.from(m, 0), rows, call.depth);
           bool skips = has_distances() && !of_components &&
                        skip_distances(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
-          if (needs_pairs && !skips) pair_up(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
+          has_pairs = needs_pairs && !skips;
+          if (has_pairs) pair_up(points.from(m, 0), rows, components.from(n, 0), deviations.from(n, 0), columns);
           if (call.ddeviations.at && call.ddeviations.strides[3] && form == PLAIN) form = OF_QUOTIENTS;  // whose sums it needs
           for (int j = 0; j < COLUMNS; j++) dscale[j] = dweights[j] = 0;
           for (int i = 0; i < rows; i++) weigh(i, columns, part.batch, other, m + i, n, of_points, n > part.first);
@@ -173,7 +173,8 @@ struct Backward : Worker {
             if (wants_left) {
               copy_right(components.from(n, k), deviations.from(n, k), columns, depth);
               if (has_distances()) copy_left(points.from(m, k), rows, depth);
-              if (!has_distances()) multiply(rows_of(scores), panels_of(right), rows, depth, columns, false, product, &ahead);
+              Left own = rows_of(scores, rows, columns);
+              if (!has_distances()) multiply(own, panels_of(right), rows, depth, columns, false, product, &ahead);
               else PULL_LEFT[form](scores, left, right, rows, columns, depth, product);
               lower(product, rows, depth);
               put_block(product, rows, depth, adds_left, dpoints.from(m, k));
@@ -184,7 +185,7 @@ struct Backward : Worker {
                 copy_right(components.from(n, k), deviations.from(n, k), columns, depth);
                 PULL_RIGHT[form](scores, left, right, rows, columns, depth, product);
               } else {
-                multiply(columns_of(scores), panels_of(left), columns, depth, rows, false, product, &ahead);
+                multiply(columns_of(scores, columns, rows), panels_of(left), columns, depth, rows, false, product, &ahead);
               }
               lower(product, columns, depth);
               if (has_distances() && form != PLAIN) lower(product + HALF, columns, depth);
@@ -224,11 +225,12 @@ struct Backward : Worker {
     if (!is_finite) call.overflows = true;
   }
 
-  // Overwrite the dot products or distances of a point with the gradients of them.
+  // Overwrite the dot products or distances of a point, if there are any, with the gradients of them.
   void weigh(int i, int columns, int64_t batch, int64_t other, int64_t point, int64_t first, bool of_points, bool adds) {
     Real* row = scores + i * STRIDE;
     Terms own = terms(batch, other, point, first, columns);
-    call.map->derivative(settings, row, phi, in_lanes(columns));
+    if (has_pairs) call.map->derivative(settings, row, phi, in_lanes(columns));
+    else std::fill(phi, phi + in_lanes(columns), 0.0f), std::fill(row, row + in_lanes(columns), 1.0f);
     if (call.is_reduced) {
       take_shares(own, columns, batch, other, point);
     } else {

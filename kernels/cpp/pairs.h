@@ -101,7 +101,8 @@ struct Worker : Workspace<4, 1> {
       copy_left(points.from(0, k), rows, depth);
       copy_right(components.from(0, k), deviations.from(0, k), columns, depth);
       all_moderate &= is_moderate;
-      if (!has_distances()) multiply(rows_of(left), {panels, WIDE * depth, WIDE}, rows, columns, depth, k > 0, scores, &ahead);
+      Left own = rows_of(left, rows, depth);
+      if (!has_distances()) multiply(own, {panels, WIDE * depth, WIDE}, rows, columns, depth, k > 0, scores, &ahead);
       else (form == PLAIN ? measure<PLAIN> : measure<OF_QUOTIENTS>)(left, panels, panels + HALF_PANELS, rows, columns, depth,
                                                                      k > 0, scores);
     }

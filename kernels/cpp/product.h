@@ -1,5 +1,7 @@
 // Products of blocks that fit the cache. Factors are copied into the workspace; a part of the product is in registers.
 #pragma once
+#include <algorithm>
+
 #include "narrow.h"
 
 enum {
@@ -67,8 +69,20 @@ class Ahead {
   }
 };
 
+// What a product computes besides, of what lies behind a block, nobody reads. Yet it has to be 0 there: memory may hold
+// subnormal numbers, whose arithmetic takes a hundred cycles an operation.
+
+static inline void clear_behind(Real* block, int rows, int columns, int multiple) {
+  for (int i = rows; i % multiple; i++) memset(block + i * STRIDE, 0, columns * sizeof(Real));
+}
+
+// Copy a block, with 0 behind its rows in the last panel.
 static void copy_block(Matrix from, int rows, int columns, Real* to) {
-  for (int i = 0; i < rows; i++, to += STRIDE) copy_row(from, i, columns, to);
+  int whole = (int)blocks_of(columns, WIDE) * WIDE;
+  for (int i = 0; i < rows; i++, to += STRIDE) {
+    copy_row(from, i, columns, to);
+    if (columns < whole) memset(to + columns, 0, (whole - columns) * sizeof(Real));
+  }
 }
 
 // Put a block into memory, or add it to what is there, which has no 16 bits.
@@ -125,8 +139,17 @@ struct Right {
   const Real* at;
   int64_t panel, step;
 };
-static inline Left rows_of(const Real* block) { return {block, STRIDE, 1}; }
-static inline Left columns_of(const Real* block) { return {block, 1, STRIDE}; }
+// The rows of a block as a left factor, and its columns, of so many terms: what a product reads behind them becomes 0.
+static inline Left rows_of(Real* block, int rows, int depth) {
+  clear_behind(block, rows, depth, TALL);
+  return {block, STRIDE, 1};
+}
+static inline Left columns_of(Real* block, int columns, int depth) {
+  for (int k = 0; columns % TALL && k < depth; k++)
+    for (int j = columns; j % TALL; j++) block[k * STRIDE + j] = 0;
+  return {block, 1, STRIDE};
+}
+// The columns of a copied block as a right factor.
 static inline Right panels_of(const Real* block) { return {block, WIDE, STRIDE}; }
 
 // A part of the product in registers, TALL rows by some vectors: sums of `depth` terms, which `put` takes by row and vector.
@@ -181,7 +204,9 @@ struct Tile {
 
   Tile(Matrix block, bool adds, int rows, int columns, int i, int j)
       : to(block.from(i, j)), adds(adds), rows(at_most(rows - i, TALL)), columns(at_most(columns - j, WIDE)) {
-    for (int k = 0; adds && !is_whole && k < this->rows; k++) memcpy(edge + k * WIDE, &to(k, 0), this->columns * sizeof(Real));
+    if (!adds || is_whole) return;
+    std::fill(edge, edge + TALL * WIDE, 0.0f);
+    for (int k = 0; k < this->rows; k++) memcpy(edge + k * WIDE, &to(k, 0), this->columns * sizeof(Real));
   }
   ~Tile() {
     for (int i = 0; !is_whole && i < rows; i++) memcpy(&to(i, 0), edge + i * WIDE, columns * sizeof(Real));
@@ -195,13 +220,23 @@ struct Tile {
 // Write what a function of column and value makes of a block of the product to where it is wanted, in plain rows. So the
 // memory takes numbers while others are computed.
 template <class Finish>
-static void write_product(Left left, Right right, int rows, int columns, int depth, Finish finish, Matrix to,
-                          Ahead* ahead = nullptr, bool adds = false) {
+static void write_product(Left left, Right right, int rows, int columns, int depth, Finish finish, bool adds, Matrix to,
+                          Ahead* ahead = nullptr) {
   for (int j = 0; j < columns; j += WIDE, right.at += right.panel)
     for (int i = 0; i < rows; i += TALL) {
       if (ahead) ahead->fetch(EACH);
       Tile tile(to, adds, rows, columns, i, j);
-      multiply_part<2>({left.at + i * left.row, left.row, left.step}, right.at, right.step, depth,
-                       [&](int own, int v, Reals sum) { tile.put(own, v, finish(j + v * LANES, sum)); });
+      Left own = {left.at + i * left.row, left.row, left.step};
+      auto put = [&](int k, int v, Reals sum) { tile.put(k, v, finish(j + v * LANES, sum)); };
+      if (columns - j > LANES) multiply_part<2>(own, right.at, right.step, depth, put);
+      else multiply_part<1>(own, right.at, right.step, depth, put);
     }
+}
+
+// Put a block of the product into memory, or add it to what is there, by way of `room` where rows are not plain.
+static void put_product(Left left, Right right, int rows, int columns, int depth, bool adds, Matrix to, Real* room) {
+  auto sum = [](int, Reals sum) { return sum; };
+  if (to.has_plain_rows()) return write_product(left, right, rows, columns, depth, sum, adds, to);
+  multiply(left, right, rows, columns, depth, false, room);
+  put_block(room, rows, columns, adds, to);
 }
