@@ -1,7 +1,7 @@
 """The C++ kernels of `cpp/`, as libraries that ctypes loads: which ones, and why none is there.
 
 The build makes those for AVX2 and those for AVX-512, each for float32 and for float64, and writes its outcome to
-`cpp/built.json`. ctypes lets go of Python's lock while a call runs.
+`cpp/built.json`. ctypes lets go of Python's lock while a kernel runs.
 """
 
 import ctypes
@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent / "cpp"
 OUTCOME = "built.json"
 ROWS = {torch.float32: 128, torch.float64: 64}  # queries of a block, at most, as in C++
 SOME = 1024  # scales that a thread takes at a time
+BRIEF = 64 * SOME  # normalisers of so many numbers take a thread 1 to 6 ms: no longer than others keep Python's lock
 BY_CAPABILITY = {"AVX2": "avx2", "AVX512": "avx512"}  # PyTorch's name of the processor's instructions
 REALS = {torch.float32: "", torch.float64: "_float64"}  # what kernels compute in, and how the names of libraries end
 TYPES = {torch.bfloat16: 1, torch.float16: 2}  # as `Type` in C++; others are what kernels compute in, or booleans
@@ -154,6 +155,10 @@ class Library:
         direction = "backward" if is_backward else "forward"
         getattr(self._long, f"effops_{CALLS[type(call)]}_{direction}")(ctypes.byref(call))
 
+    def _normalising(self, numbers: int) -> ctypes.CDLL:
+        """The library as it computes normalisers of so many numbers: of few it keeps Python's lock."""
+        return self._brief if numbers <= BRIEF else self._long
+
     def normalisers(
         self, name_of_map: str, scale: Tensor, dimension: int, values: Tensor, slopes: Tensor | None
     ) -> None:
@@ -162,7 +167,7 @@ class Library:
         They have the digits of float32.
         """
         count = scale.numel()
-        self._long.effops_normaliser(
+        self._normalising(count).effops_normaliser(
             ctypes.c_void_p(self.map(name_of_map)),
             *(ctypes.c_void_p(None if one is None else one.data_ptr()) for one in (scale, values, slopes)),
             ctypes.c_double(dimension),
@@ -173,7 +178,7 @@ class Library:
     def normalisers_of_deviations(self, deviations: Tensor, dimension: int, values: Tensor) -> None:
         """Write the normalisers of contiguous deviations, of which the last dimension is all coordinates or 1."""
         count, coordinates = values.numel(), deviations.shape[-1]
-        self._long.effops_normaliser_of_deviations(
+        self._normalising(deviations.numel()).effops_normaliser_of_deviations(
             *(ctypes.c_void_p(one.data_ptr()) for one in (deviations, values)),
             *(ctypes.c_int64(one) for one in (count, coordinates, dimension, threads_for(-(-count // SOME)))),
         )

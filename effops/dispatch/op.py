@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from effops.dispatch.validation import Conditions, no_conditions
-from effops.numerics.precision import arithmetic_dtype
+from effops.numerics.precision import arithmetic_dtype, converted
 from effops.prediction.allocations import Bytes
 from effops.pytorch import _is_alias_of, tree_leaves, tree_map_only
 from effops.text import did_you_mean, tells_wrong_arguments
@@ -185,7 +185,7 @@ class Op:
 
     def finish(self, call: Call, computed: Tensor) -> Tensor:
         """The result, from what forms and operators compute: the statistics of a logsumexp, else the result itself."""
-        return computed if self.logsumexp is None else computed.sum(-1).to(call.dtype)
+        return computed if self.logsumexp is None else converted(torch.sum(computed, -1), call.dtype)
 
 
 _ops: dict[str, Op] = {}

@@ -143,6 +143,17 @@ def test_normalisers_of_deviations_are_rounded_once(coordinates, real):
 
 
 @needs_library
+def test_few_normalisers_keep_pythons_lock(monkeypatch):
+    kernels = library.library(torch.float32)
+    monkeypatch.setattr(kernels, "_long", None)  # the one that lets go of the lock
+    few, many = torch.ones(library.BRIEF), torch.ones(library.BRIEF + 1)
+    kernels.normalisers("power_spherical", few, 3, torch.empty_like(few), None)
+    kernels.normalisers_of_deviations(few.view(-1, 1), 3, torch.empty_like(few))
+    with pytest.raises(AttributeError):
+        kernels.normalisers("power_spherical", many, 3, torch.empty_like(many), None)
+
+
+@needs_library
 @REALS
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_any_number_of_threads_gives_the_same_bits(sizes, real):
