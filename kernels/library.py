@@ -35,11 +35,12 @@ class _Strided(ctypes.Structure):
     AXES: int
 
     @classmethod
-    def of(cls, tensor: Tensor, strides: Sequence[int]) -> Any:
-        """Some strides of a tensor in memory. One that is not there has 0."""
+    def of(cls, tensor: Tensor, strides: Sequence[int], first: int = 0) -> Any:
+        """Some strides of a tensor in memory, from one of its numbers on. One that is not there has 0."""
         if tensor.data_ptr() == 0 and tensor.numel() > 0:
             raise RuntimeError("effops.kernels.library: an operand must have memory; got a tensor without")
-        return cls(tensor.data_ptr(), (ctypes.c_int64 * cls.AXES)(*strides), TYPES.get(tensor.dtype, 0))
+        at = tensor.data_ptr() + first * tensor.itemsize
+        return cls(at, (ctypes.c_int64 * cls.AXES)(*strides), TYPES.get(tensor.dtype, 0))
 
 
 class Operand(_Strided):

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effops.numerics.layout import as_gradient
 from effops.numerics.pages import with_huge_pages
 from effops.numerics.shapes import broadcast_shapes, is_known, remembered
 
@@ -99,15 +98,6 @@ class Plan:
     def result(self, ordered: Tensor) -> Tensor:
         """What is contiguous in the order batch, rows, columns, viewed as a result."""
         return ordered.as_strided(self.shape, self._strides)
-
-    def gradient(self, ordered: Tensor, operand: Tensor, axes: Axes) -> Tensor:
-        """The inverse of `view`: a gradient with `axes`, then trailing ones, as that of `operand`."""
-        strides = dict(zip(axes, ordered.stride()))
-        trailing = ordered.ndim - len(axes)
-        missing = len(self.shape) - (operand.ndim - trailing)
-        # The operand has size 1 along an axis that is not in `axes`, so that any stride serves.
-        own = [strides.get(missing + axis, 0) for axis in range(operand.ndim - trailing)]
-        return as_gradient(ordered.as_strided(operand.shape, [*own, *ordered.stride()[len(axes) :]]), operand)
 
 
 def make_plan(x: Shape, loc: Shape, *others: Shape) -> Plan:

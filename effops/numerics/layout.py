@@ -15,7 +15,7 @@ def gradient_strides(operand: Tensor) -> tuple[int, ...]:
 
     A fake tensor's `empty_like` differs from a real one's along axes of size 1.
     """
-    if is_non_overlapping_and_dense(operand):
+    if operand.is_contiguous() or is_non_overlapping_and_dense(operand):  # the former takes less time
         return operand.stride()
     return tuple(compute_elementwise_output_strides(operand))
 
@@ -35,16 +35,18 @@ def as_gradient(found: Tensor, operand: Tensor) -> Tensor:
 
     It is copied only if its dtype is another one, or its stride along an axis of more than one element.
     """
+    if found.numel() != operand.numel():
+        ahead = found.ndim - operand.ndim
+        summed = [axis for axis, size in enumerate(found.shape) if axis < ahead or size != operand.shape[axis - ahead]]
+        found = torch.sum(found, summed)
     if found.shape != operand.shape:
-        found = found.view(operand.shape) if found.numel() == operand.numel() else found.sum_to_size(operand.shape)
-    is_alike = found.dtype == operand.dtype and found.stride() == operand.stride()
-    # The most frequent case of what follows, found in less time.
-    if is_alike and (operand.is_contiguous() or is_non_overlapping_and_dense(operand)):
-        return found
+        found = torch.reshape(found, operand.shape)
     strides = gradient_strides(operand)
+    if found.dtype == operand.dtype and found.stride() == strides:
+        return found
     is_laid_out = all(size == 1 or own == other for size, own, other in zip(found.shape, found.stride(), strides))
     if found.dtype == operand.dtype and is_laid_out:
-        return found.as_strided(operand.shape, strides)
+        return torch.as_strided(found, operand.shape, strides)
     return empty_gradient(operand).copy_(found)
 
 

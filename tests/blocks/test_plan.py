@@ -3,17 +3,10 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from effops.blocks.plan import make_plan
 
-
-@st.composite
-def broadcastable(draw):
-    sizes = draw(st.lists(st.integers(0, 4), max_size=4))
-    return tuple(
-        tuple(draw(st.sampled_from([1, size])) for size in sizes[draw(st.integers(0, len(sizes))) :]) for _ in range(3)
-    )
+from ..support.shapes import broadcastable
 
 
 @settings(deadline=None, max_examples=200)
@@ -36,18 +29,6 @@ def test_matrix_product_over_the_plan_is_the_broadcast_expression(shapes):
     assert ordered.is_contiguous()
     ordered.copy_(pairs)
     torch.testing.assert_close(out, (x * loc).sum(-1) * scale)
-
-
-@settings(deadline=None, max_examples=100)
-@given(broadcastable())
-def test_gradient_is_the_inverse_of_view(shapes):
-    x_shape, loc_shape, scale_shape = shapes
-    plan = make_plan(x_shape, loc_shape, scale_shape)
-    scale = torch.randn(scale_shape)
-    assert torch.equal(plan.gradient(plan.view(scale, plan.order, expand=False), scale, plan.order), scale)
-    x = torch.randn(*x_shape, 3)
-    axes = plan.batch + plan.rows
-    assert torch.equal(plan.gradient(plan.view(x, axes, trailing=1), x, axes), x)
 
 
 def test_roles_of_the_founding_shape():

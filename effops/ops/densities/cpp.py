@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from effops.blocks.dots import DotMap, derivatives_of, normalisers_of
 from effops.blocks.logsumexp import Reduction
+from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients
-from effops.numerics.layout import without_negation
+from effops.numerics.layout import as_gradient, gradient_strides, without_negation
 from effops.numerics.pages import with_huge_pages
 from effops.numerics.precision import arithmetic_dtype, converted, mixes_float64
 from effops.numerics.shapes import is_certain
@@ -20,7 +22,14 @@ from effops.ops.densities.layout import Groups, Layout
 from effops.pytorch import FakeTensor
 
 COMPONENTS_ALONE, POINTS_ALONE, BOTH = range(3)  # as `Along` in C++
-Operand = tuple[Tensor, Sequence[int]] | None  # a tensor and its strides along the axes of the kernel
+
+
+class Operand(NamedTuple):
+    """A tensor, from which of its numbers on it is one, and the strides along the axes of the kernel."""
+
+    tensor: Tensor
+    strides: Sequence[int]
+    first: int = 0
 
 
 def of_map(dot_map: DotMap, dimension: int) -> Native:
@@ -35,7 +44,7 @@ def of_map(dot_map: DotMap, dimension: int) -> Native:
             slopes = derivatives_of(dot_map, scale, scale.dtype) if with_slopes else None
             return normalisers_of(dot_map, scale, scale.dtype), slopes
         scale = scale.contiguous()
-        values, slopes = torch.empty_like(scale), torch.empty_like(scale) if with_slopes else None
+        values, slopes = scale.new_empty(scale.shape), scale.new_empty(scale.shape) if with_slopes else None
         if not isinstance(scale, FakeTensor):
             library.library(scale.dtype).normalisers(dot_map.native, scale, dimension, values, slopes)
         return values, slopes
@@ -61,7 +70,7 @@ def of_distances(dimension: int) -> Native:
 class _Gradient:
     """The uninitialised gradient of an operand, and its strides along an axis for each group, of some sizes.
 
-    It is one of the operand's shape where it has such strides, so that nothing is left to do for it.
+    It has the shape of the operand where that has such strides, else further axes over which it is summed later.
     """
 
     def __init__(
@@ -69,26 +78,23 @@ class _Gradient:
         layout: Layout,
         operand: Tensor,
         groups: tuple[int, ...],
-        shape: Sequence[int],
+        shape: Shape,
         dtype: torch.dtype,
         *,
         trailing: int = 0,
     ) -> None:
-        self.layout, self.operand, self.groups, self.trailing = layout, operand, groups, trailing
-        strides = None
+        self.operand = operand
+        sizes, own, strides = tuple(operand.shape), gradient_strides(operand), None
         if operand.numel() == math.prod(shape):
-            self.tensor = with_huge_pages(torch.empty_like(operand, dtype=dtype))
-            strides = layout.strides(self.tensor, groups, trailing=trailing)
-        self.is_whole = strides is not None
+            strides = layout.merged_strides(sizes, own, groups, trailing=trailing)
         if strides is None:
-            self.tensor = layout.empty(operand, groups, tuple(shape), dtype, trailing=trailing)
-            strides = self.tensor.stride()
-        self.strides: Sequence[int] = strides
+            strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            sizes, own = layout.summands(operand, groups, shape, strides, trailing=trailing)
+        self.strides = strides
+        self.tensor = with_huge_pages(operand.new_empty_strided(sizes, own, dtype=dtype))
 
-    def restored(self) -> Tensor | None:
-        if self.is_whole:
-            return converted(self.tensor, self.operand.dtype)
-        return self.layout.restore(self.tensor, self.operand, self.groups, trailing=self.trailing)
+    def restored(self) -> Tensor:
+        return as_gradient(self.tensor, self.operand)
 
 
 def _restored(gradient: _Gradient | None) -> Tensor | None:
@@ -117,7 +123,7 @@ class Kernel:
         self.pairs = tuple(range(len(layout.axes)))
         self.points, self.components = self.pairs[:-1], (*self.pairs[:-2], self.pairs[-1])
 
-    def operand(self, tensor: Tensor | None, groups: tuple[int, ...], *, trailing: int = 0) -> Operand:
+    def operand(self, tensor: Tensor | None, groups: tuple[int, ...], *, trailing: int = 0) -> Operand | None:
         """A tensor as it lies, if its axes of each group collapse into one; else a copy."""
         if tensor is None:
             return None
@@ -125,12 +131,12 @@ class Kernel:
         if strides is None:
             tensor = self.layout.matrix(tensor, groups, trailing=trailing)
             strides = tensor.stride()
-        return tensor, strides
+        return Operand(tensor, strides)
 
-    def of_pairs(self, tensor: Tensor | None) -> Operand:
+    def of_pairs(self, tensor: Tensor | None) -> Operand | None:
         return self.operand(tensor, self.pairs)
 
-    def run(self, is_backward: bool, *, with_slopes: bool = False, **operands: Operand) -> None:
+    def run(self, is_backward: bool, *, with_slopes: bool = False, **operands: Operand | None) -> None:
         """Run the kernel in one direction. On fake tensors the workspace is allocated, and nothing runs."""
         from effops.kernels import library
 
@@ -141,9 +147,9 @@ class Kernel:
         if dims:
             deviations = self.operand(factors, self.components, trailing=1)
             assert deviations is not None
-            operands["deviations"] = deviations[0], _of_coordinates(deviations, self.depth)
-            scale = factors.new_full((), -0.5), (0, 0, 0, 0)
-        given: dict[str, Operand] = {
+            operands["deviations"] = _of_coordinates(deviations, self.depth)
+            scale = Operand(factors.new_full((), -0.5), (0, 0, 0, 0))
+        given: dict[str, Operand | None] = {
             "left": self.operand(self.left, self.points, trailing=1),
             "right": self.operand(self.right, self.components, trailing=1),
             "scale": scale,
@@ -163,18 +169,17 @@ class Kernel:
             return
         for name, operand in given.items():
             if operand is not None:
-                tensor, strides = operand
-                setattr(call, name, library.Operand.of(tensor, _four_axes(strides)))
+                setattr(call, name, library.Operand.of(operand.tensor, _four_axes(operand.strides), operand.first))
         call.workspace = workspace.data_ptr()
         call.map, (call.floor, call.least, call.offset) = kernels.map(self.native.map), self.native.settings
         kernels.run(call, is_backward)
 
     def run_backward(
-        self, dscale: _Gradient | None, gradients: Mapping[str, _Gradient | None], **operands: Operand
+        self, dscale: _Gradient | None, gradients: Mapping[str, _Gradient | None], **operands: Operand | None
     ) -> None:
         """Write gradients, or zeros if there are no pairs."""
         for name, gradient in gradients.items():
-            operands[name] = None if gradient is None else (gradient.tensor, gradient.strides)
+            operands[name] = None if gradient is None else Operand(gradient.tensor, gradient.strides)
         if not self.layout.plan.numel(self.layout.plan.order):
             for gradient in (dscale, *gradients.values()):
                 if gradient is not None:
@@ -182,10 +187,10 @@ class Kernel:
             return
         if dscale is not None and self.native.scale_dims:
             *outer, _, components, coordinates = dscale.strides
-            strides = (*outer, components, coordinates)
-            operands["ddeviations"] = dscale.tensor, _of_coordinates((dscale.tensor, strides), self.depth)
+            given = Operand(dscale.tensor, (*outer, components, coordinates))
+            operands["ddeviations"] = _of_coordinates(given, self.depth)
         elif dscale is not None:
-            operands["dscale"] = dscale.tensor, dscale.strides
+            operands["dscale"] = Operand(dscale.tensor, dscale.strides)
         self.run(True, with_slopes=dscale is not None, **operands)
 
     def gradient_of_rows(self, operand: Tensor, groups: tuple[int, ...]) -> _Gradient:
@@ -213,10 +218,10 @@ def _four_axes(strides: Sequence[int]) -> Sequence[int]:
     return strides if len(strides) == 4 else (strides[0], 0, *strides[1:])
 
 
-def _of_coordinates(operand: tuple[Tensor, Sequence[int]], depth: int) -> Sequence[int]:
-    """The strides, with that of coordinates 0 if there is one value for all of them."""
-    tensor, strides = operand
-    return strides if tensor.shape[-1] == depth else (*strides[:-1], 0)
+def _of_coordinates(operand: Operand, depth: int) -> Operand:
+    """Deviations with a stride of coordinates of 0, if there is one value for all of them."""
+    is_one = operand.tensor.shape[-1] != depth
+    return operand._replace(strides=(*operand.strides[:-1], 0)) if is_one else operand
 
 
 def _along(layout: Layout, operand: Tensor, dims: int = 0) -> int:
@@ -276,37 +281,30 @@ def _mixture_kernel(native: Native, groups: Groups, log_weights: Tensor, call: D
     return Kernel(native, groups, groups.left, groups.right, call.scale, log_weights)
 
 
-def _of_result(groups: Groups, tensor: Tensor | None) -> Operand:
-    if tensor is None:
-        return None
-    tensor = without_negation(tensor)
-    strides = groups.strides_of_result(tensor)
-    if strides is None:
-        tensor = groups.of_result(tensor)
-        strides = tensor.stride()
-    return tensor, (*strides, 0)
+def _of_result(groups: Groups, tensor: Tensor) -> Operand:
+    tensor, strides = groups.laid_out_as_result(tensor)
+    return Operand(tensor, (*strides, 0))
 
 
-def _reduce(
-    native: Native, reduction: Reduction, log_weights: Tensor, call: DensityCall, most: Tensor, rest: Tensor | None
-) -> None:
-    """Write the statistics, or their sum to `most` if `rest` is None. Both have the shape of the result."""
-    groups = Groups(reduction, call.loc, call.x)
-    kernel = _mixture_kernel(native, groups, log_weights, call)
-    kernel.run(False, most=_of_result(groups, most), rest=_of_result(groups, rest))
+def _of_statistics(groups: Groups, statistics: Tensor) -> tuple[Operand, Operand]:
+    tensor, (*strides, plane) = groups.laid_out_as_result(statistics, trailing=1)
+    return Operand(tensor, (*strides, 0)), Operand(tensor, (*strides, 0), plane)
 
 
 def forward_logsumexp(native: Native, reduction: Reduction, log_weights: Tensor, call: DensityCall) -> Tensor:
     """The statistics of the reduction, as `effops.blocks.logsumexp.forward` computes them."""
     statistics = reduction.empty(call.x, call.arithmetic)
-    _reduce(native, reduction, log_weights, call, *statistics.unbind(-1))
+    groups = Groups(reduction, call.loc, call.x)
+    most, rest = _of_statistics(groups, statistics)
+    _mixture_kernel(native, groups, log_weights, call).run(False, most=most, rest=rest)
     return statistics
 
 
 def logsumexp(native: Native, reduction: Reduction, log_weights: Tensor, call: DensityCall) -> Tensor:
     """The result, without statistics."""
     out = reduction.reduced.empty(call.x, call.dtype)
-    _reduce(native, reduction, log_weights, call, out, None)
+    groups = Groups(reduction, call.loc, call.x)
+    _mixture_kernel(native, groups, log_weights, call).run(False, most=_of_result(groups, out))
     return out
 
 
@@ -328,8 +326,8 @@ def backward_logsumexp(
     right = kernel.gradient_of_rows(groups.right, groups.RIGHT) if wants_right else None
     weights = kernel.gradient_of_sums(log_weights) if wants_weights else None
     dscale = kernel.gradient_of_scale() if wants_scale else None
-    most, rest, dresult = (_of_result(groups, one) for one in (*statistics.unbind(-1), dout))
     found = {"dleft": left, "dright": right, "dweights": weights}
+    (most, rest), dresult = _of_statistics(groups, statistics), _of_result(groups, without_negation(dout))
     kernel.run_backward(dscale, found, most=most, rest=rest, dout=dresult)
     dloc, dx = (left, right) if groups.is_swapped else (right, left)
     return _restored(weights), _restored(dloc), _restored(dscale), _restored(dx)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from effops.blocks.logsumexp import Reduction
 from effops.blocks.plan import Plan, Shape
+from effops.numerics.layout import as_gradient
 from effops.numerics.pages import with_huge_pages
 from effops.numerics.shapes import remembered
 
@@ -36,8 +37,14 @@ class Layout:
 
     def strides(self, operand: Tensor, groups: tuple[int, ...], *, trailing: int = 0) -> Shape | None:
         """The strides of `matrix`, found without an operation of PyTorch; None where that is a copy."""
+        return self.merged_strides(operand.shape, operand.stride(), groups, trailing=trailing)
+
+    def merged_strides(
+        self, shape: Shape, strides: Shape, groups: tuple[int, ...], *, trailing: int = 0
+    ) -> Shape | None:
+        """Those of an operand with this shape and these strides."""
         axes = tuple(self.axes[i] for i in groups)
-        return _merged_strides(self.plan.shape, axes, tuple(operand.shape), operand.stride(), trailing)
+        return _merged_strides(self.plan.shape, axes, tuple(shape), strides, trailing)
 
     def _merged(self, operand: Tensor, groups: tuple[int, ...], trailing: int) -> Tensor:
         """The operand with one axis for each of the groups, of size 1 where it does not vary."""
@@ -99,14 +106,29 @@ class Layout:
         """The gradient of the operand, from one with an axis for each group, of size 1 where the kernel summed."""
         if gradient is None:
             return None
-        axes = sum((self.axes[i] for i in groups), ())
-        sizes: list[int] = []
-        for i, size in zip(groups, gradient.shape):
-            group = self.plan.sizes(self.axes[i])
-            sizes += group if size == math.prod(group) else (1,) * len(group)
-        own = self.plan.view(operand, axes, trailing=trailing, expand=False).shape
-        ordered = gradient.view((*sizes, *gradient.shape[len(groups) :])).sum_to_size(own)
-        return self.plan.gradient(ordered, operand, axes)
+        sizes, strides = self.summands(operand, groups, gradient.shape, gradient.stride(), trailing=trailing)
+        return as_gradient(torch.as_strided(gradient, sizes, strides), operand)
+
+    def summands(
+        self, operand: Tensor, groups: tuple[int, ...], shape: Shape, strides: Shape, *, trailing: int = 0
+    ) -> tuple[Shape, Shape]:
+        """The shape and strides of such a gradient, with the axes of its operand.
+
+        Before them are the axes over which it is yet to be summed.
+        """
+        plan, steps = self.plan, dict[int, int]()  # of each axis of the plan over which the kernel did not sum
+        for i, size, step in zip(groups, shape, strides):
+            if size == plan.numel(self.axes[i]):
+                for axis in reversed(self.axes[i]):
+                    steps[axis] = step
+                    step *= plan.shape[axis]
+        missing = len(plan.shape) - (operand.ndim - trailing)
+        own = [steps.get(axis, 0) for axis in range(missing, len(plan.shape))]  # any one serves where the size is 1
+        summed = tuple(axis for axis in steps if not plan.varies(operand, (axis,), trailing=trailing))
+        return (
+            (*plan.sizes(summed), *operand.shape),
+            (*(steps[axis] for axis in summed), *own, *strides[len(groups) :]),
+        )
 
 
 @remembered
@@ -161,9 +183,14 @@ class Groups(Layout):
             self.matrix(log_weights, self.EVERY),
         )
 
-    def strides_of_result(self, tensor: Tensor) -> Shape | None:
-        """The strides of `of_result`, found without an operation of PyTorch; None where that is a copy."""
-        return _merged_strides(self.reduction.reduced.shape, self._of_result, tuple(tensor.shape), tensor.stride(), 0)
+    def laid_out_as_result(self, tensor: Tensor, *, trailing: int = 0) -> tuple[Tensor, Shape]:
+        """A tensor with the shape of the result, and its strides in `of_result`. It is a copy if these need one."""
+        whole, own = self.reduction.reduced.shape, tuple(tensor.shape)
+        strides = _merged_strides(whole, self._of_result, own, tensor.stride(), trailing)
+        if strides is None:
+            tensor = self.of_result(tensor, trailing=trailing)
+            strides = tensor.stride()
+        return tensor, strides
 
     @property
     def _of_result(self) -> tuple[Shape, ...]:
