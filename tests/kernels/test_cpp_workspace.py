@@ -73,7 +73,8 @@ def subnormal_operands(monkeypatch):
     def watched(self, call, is_backward):
         if hasattr(call, "workspace"):
             real = next(real for real in library.REALS if library.library(real) is self)
-            memory = (ctypes.c_char * (self.workspace(call) * call.threads * real.itemsize)).from_address(call.workspace)
+            size = self.workspace(call) * call.threads * real.itemsize
+            memory = (ctypes.c_char * size).from_address(call.workspace)
             words = torch.frombuffer(memory, dtype={4: torch.int32, 8: torch.int64}[real.itemsize])
             words.random_(1, 1 << 20)  # as the bits of small integers, which are those of subnormal numbers
         flags.clear()
