@@ -1,6 +1,5 @@
 // Attention: a call, and what a thread keeps of a block of queries and keys.
 #pragma once
-
 #include "additive.h"
 #include "batched.h"
 #include "random.h"

@@ -7,8 +7,8 @@
 //     dleft = 2 sum_n G z inverse,    dright = -2 sum_m G z inverse,    ddeviations = -2 sum_m G z^2 inverse
 //
 // PLAIN are sums of squared differences, which inverse[n]^2 multiplies afterwards, as it multiplies G here. Where a distance
-// is not finite, LEAVES_OUT skips pairs whose G is 0, as 0 times infinity is NaN. It serves too where the square of an
-// inverse deviation would overflow or vanish, since it multiplies with one factor after the other.
+// is not finite, LEAVES_OUT skips pairs whose G is 0, as 0 times infinity is NaN. It serves too where deviations are not
+// MODERATE, since it multiplies with one factor after the other.
 #pragma once
 #include "product.h"
 
@@ -18,6 +18,9 @@ enum {
   PART = 16,                     // coordinates that one sum runs over
   SHORT = 4,                     // rows in registers where gradients are summed
 };
+
+// Squares and cubes of deviations up to this number, and of their inverses, leave most of the range to what they multiply.
+static const Real MODERATE = REAL_BYTES == 8 ? 1e50 : 1e6f;
 
 enum Squares { OF_QUOTIENTS, LEAVES_OUT, PLAIN };  // as the functions of tables are ordered
 
@@ -40,14 +43,14 @@ static bool is_small(const Real* block, int rows, int columns) {
   return all_finite(block, rows, columns, [](auto value) { return value * 2.0f; });
 }
 
-// Write the inverses of a block. Returns whether their squares and cubes neither overflow nor vanish.
+// Write the inverses of a block of deviations. Returns whether these are MODERATE.
 static bool invert_block(Matrix from, int rows, int columns, Real* to) {
-  auto cube = [](auto value) { return value * value * value; };
+  auto grown = [](auto value) { return value * (std::numeric_limits<Real>::max() / MODERATE); };
   copy_block(from, rows, columns, to);
-  bool is_moderate = all_finite(to, rows, columns, cube);
+  bool is_moderate = all_finite(to, rows, columns, grown);
   for (int i = 0; i < rows; i++)
     for (int j = 0; j < columns; j += LANES) store(to + i * STRIDE + j, 1.0f / load(to + i * STRIDE + j));
-  return is_moderate && all_finite(to, rows, columns, cube);
+  return is_moderate && all_finite(to, rows, columns, grown);
 }
 
 template <Squares SQUARES, class Put>

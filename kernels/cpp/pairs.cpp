@@ -33,7 +33,7 @@ struct Forward : Worker {
   Matrix points_of(Place place) const { return call.left.matrix(place.batch, 0).from(place.first, 0); }
 
   void operator()(int64_t item) {
-    Place place = place_of(item), next = place_of(item + call.threads);  // if threads take turns
+    Place place = place_of(item), next = place_of(next_of(item));
     int64_t batch = place.batch, other = place.other, first = place.first;
     int rows = at_most(call.points - first, ROWS);
     ahead.clear();
@@ -83,7 +83,7 @@ struct Forward : Worker {
     int depth = (int)call.depth;
     form = has_distances() && read_squares(deviations, columns) ? PLAIN : OF_QUOTIENTS;
     copy_left(points, rows, depth);
-    Left own = rows_of(left, rows, depth);  // with rows of 0 behind them, whose distances count
+    Left own = rows_of(left, rows, depth);  // with rows of 0 behind them, whose distances count too
     copy_right(components, deviations, columns, depth);
     auto score = [this](int j, Reals value) { return (value + settings.offset) * load(scale + j) + load(constant + j); };
     if (!has_distances())
@@ -122,7 +122,7 @@ struct BackwardCall : PairsCall {
   enum { LIFT = 8 * REAL_BYTES };
   const bool is_lifted;
   const Real lowered = is_lifted ? std::ldexp((Real)1, -LIFT) : 1;
-  mutable std::atomic<bool> overflows{false};  // some number is not finite
+  mutable std::atomic<bool> has_odd{false};  // whether some number is not finite
 
   BackwardCall(const PairsCall& call, bool is_lifted) : PairsCall(call), is_lifted(is_lifted) {}
 };
@@ -135,7 +135,7 @@ struct Part {
 struct Backward : Worker {
   const BackwardCall& call;
   alignas(64) Real phi[COLUMNS], pulls[COLUMNS], dscale[COLUMNS], dweights[COLUMNS];
-  bool has_pairs;  // whether the products or distances of the block are computed, or linear and needed by no gradient
+  bool has_pairs;  // whether products or distances of the block are computed; else scores are linear, and none is needed
   double all_dscale[COLUMNS], all_dweights[COLUMNS];  // sums of these over the blocks of points
 
   Backward(const BackwardCall& call, int64_t thread) : Worker(call, thread), call(call) {}
@@ -155,7 +155,7 @@ struct Backward : Worker {
         read_constants(part.batch, other, n, columns);
         for (int j = 0; j < COLUMNS; j++) all_dscale[j] = all_dweights[j] = 0;
         for (int64_t m = part.first_point; m < part.end_point; m += ROWS) {
-          if (call.overflows) return;
+          if (call.has_odd) return;
           int rows = at_most(part.end_point - m, ROWS);
           look_ahead(part, other, n, m, next);
           if (wants_left && !has_distances()) ahead.add(dpoints.from(m, 0), rows, call.depth);
@@ -172,10 +172,12 @@ struct Backward : Worker {
             int depth = at_most(call.depth - k, deepest());
             if (wants_left) {
               copy_right(components.from(n, k), deviations.from(n, k), columns, depth);
-              if (has_distances()) copy_left(points.from(m, k), rows, depth);
-              Left own = rows_of(scores, rows, columns);
-              if (!has_distances()) multiply(own, panels_of(right), rows, depth, columns, false, product, &ahead);
-              else PULL_LEFT[form](scores, left, right, rows, columns, depth, product);
+              if (has_distances()) {
+                copy_left(points.from(m, k), rows, depth);
+                PULL_LEFT[form](scores, left, right, rows, columns, depth, product);
+              } else {
+                multiply(rows_of(scores, rows, columns), panels_of(right), rows, depth, columns, false, product, &ahead);
+              }
               lower(product, rows, depth);
               put_block(product, rows, depth, adds_left, dpoints.from(m, k));
             }
@@ -200,18 +202,15 @@ struct Backward : Worker {
     }
   }
 
-  // The item that comes next, if threads take turns, or the end.
-  int64_t next_of(int64_t item, int64_t items) const { return std::min(item + call.threads, items); }
-
-  // Fetch what is read of the block that comes after one, of its part or of the next. Distances leave time for gradients
-  // alone.
+  // Fetch what is read of the block that comes after one, of its part or of the next: gradients, and points, which are not
+  // fetched ahead of distances, whose time they would not shorten.
   void look_ahead(Part part, int64_t other, int64_t n, int64_t m, Part next) {
     ahead.clear();
     if (m + ROWS < part.end_point) m += ROWS;
     else if (n + COLUMNS < part.end) n += COLUMNS, m = part.first_point;
     else if (other + 1 < part.end_other) other++, n = part.first, m = part.first_point;
     else part = next, other = part.first_other, n = part.first, m = part.first_point;
-    if (part.batch == call.batch) return;
+    if (part.batch >= call.batch) return;
     if (!call.is_reduced) ahead.add(call.dout.matrix(part.batch, other).from(m, n), part.end_point - m, part.end - n);
     if (!has_distances()) ahead.add(call.left.matrix(part.batch, 0).from(m, 0), part.end_point - m, call.depth);
   }
@@ -222,7 +221,7 @@ struct Backward : Worker {
     bool is_finite = all_finite(block, rows, columns, [](auto value) { return value; });
     for (int i = 0; i < rows; i++)
       for (int j = 0; j < columns; j += LANES) store(block + i * STRIDE + j, load(block + i * STRIDE + j) * call.lowered);
-    if (!is_finite) call.overflows = true;
+    if (!is_finite) call.has_odd = true;
   }
 
   // Overwrite the dot products or distances of a point, if there are any, with the gradients of them.
@@ -251,7 +250,7 @@ struct Backward : Worker {
       store(phi + j, of_scale);
     }
     if (form == OF_QUOTIENTS && !(all_moderate && sum_of(oddity) == 0)) form = LEAVES_OUT;
-    if (call.is_lifted && sum_of(strange) != 0) call.overflows = true;
+    if (call.is_lifted && sum_of(strange) != 0) call.has_odd = true;
     gather(call.dweights, call.weights_along, pulls, dweights, batch, other, point, first, columns, of_points, adds);
     gather(call.dscale, call.scales_along, phi, dscale, batch, other, point, first, columns, of_points, adds);
     if (has_distances())  // that of deviations needs the sums
@@ -295,7 +294,7 @@ struct Backward : Worker {
     Reals sum = Reals{};
     for (int j = 0; j < columns; j += LANES) sum += load(values + j);
     Real total = sum_of(sum) * call.lowered;
-    if (call.is_lifted && !std::isfinite(total)) call.overflows = true;
+    if (call.is_lifted && !std::isfinite(total)) call.has_odd = true;
     to(point, 0) = adds ? to(point, 0) + total : total;
   }
 
@@ -312,7 +311,7 @@ struct Backward : Worker {
     Matrix deviations = call.deviations.matrix(part.batch, other).from(first, 0);
     Matrix to = call.ddeviations.matrix(part.batch, other).from(first, 0);
     for (int j = 0; j < columns; j++) {
-      if (call.is_lifted && !std::isfinite(all_dscale[j] + all_dweights[j])) call.overflows = true;
+      if (call.is_lifted && !std::isfinite(all_dscale[j] + all_dweights[j])) call.has_odd = true;
       if (call.dscale.at && call.scales_along == COMPONENTS_ALONE) scales(0, first + j) = (Real)all_dscale[j];
       if (call.dweights.at && call.weights_along == COMPONENTS_ALONE) weights(0, first + j) = (Real)all_dweights[j];
       if (!call.ddeviations.at) continue;
@@ -326,7 +325,7 @@ struct Backward : Worker {
 struct OfBatch : Backward {
   using Backward::Backward;
   Part part(int64_t batch) const { return {batch, 0, call.points, 0, call.others, 0, call.components}; }
-  void operator()(int64_t item) { pull_back(part(item), part(next_of(item, call.batch)), true, true); }
+  void operator()(int64_t item) { pull_back(part(item), part(next_of(item)), true, true); }
 };
 // The gradients of a block of points, and of what varies with them.
 struct OfPoints : Backward {
@@ -336,7 +335,7 @@ struct OfPoints : Backward {
     int64_t first = item % blocks * ROWS, end = std::min<int64_t>(first + ROWS, call.points);
     return {item / blocks, first, end, 0, call.others, 0, call.components};
   }
-  void operator()(int64_t item) { pull_back(part(item), part(next_of(item, call.batch * blocks)), true, false); }
+  void operator()(int64_t item) { pull_back(part(item), part(next_of(item)), true, false); }
 };
 // The gradients of a block of components, and of what varies with them alone.
 struct OfComponents : Backward {
@@ -347,10 +346,10 @@ struct OfComponents : Backward {
     int64_t other = item / blocks % call.others;
     return {item / outer, 0, call.points, other, other + 1, first, end};
   }
-  void operator()(int64_t item) { pull_back(part(item), part(next_of(item, call.batch * outer)), false, true); }
+  void operator()(int64_t item) { pull_back(part(item), part(next_of(item)), false, true); }
 };
 
-// Compute the gradients. Returns whether nothing overflowed on the way.
+// Compute the gradients. Returns whether all numbers were finite on the way, of lifted ones.
 bool pull_back(const BackwardCall& call) {
   bool scales = call.dscale.at, weighs = call.dweights.at, by_entry = call.batch >= OWNERS;
   bool of_points = call.dleft.at || (scales && call.scales_along) || (weighs && call.weights_along);
@@ -360,7 +359,7 @@ bool pull_back(const BackwardCall& call) {
   if (!by_entry && of_points) each<OfPoints>(call, call.batch * blocks_of(call.points, ROWS));
   int64_t blocks = call.batch * call.others * blocks_of(call.components, COLUMNS);
   if (!by_entry && of_components) each<OfComponents>(call, blocks);
-  return !call.overflows;
+  return !call.has_odd;
 }
 }  // namespace
 

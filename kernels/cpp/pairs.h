@@ -46,7 +46,7 @@ struct Worker : Workspace<4, 1> {
   alignas(64) Real scale[COLUMNS], constant[COLUMNS], slope[COLUMNS];
   alignas(64) Real squares[COLUMNS];  // of inverse deviations, where each component has one
   Squares form = OF_QUOTIENTS;         // of the distances of the block
-  bool is_moderate = true, all_moderate = true;  // whether inverse deviations are, of a part of the coordinates and of all
+  bool is_moderate = true, all_moderate = true;  // whether deviations are, of a part of the coordinates and of all
   alignas(64) Real own_scale[COLUMNS], own_constant[COLUMNS], own_slope[COLUMNS];
 
   Worker(const PairsCall& call, int64_t thread) : Workspace(call.workspace, thread), call(call), settings{(Real)call.floor, (Real)call.least, (Real)call.offset} {
@@ -57,6 +57,7 @@ struct Worker : Workspace<4, 1> {
   bool varies_along_components_alone() const {
     return call.scales_along == COMPONENTS_ALONE && call.weights_along == COMPONENTS_ALONE;
   }
+  int64_t next_of(int64_t item) const { return item + call.threads; }  // if threads take turns
   int deepest() const { return has_distances() ? (int)HALF : (int)DEPTH; }
 
   void copy_left(Matrix from, int rows, int depth) {
@@ -108,14 +109,13 @@ struct Worker : Workspace<4, 1> {
     }
   }
 
-  // Read the inverse squares of single deviations. Returns whether there are such, none so large or small that it matters
-  // when they multiply.
+  // Read the inverse squares of single deviations. Returns whether there are such, and all MODERATE.
   bool read_squares(Matrix deviations, int columns) {
     if (deviations.column != 0) return false;
     memset(squares, 0, sizeof squares);
     for (int j = 0; j < columns; j++) {
       Real deviation = deviations(j, 0);
-      if (!(deviation > 1e-10f && deviation < 1e10f)) return false;
+      if (!(deviation > 1 / MODERATE && deviation < MODERATE)) return false;
       squares[j] = 1 / (deviation * deviation);
     }
     return true;

@@ -69,9 +69,8 @@ class Ahead {
   }
 };
 
-// What a product computes besides, of what lies behind a block, nobody reads. Yet it has to be 0 there: memory may hold
-// subnormal numbers, whose arithmetic takes a hundred cycles an operation.
-
+// Write 0 behind the rows of a block, to a multiple. What a product computes of them nobody reads, yet memory may hold
+// subnormal numbers there, whose arithmetic takes a hundred cycles an operation.
 static inline void clear_behind(Real* block, int rows, int columns, int multiple) {
   for (int i = rows; i % multiple; i++) memset(block + i * STRIDE, 0, columns * sizeof(Real));
 }
@@ -217,8 +216,8 @@ struct Tile {
   }
 };
 
-// Write what a function of column and value makes of a block of the product to where it is wanted, in plain rows. So the
-// memory takes numbers while others are computed.
+// Write what a function of column and value makes of a block of the product to where it is wanted, in plain rows, or add
+// it to what is there. So the memory takes numbers while others are computed.
 template <class Finish>
 static void write_product(Left left, Right right, int rows, int columns, int depth, Finish finish, bool adds, Matrix to,
                           Ahead* ahead = nullptr) {

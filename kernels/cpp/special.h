@@ -88,7 +88,8 @@ template <int LIFT = 0>
 static inline Reals softmax_term(Reals x) {
   const Real least = LEAST_NORMAL_POWER - LIFT * (Real)M_LN2, most = MOST_POWER - LIFT * (Real)M_LN2;
   Wholes n;
-  Reals p = exponential_parts(x > most ? all(most) : x, &n);
+  Reals inside = x > most ? all(most) : x;
+  Reals p = exponential_parts(inside < least ? all(least) : inside, &n);
   return x < least ? Reals{} : p * power_of_two(n + LIFT);
 }
 

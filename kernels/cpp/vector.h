@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));

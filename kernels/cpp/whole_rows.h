@@ -13,7 +13,7 @@ struct WholeRows : Tiles {
   Real *queries_in_panel = keys_in_panels, *douts_in_panel = values_in_panels;
   static_assert(3 * ROOM <= BLOCK, "blocks of queries lie in one block");
 
-  // Whether a call has rows that fit, without masks and what is drawn.
+  // Whether a call whose queries have gradients has rows that fit, without masks and what is drawn.
   static bool fit(const AttentionCall& call) {
     bool is_plain = call.output != SCORES && !call.weight.at && call.mask_is == NO_MASK && call.dropped == 0;
     return is_plain && call.depth <= DEPTH && call.features <= DEPTH && (call.keys + TALL) * WIDE <= BLOCK;
@@ -43,10 +43,9 @@ struct WholeRows : Tiles {
       Left weights = {scores + n * WIDE, WIDE, 1}, dscores = {pulls + n * WIDE, WIDE, 1};
       if (dvalue.at) put_product(weights, panels_of(douts), columns, features, rows, true, dvalue.from(n, 0), product);
       if (dkey.at) put_product(dscores, panels_of(queries), columns, depth, rows, true, dkey.from(n, 0), product);
-      Right keys = right_of(key.from(n, 0), columns, depth);
-      if (dquery.at) multiply({dscores.at, 1, WIDE}, keys, rows, depth, columns, n > 0, dqueries);
+      multiply({dscores.at, 1, WIDE}, right_of(key.from(n, 0), columns, depth), rows, depth, columns, n > 0, dqueries);
     }
-    if (dquery.at) put_block(dqueries, rows, depth, false, dquery.from(m, 0));
+    put_block(dqueries, rows, depth, false, dquery.from(m, 0));
   }
 
   // Write the gradients of weights to `pulls`.
@@ -82,30 +81,31 @@ struct WholeRows : Tiles {
   }
 
   // Overwrite the scores of a vector of queries with their weights, and gradients of weights with those of dot products.
-  void pull_scores(int64_t query, int64_t end, Real* scores, Real* pulls) {
+  void pull_scores(int64_t query, int64_t end, Real* own, Real* gradients) {
     Reals most = all(-INFINITY), total = Reals{}, pull = Reals{};
     for (int64_t n = 0; n < end; n++) {
-      Reals score = those_reaching(n - query, load(scores + n * WIDE), -INFINITY);
-      store(scores + n * WIDE, score);
+      Reals score = those_reaching(n - query, load(own + n * WIDE), -INFINITY);
+      store(own + n * WIDE, score);
       most = score <= most ? most : score;
     }
     for (int lane = 0; lane < LANES; lane++) most[lane] = shift_of(most[lane]);
     for (int64_t n = 0; n < end; n++) {
-      Reals term = softmax_term(load(scores + n * WIDE) - most);
-      store(scores + n * WIDE, term);
+      Reals term = softmax_term(load(own + n * WIDE) - most);
+      store(own + n * WIDE, term);
       total += term;
-      pull += term * load(pulls + n * WIDE);
+      pull += term * load(gradients + n * WIDE);
     }
     for (int lane = 0; lane < LANES; lane++) total[lane] = inverse_of(total[lane]);
     pull *= total;
     for (int64_t n = 0; n < end; n++) {
-      Reals weight = load(scores + n * WIDE) * total, gradient = (load(pulls + n * WIDE) - pull) * weight;
-      store(scores + n * WIDE, weight);
-      store(pulls + n * WIDE, those_reaching(n - query, gradient * of_scores, 0));
+      Reals weight = load(own + n * WIDE) * total, gradient = (load(gradients + n * WIDE) - pull) * weight;
+      store(own + n * WIDE, weight);
+      store(gradients + n * WIDE, those_reaching(n - query, gradient * of_scores, 0));
     }
   }
 
-  // Those of some values of queries that take part with a key so many places behind the first one, or another number.
+  // Values of a vector of queries and the key that comes so many places behind the first of them; another number where the
+  // pair takes no part.
   Reals those_reaching(int64_t behind, Reals values, Real other) const {
     if (behind <= call.diagonal) return values;
     return counted_from<Wholes>(0) >= (int)(behind - call.diagonal) ? values : all(other);

@@ -436,6 +436,22 @@ def test_deviations_whose_squares_are_no_numbers(size, coordinates, real):
 
 
 @needs_library
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize(("size", "dout"), [(1e-9, 1e25), (1e-9, 1e-27), (1e9, 1e-27), (1e9, 1e22), (1e9, 1e30)])
+@pytest.mark.parametrize("coordinates", [1, 2])
+def test_deviations_and_gradients_whose_products_are_no_numbers(coordinates, size, dout, mixes):
+    def gradients(real, variant):
+        loc, scale = torch.full((8, 2), 2 * size, dtype=real), torch.full((8, coordinates), size, dtype=real)
+        leaves = [one.requires_grad_() for one in (loc, scale, torch.zeros(3, 1, 2, dtype=real))]
+        function = effops.normal_mixture_log_prob if mixes else effops.normal_log_prob
+        out = function(*([torch.zeros(8, dtype=real)] if mixes else []), *leaves, variant=variant)
+        return torch.autograd.grad(out, leaves, torch.full_like(out, dout))
+
+    for found, right in zip(gradients(torch.float32, "cpp"), gradients(torch.float64, "naive")):
+        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=0)
+
+
+@needs_library
 @pytest.mark.parametrize("components", [5, 16, 17])
 def test_an_infinite_point_has_no_density(components):
     x = torch.zeros(3, 1, 4)

@@ -61,6 +61,7 @@ def attend(T, M, N, D):
         call("attention_weights", query, key, **options)
         call("attention_scores", query, key, **options)
         call("attention", query, key, value, dropout_p=0.2, **options)
+    call("attention_weights", 1e4 * query, 1e3 * key)  # scores so far apart that their exponents are no integers
     sequence = torch.randn(2, T, M, D), torch.randn(T, M, D), torch.randn(T, M, D + 3)
     call("log_sparse_attention", *sequence)
     call("log_sparse_attention", *sequence, local=140, restart=150)
