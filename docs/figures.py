@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tables import ALL_OPS, DOCS, ROOT, TEXTS, TRAINING, content, founding_rows
+from tables import DOCS, ONE_OP, ROOT, TEXTS, TRAINING, content, founding_rows
 
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -43,7 +43,7 @@ def draw_training(axes: Any) -> None:
 
 
 PICTURES: Mapping[str, tuple[Path, Callable[[Any], None], int]] = {
-    "founding.svg": (ALL_OPS, draw_founding, 2),
+    "founding.svg": (ONE_OP, draw_founding, 2),
     "training.svg": (TRAINING, draw_training, 1),
 }
 

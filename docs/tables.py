@@ -18,7 +18,6 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 BENCH = ROOT / "bench"
 AMD = BENCH / "results" / "amd-epyc-2-threads"
-ALL_OPS = AMD / "all-ops-2026-11-25.json"
 RATIOS = [
     AMD / f"ratios-{name}.json" for name in ("2026-11-24", "densities-2026-11-25", "attention-2026-11-25")
 ]  # a later one counts
@@ -33,6 +32,7 @@ TILES = AMD / "tiles-2026-11-27.json"
 LARGE_TILES = AMD / "tiles-of-gigabytes-2026-11-27.json"
 HEAD_IN_TILES = AMD / "head-in-tiles-2026-11-27.json"
 INTEL = AMD.with_name("intel-xeon-2-threads")
+ALL_OPS, ONE_OP = INTEL / "all-ops-2026-11-28.json", INTEL / "power-spherical-2026-11-28.json"
 NATIVE = [INTEL / f"native-alone-{number}-2026-11-28.json" for number in (1, 2, 3)]
 BESIDE = {
     load: INTEL / f"native-beside-{load.replace(':', '-')}-2026-11-28.json"
@@ -116,12 +116,12 @@ def case(row: Row) -> str:
 
 
 def founding_rows() -> list[Row]:
-    return [row for row in measured(ALL_OPS) if row["op"] == FOUNDING and row["pass"] == "forward"]
+    return measured(ONE_OP)
 
 
 def founding() -> str:
     lines = fastest_first(founding_rows(), variant)
-    return f"{table(('variant', *MEASURES), lines)}\n\n{measured_on(ALL_OPS, ROOT)}"
+    return f"{table(('variant', *MEASURES), lines)}\n\n{measured_on(ONE_OP, ROOT)}"
 
 
 def comparison(result: Path) -> str:
