@@ -13,6 +13,7 @@ from torch import Tensor
 
 from effops.numerics.shapes import spreads
 from effops.ops.attention.dot_product import attention
+from effops.pytorch.calls import forward_pre_hooks
 from effops.text import how_to_install
 
 NAME = "effops"
@@ -192,7 +193,7 @@ def _prepare(model: Any) -> None:
         if any(type(module) in table.values() for module in _own_modules(model, model.config)):
             _refuse_layer(table)
         table.setdefault(NAME, functools.partial(_refuse_layer, table))
-    if _refuse_weights not in model._forward_pre_hooks.values():
+    if _refuse_weights not in forward_pre_hooks(model).values():
         model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
 
 

@@ -54,6 +54,66 @@ def test_imports():
     assert not wrong, "\n".join(["", *wrong])
 
 
+# Modules of PyTorch that are not in its documentation, with names that are not private.
+UNDOCUMENTED = {
+    "torch.amp.autocast_mode",
+    "torch.autograd.profiler_util",
+    "torch.cuda.amp.common",
+    "torch.fx.node",
+    "torch.fx.traceback",
+    "torch.utils.collect_env",
+    "torch.utils.flop_counter",
+    "torch.utils.hooks",
+}
+NOT_PYTORCH = {"_actions", "_attn_implementation", "_getframe"}  # of argparse, transformers, sys
+
+
+def is_private(name):
+    """Whether a part of a dotted name is private. Operators of ATen are looked up by name."""
+    return not name.startswith("aten.") and any(
+        part.startswith("_") and not part.startswith("__") for part in name.split(".")
+    )
+
+
+def private_names(path, own):
+    """(line, name) of the private interfaces of PyTorch that a module uses, and of those that it does not document.
+
+    `own` are names that effops gives to something itself.
+    """
+    for node in NODES[path]:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None)
+            names = [f"{module}.{alias.name}" if module else alias.name for alias in node.names]
+            for name in names:
+                undocumented = name in UNDOCUMENTED or name.rpartition(".")[0] in UNDOCUMENTED
+                if name.startswith("torch.") and (is_private(name) or undocumented):
+                    yield node.lineno, name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            name = ast.unparse(node)
+            is_own = node.attr in own | NOT_PYTORCH or ast.unparse(node.value) in ("self", "cls")
+            if name in UNDOCUMENTED or (is_private(node.attr) and is_private(name) and not is_own):
+                yield node.lineno, name
+
+
+def test_private_interfaces():
+    """Each stands where the next version of PyTorch can be looked up: in effops/pytorch/, by the feature it is for."""
+    own = {
+        getattr(node, name)
+        for nodes in NODES.values()
+        for node in nodes
+        for kind, name in ((ast.FunctionDef, "name"), (ast.ClassDef, "name"), (ast.Name, "id"), (ast.Attribute, "attr"))
+        if isinstance(node, kind) and not isinstance(getattr(node, "ctx", None), ast.Load)
+    }
+    own -= {"_schema", "_validate_args"}  # which effops sets too
+    wrong = [
+        f"{path}:{line} uses {name}: import it in effops/pytorch/"
+        for path in PATHS
+        if path.parts[0] == "effops" and path.parts[1] != "pytorch"
+        for line, name in private_names(path, own)
+    ]
+    assert not wrong, "\n".join(["", *wrong])
+
+
 def test_circles():
     folders = {name: path.parent if name.count(".") > 1 else path for name, path in FILES.items()}
     for names in (FILES, folders):

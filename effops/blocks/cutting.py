@@ -14,7 +14,7 @@ from torch import Tensor
 
 from effops.blocks import limits
 from effops.blocks.plan import Plan, Shape, Slices
-from effops.pytorch import _get_dispatch_mode, _TorchDispatchModeKey
+from effops.pytorch.calls import _get_dispatch_mode, _TorchDispatchModeKey
 
 
 class Block(NamedTuple):

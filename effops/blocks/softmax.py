@@ -30,7 +30,7 @@ from effops.blocks.masked import Masked
 from effops.blocks.plan import Plan
 from effops.numerics.exponentials import exp_
 from effops.numerics.values import observed
-from effops.pytorch import softmax_backward
+from effops.pytorch.operators import aten
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -242,7 +242,7 @@ def _backward(
             weights = _row_weights(scores, blocks[0], buffer.room(sizes(blocks[0].pairs)))
             pull_back(blocks[0], weights)
             found = dweights(blocks[0])
-            softmax_backward(found, weights, -1, found.dtype, grad_input=found)
+            aten._softmax_backward_data.out(found, weights, -1, found.dtype, grad_input=found)
             _pull_back_share(scores, blocks[0], found)
             continue
         rows = Rows(scores, buffer, blocks)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import math
 import os
+import pkgutil
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 import effops
+from effops import pytorch
 from effops.commands.attempt import attempted
 from effops.commands.console import Progress
 from effops.commands.speed import LEAST_GAIN, OpSpeed, speed_of
@@ -21,6 +23,8 @@ from effops.dispatch.devices import never_run_on
 from effops.dispatch.op import Op, find_op
 from effops.dispatch.requirements import library_description, requires_inductor, requires_triton
 from effops.measure import available_bytes, device_model, upstream_gradient
+from effops.pytorch.measure import collect_env
+from effops.pytorch.missing import LACKING, is_tested, tested
 from effops.reference import error_ratio, gradient_error_ratio, reference_of, tried_ops
 from effops.text import counted, format_bytes
 
@@ -79,13 +83,17 @@ class OpCheck:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found. `cuda_obstacle` is why there is no CUDA or ROCm device; empty if there is one."""
+    """What was found. `cuda_obstacle` is why there is no CUDA or ROCm device; empty if there is one.
+
+    `lacking` tells of features that need an interface of PyTorch which the installed one lacks.
+    """
 
     versions: dict[str, str | None]
     devices: tuple[Device, ...]
     cuda_obstacle: str
     ops: tuple[OpCheck, ...]
     speeds: tuple[OpSpeed, ...] = ()
+    lacking: tuple[str, ...] = ()
 
     def failures(self) -> Iterator[str]:
         """A line for everything that is wrong."""
@@ -150,14 +158,19 @@ def diagnose(progress: Progress, names: Sequence[str] = (), full: bool = False) 
         for check in checks
         if full and check.right
     )
-    return Report(versions(), tuple(describe(device) for device in devices), obstacle, checks, speeds)
+    return Report(versions(), tuple(describe(device) for device in devices), obstacle, checks, speeds, lacking())
+
+
+def lacking() -> tuple[str, ...]:
+    """Which interfaces of PyTorch are missing, and the features that need them. Imports all that any feature needs."""
+    for module in pkgutil.iter_modules(pytorch.__path__):
+        importlib.import_module(f"{pytorch.__name__}.{module.name}")
+    return tuple(map(str, LACKING))
 
 
 def versions() -> dict[str, str | None]:
     """Versions by name; None for CUDA or ROCm if torch is built without, and for a driver that torch cannot name."""
-    from torch.utils import collect_env
-
-    driver = collect_env.get_nvidia_driver_version(collect_env.run) if torch.version.cuda else None
+    driver = attempted(_driver_version)[0] if torch.version.cuda else None
     triton, obstacle = attempted(importlib.import_module, "triton")
     return {
         "effops": effops.__version__,
@@ -171,6 +184,11 @@ def versions() -> dict[str, str | None]:
         "rocm": torch.version.hip,
         "driver": driver,
     }
+
+
+def _driver_version() -> str | None:
+    version: str | None = collect_env.get_nvidia_driver_version(collect_env.run)
+    return version
 
 
 def _cuda_obstacle() -> str:
@@ -269,6 +287,10 @@ def print_report(report: Report, console: Console) -> None:
     """Versions and devices; for each device a matrix of ops and variants, and times if there are; the verdict."""
     for name, version in report.versions.items():
         console.print(f"{name}: {version or 'none'}", soft_wrap=True)
+    if not is_tested():
+        console.print(tested(), style="yellow", soft_wrap=True)
+    for line in report.lacking:
+        console.print(f"missing: {line}", style="red", soft_wrap=True)
     for device in report.devices:
         console.print(f"{device.name}: {_description(device)}", soft_wrap=True)
     if report.cuda_obstacle:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from effops.numerics.precision import FLOATS, INTEGERS
-from effops.pytorch import _disabled_torch_function_impl
+from effops.pytorch.calls import _disabled_torch_function_impl
 
 # They are named, since their modules take long to import. DTensors are sharded, and the others count as plain tensors.
 _KNOWN_SUBCLASSES = frozenset(

@@ -6,7 +6,7 @@ once. All other calls go the long way, which has the errors too.
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +21,7 @@ from effops.dispatch.record import add_to_records, is_recorded
 from effops.dispatch.validation import check_values, is_validated
 from effops.numerics.layout import is_negated, without_negation
 from effops.numerics.precision import CPU, autocast_enabled, without_autocast
-from effops.pytorch import _get_float32_matmul_precision, is_legacy_batchedtensor, tree_leaves
+from effops.pytorch.calls import is_legacy_batchedtensor
 
 _outline = attrgetter("shape", "dtype", "layout", "is_cpu")
 
@@ -54,7 +54,16 @@ def _is_watched() -> bool:
 def _any_dtensor(args: tuple[Any, ...]) -> bool:
     # The import takes a second. A module that nobody has imported has made no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and module.DTensor in map(type, tree_leaves(args))
+    return module is not None and module.DTensor in map(type, _flat(args))
+
+
+def _flat(args: Iterable[Any]) -> Iterator[Any]:
+    """The arguments, and the elements of those that are lists or tuples."""
+    for one in args:
+        if isinstance(one, (list, tuple)):
+            yield from _flat(one)
+        else:
+            yield one
 
 
 class Small(Protocol):
@@ -95,7 +104,7 @@ class Shortcut:
             outlines = tuple(map(_outline, arguments))
         except RuntimeError:  # a nested tensor has no shape
             return None
-        known = self._known(outlines, _get_float32_matmul_precision())
+        known = self._known(outlines, torch.get_float32_matmul_precision())
         if known is None:
             return None
         return call_known(known, self.custom, arguments, kept)

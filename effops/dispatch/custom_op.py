@@ -23,7 +23,7 @@ from effops.dispatch.native import Native
 from effops.numerics.layout import empty_gradient, without_negation
 from effops.numerics.precision import without_autocast
 from effops.prediction.inside import register_body
-from effops.pytorch import (
+from effops.pytorch.calls import (
     FakeTensor,
     TransformType,
     _are_functorch_transforms_active,
@@ -31,7 +31,7 @@ from effops.pytorch import (
     _get_tracing_state,
     _len_torch_dispatch_stack,
     _TorchDispatchModeKey,
-    forward_ad,
+    dual_level,
     get_interpreter_stack,
     is_gradtrackingtensor,
     is_legacy_batchedtensor,
@@ -457,7 +457,7 @@ def _is_fake(tensors: Sequence[Tensor]) -> bool:
 def _is_eager() -> bool:
     return (
         not is_compiling()
-        and forward_ad._current_level < 0
+        and dual_level() < 0
         and not _are_functorch_transforms_active()
         and _get_tracing_state() is None
     )
@@ -469,7 +469,7 @@ def requires_grad(tensors: Sequence[Tensor]) -> bool:
 
 def _needs_composite() -> bool:
     """Whether a call is differentiated as no operator can be: in forward mode, or by a compiled transform."""
-    if forward_ad._current_level >= 0:
+    if dual_level() >= 0:
         return True
     return is_compiling() and _are_functorch_transforms_active()
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
-from torch.utils.hooks import unserializable_hook
 
-from effops.pytorch import TracingContext, _disabled_torch_function_impl, reset_code
+from effops.pytorch.calls import TracingContext, _disabled_torch_function_impl, reset_code, unserializable_hook
 
 
 def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -137,7 +136,7 @@ def _constant(arg: Any) -> Any:
 
 def _recompile_limit() -> type[Exception]:
     """What PyTorch raises where a form has been compiled too often."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit  # takes seconds to import; a compiled form has done so
+    from effops.pytorch.compiled import FailOnRecompileLimitHit  # takes seconds to import; a compiled form has done so
 
     return FailOnRecompileLimitHit
 
@@ -176,8 +175,7 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     Views of operands are not saved, but computed again from the operands. Compiled code makes views that do not share
     the version of their operand, so that PyTorch would not see that an operand was changed before the backward pass.
     """
-    from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # takes seconds to import
+    from effops.pytorch.compiled import compile_fx, compile_fx_inner, functorch_config  # takes seconds to import
 
     # Inductor's cache does not see the emptied list. Without a tag it could return a pass that writes.
     tag = f"{torch.compiler.config.cache_key_tag} saved tensors are kept"

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from effops.numerics.precision import without_autocast
-from effops.pytorch import (
+from effops.pytorch.calls import (
+    _is_alias_of,
     _saved_tensors_hooks_disable,
     _saved_tensors_hooks_enable,
     _saved_tensors_hooks_get_disabled_error_message,
@@ -136,7 +137,7 @@ class _Variables(torch.autograd.Function):
 def _is_alias(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same values in the same memory."""
     return (
-        tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+        _is_alias_of(tensor, other)
         and tensor.dtype == other.dtype
         and tensor.shape == other.shape
         and tensor.stride() == other.stride()

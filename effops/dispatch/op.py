@@ -15,7 +15,7 @@ from torch import Tensor
 from effops.dispatch.validation import Conditions, no_conditions
 from effops.numerics.precision import arithmetic_dtype, converted
 from effops.prediction.allocations import Bytes
-from effops.pytorch import _is_alias_of, tree_leaves, tree_map_only
+from effops.pytorch.calls import _is_alias_of, tree_leaves, tree_map_only
 from effops.text import did_you_mean, tells_wrong_arguments
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])

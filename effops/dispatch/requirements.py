@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from effops.dispatch.op import Call
 from effops.numerics.precision import CPU
-from effops.pytorch import FakeTensor, _are_functorch_transforms_active, forward_ad
+from effops.pytorch.calls import FakeTensor, _are_functorch_transforms_active, dual_level
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests
 
@@ -41,7 +41,7 @@ def requires_inductor(call: Call) -> str:
         return _without_cpp_compiler()
     if call.device.type == "cuda" and _import_error("triton"):
         return f"needs triton for TorchInductor, which cannot be imported: {_import_error('triton')}"
-    if forward_ad._current_level >= 0:
+    if dual_level() >= 0:
         return "cannot be differentiated in forward mode, since TorchInductor cannot"
     if _are_functorch_transforms_active():
         return "cannot be transformed by torch.func from outside; compile the transformed function instead"

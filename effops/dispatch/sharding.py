@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -31,6 +30,7 @@ from effops.dispatch.record import add_to_records
 from effops.dispatch.validation import check_values
 from effops.numerics.precision import without_autocast
 from effops.numerics.shapes import broadcast_shapes
+from effops.pytorch.sharding import all_reduce
 
 
 class ShardedOperand(NamedTuple):

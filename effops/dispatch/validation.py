@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from effops.pytorch import FakeTensor, _are_functorch_transforms_active
+from effops.pytorch.calls import FakeTensor, _are_functorch_transforms_active
 from effops.text import EnteredWhenCalled, tells_wrong_arguments
 
 

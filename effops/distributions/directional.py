@@ -25,7 +25,7 @@ from effops.numerics.layout import repeated
 from effops.numerics.precision import FLOATS, arithmetic_dtype, sphere_tolerance
 from effops.numerics.shapes import broadcast_shapes, do_broadcast, is_known, spreads
 from effops.ops.densities.density import KeptNormaliser
-from effops.pytorch import _size
+from effops.pytorch.calls import _size
 from effops.text import tells_wrong_arguments
 
 

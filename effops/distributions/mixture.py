@@ -15,7 +15,7 @@ from effops.distributions.told import TellingDistribution, check_validate_args, 
 from effops.distributions.von_mises_fisher import VonMisesFisher
 from effops.numerics.shapes import broadcast_shapes
 from effops.ops.densities import normal, power_spherical, von_mises_fisher
-from effops.pytorch import _size
+from effops.pytorch.calls import _size
 from effops.text import tells_wrong_arguments
 
 

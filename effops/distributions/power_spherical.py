@@ -16,7 +16,7 @@ from effops.distributions.directional import Directional
 from effops.distributions.uniform import HypersphericalUniform
 from effops.numerics.special import digamma_ratio
 from effops.ops.densities import power_spherical
-from effops.pytorch import _size
+from effops.pytorch.calls import _size
 from effops.text import tells_wrong_arguments
 
 

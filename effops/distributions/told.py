@@ -13,7 +13,7 @@ from effops.dispatch.arguments import check_operand, reshaped
 from effops.distributions.constraints import unit_vector
 from effops.numerics.directions import lengths
 from effops.numerics.shapes import do_broadcast
-from effops.pytorch import _size
+from effops.pytorch.calls import _size
 from effops.text import tells_wrong_arguments
 
 

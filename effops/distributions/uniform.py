@@ -15,7 +15,7 @@ from effops.distributions.told import TellingDistribution, check_validate_args
 from effops.numerics.directions import random_directions
 from effops.numerics.precision import arithmetic_dtype
 from effops.numerics.shapes import broadcast_shapes
-from effops.pytorch import _size
+from effops.pytorch.calls import _size
 from effops.text import integer_remedy, tells_wrong_arguments
 
 

@@ -13,7 +13,7 @@ from effops.distributions.constraints import unit_vector
 from effops.distributions.directional import Directional
 from effops.numerics.special import bessel_ratio
 from effops.ops.densities import von_mises_fisher
-from effops.pytorch import _size
+from effops.pytorch.calls import _size
 from effops.text import tells_wrong_arguments
 
 

@@ -12,7 +12,7 @@ import torch
 from effops.measure.passes import AS_A_PASS, Pass, check_integer, check_pass, storage_bytes, warm_up
 from effops.prediction.cuda_forms import CUDA_BLOCK_BYTES
 from effops.prediction.shared import profiled
-from effops.pytorch import DeviceType
+from effops.pytorch.measure import DeviceType
 from effops.text import tells_wrong_arguments
 
 

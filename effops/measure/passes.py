@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.pytorch import FakeTensor
+from effops.pytorch.calls import FakeTensor
 from effops.text import integer_remedy, tells_wrong_arguments
 
 AS_A_PASS = "Pass(function, (a, b))"

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.profiler import record_function
 
 from effops.measure.passes import AS_A_PASS, Pass, check_integer, check_passes, warm_up
 from effops.prediction.shared import profiled
-from effops.pytorch import DeviceType, _ExperimentalConfig
+from effops.pytorch.measure import DeviceType, FunctionEvent, FunctionEventAvg
+from effops.pytorch.prediction import _ExperimentalConfig
 from effops.text import aligned, format_bytes, format_us, tells_wrong_arguments
 
 NOTE_WIDTH = 100

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from effops.measure.passes import AS_A_PASS, Pass, check_integer, check_passes, check_seconds, warm_up
+from effops.pytorch.measure import keep_busy
 from effops.text import tells_wrong_arguments
 
 
@@ -101,7 +102,7 @@ def _stopwatch(device: torch.device) -> Callable[[Callable[[], Any]], tuple[floa
     flush = torch.empty(max(4 * cache_bytes, 2**26), dtype=torch.int8, device=device)
     cycles = 10**6
     with torch.cuda.device(device):
-        cycles_per_ms = cycles / _device_ms(lambda: torch.cuda._sleep(cycles))[0]
+        cycles_per_ms = cycles / _device_ms(lambda: keep_busy(cycles))[0]
     busy_ms = LEAST_BUSY_MS
 
     def sample_ms(run: Callable[[], Any]) -> tuple[float, float]:
@@ -109,7 +110,7 @@ def _stopwatch(device: torch.device) -> Callable[[Callable[[], Any]], tuple[floa
         with torch.cuda.device(device):
             torch.cuda.synchronize()
             flush.zero_()
-            torch.cuda._sleep(int(busy_ms * cycles_per_ms))
+            keep_busy(int(busy_ms * cycles_per_ms))
             found = _device_ms(run)
         busy_ms = max(busy_ms, min(2 * found[1], MOST_BUSY_MS))
         return found

@@ -24,7 +24,7 @@ from effops.prediction.inside import caution
 from effops.prediction.known_values import KnownValues
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
 from effops.prediction.timeline import Timeline
-from effops.pytorch import FakeTensorMode, _BatchNorm
+from effops.pytorch.prediction import FakeTensorMode, _BatchNorm
 from effops.text import aligned, counted, format_bytes, format_distinct_bytes, parse_bytes, tells_wrong_arguments
 
 SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")

@@ -27,10 +27,10 @@ from effops.prediction.operations import CLASSES
 from effops.prediction.recorder import DEEP_COPIES, GENERATOR_STATES
 from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError
 from effops.prediction.timeline import Timeline
-from effops.pytorch import (
+from effops.pytorch.calls import FakeTensor
+from effops.pytorch.prediction import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )

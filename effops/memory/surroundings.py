@@ -7,7 +7,7 @@ import torch
 
 from effops.measure import without_collector
 from effops.prediction.shared import Shared, without_logged_failures
-from effops.pytorch import _disable_current_modes
+from effops.pytorch.prediction import _disable_current_modes
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from effops.measure import tensors_of
 from effops.memory.checked import AUTOCAST_DTYPES, check_count
-from effops.pytorch import tree_leaves
+from effops.pytorch.calls import tree_leaves
 from effops.text import frames_of, line_of_program, tells_wrong_arguments, text_of
 
 # These can be raised again with another text. Subclasses of them may take other arguments than a text.

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from effops.numerics.pages import with_huge_pages
-from effops.pytorch import compute_elementwise_output_strides, is_non_overlapping_and_dense
+from effops.pytorch.calls import compute_elementwise_output_strides
+from effops.pytorch.operators import aten
+
+_is_dense = aten.is_non_overlapping_and_dense.default
 
 
 def gradient_strides(operand: Tensor) -> tuple[int, ...]:
@@ -15,7 +18,7 @@ def gradient_strides(operand: Tensor) -> tuple[int, ...]:
 
     A fake tensor's `empty_like` differs from a real one's along axes of size 1.
     """
-    if operand.is_contiguous() or is_non_overlapping_and_dense(operand):  # the former takes less time
+    if operand.is_contiguous() or _is_dense(operand):  # the former takes less time
         return operand.stride()
     return tuple(compute_elementwise_output_strides(operand))
 

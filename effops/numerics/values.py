@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from effops.pytorch import FakeTensor
+from effops.pytorch.calls import FakeTensor
 
 
 def observed(number: Tensor, ordinary: float) -> float:

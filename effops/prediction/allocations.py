@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from effops.pytorch import FakeTensorMode, TorchDispatchMode, tree_leaves
+from effops.pytorch.calls import tree_leaves
+from effops.pytorch.prediction import FakeTensorMode, TorchDispatchMode
 
 INDUCTOR = "TorchInductor"  # takes the place of an unknown operator: the bytes of what it compiles are a guess
 

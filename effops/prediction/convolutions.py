@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from effops.prediction.allocations import Workspace, round_up
-from effops.pytorch import _ConvBackend, _select_conv_backend
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import _select_conv_backend
 
 CONVOLUTIONS = aten.convolution.default, aten.convolution_backward.default
 UNFOLDING = {
-    _ConvBackend.Slow2d,
-    _ConvBackend.Slow3d,
-    _ConvBackend.SlowDilated2d,
-    _ConvBackend.SlowDilated3d,
-    _ConvBackend.SlowTranspose2d,
-    _ConvBackend.SlowTranspose3d,
+    "Slow2d",
+    "Slow3d",
+    "SlowDilated2d",
+    "SlowDilated3d",
+    "SlowTranspose2d",
+    "SlowTranspose3d",
 }
 FLOAT_BYTES = 4
 BLOCK_CHANNELS = 8  # floats in a register of AVX2
@@ -34,7 +33,7 @@ def convolution(args: Sequence[Any], result: Tensor) -> Workspace:
     """The workspace of `aten.convolution`."""
     input, weight, bias = args[:3]
     backend = backend_of(aten.convolution.default, args)
-    if backend != _ConvBackend.Mkldnn:
+    if backend != "Mkldnn":
         return _unfolded(backend, args, result)
     groups = args[8]
     depthwise = groups == input.shape[1] == weight.shape[0] and input.ndim < 5
@@ -54,7 +53,7 @@ def convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -
     forward = (input, weight, None, *args[4:10])
     backend = backend_of(aten.convolution_backward.default, args)
     copied = 0 if upstream.is_contiguous() else upstream.nbytes
-    if backend != _ConvBackend.Mkldnn:
+    if backend != "Mkldnn":
         unfolded = _unfolded(backend, forward, upstream)
         return Workspace(copied + unfolded.temporary_bytes) if unfolded.known else unfolded
     stride, dilation, groups = args[4], args[6], args[9]
@@ -73,11 +72,13 @@ def convolution_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -
     return Workspace(copied + max(0, most - inputs - weights - biases))
 
 
-def backend_of(func: Any, args: Sequence[Any]) -> Any:
-    """The kernels that PyTorch takes for a convolution, or for its backward pass."""
+def backend_of(func: Any, args: Sequence[Any]) -> str:
+    """The name of the kernels that PyTorch takes for a convolution, or for its backward pass."""
     if func is aten.convolution_backward.default:
-        return _select_conv_backend(*args[1:3], None, *args[4:10], args[3])
-    return _select_conv_backend(*args[:9], None if args[2] is None else args[2].shape)
+        backend = _select_conv_backend(*args[1:3], None, *args[4:10], args[3])
+    else:
+        backend = _select_conv_backend(*args[:9], None if args[2] is None else args[2].shape)
+    return str(backend.name)
 
 
 def unfolded_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
@@ -118,9 +119,9 @@ def _unfolded(backend: Any, args: Sequence[Any], output: Tensor) -> Workspace:
     input, weight = args[:2]
     places = math.prod(weight.shape[2:])
     item = weight.shape[1] * places * math.prod(output.shape[2:]) * input.element_size()
-    if args[8] > 1 or backend not in (_ConvBackend.Slow2d, _ConvBackend.SlowDilated2d):
+    if args[8] > 1 or backend not in ("Slow2d", "SlowDilated2d"):
         return Workspace(known=False)
-    if backend == _ConvBackend.SlowDilated2d:
+    if backend == "SlowDilated2d":
         return Workspace(item)
     return Workspace(0 if places == 1 and _is_dense(args) else item * input.shape[0])
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from effops.numerics.shapes import broadcast_shapes
 from effops.prediction.allocations import Workspace
-from effops.pytorch import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes, schema_of
 
 FLOAT_BYTES, PLACE_BYTES = 4, 8
 LOOP_MULTIPLICATIONS = 400  # products of a batch of fewer are plain loops, which take matrices as they lie
@@ -332,7 +331,7 @@ def converted_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     if not tensors:
         return 0
     dtype = _dtype(operands, result)
-    written = tensors[:1] if func._schema.is_mutable else []
+    written = tensors[:1] if schema_of(func).is_mutable else []
     return _copied_bytes((*tensors, *written), dtype)
 
 

@@ -15,7 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from effops.prediction.allocations import round_up
 from effops.prediction.timeline import Timeline
-from effops.pytorch import _VF, _engine_run_backward, tree_map_only
+from effops.pytorch.calls import tree_map_only
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import _engine_run_backward
 
 MIB = 2**20
 CUDA_BLOCK_BYTES = 512
@@ -83,7 +85,7 @@ BY_COPIES = {
     "triplet_margin_loss",
 }
 NARROW = torch.bfloat16, torch.float16
-RECURRENT_FUNCTIONS = _VF.gru, _VF.lstm, _VF.rnn_relu, _VF.rnn_tanh
+RECURRENT_FUNCTIONS = torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh
 
 
 class Block(NamedTuple):
@@ -219,7 +221,7 @@ def _autocast(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any
     if name in BY_DTYPE and isinstance(given, Tensor) and given.dtype in NARROW and not has_dtype:
         axis = options.get("dim", args[1] if len(args) > 1 else None)
         if given.dtype is torch.float16 and "softmax" in name and axis is not None:  # its kernels read float16
-            kernel = torch.ops.aten._softmax if name == "softmax" else torch.ops.aten._log_softmax
+            kernel = aten._softmax.default if name == "softmax" else aten._log_softmax.default
             return kernel(given, axis, True)
         return func(*args, **{**options, "dtype": torch.float32})
     if name in BY_COPIES:
@@ -260,7 +262,7 @@ def _attention(
         query, key, value = (tensor.reshape(1, -1, *tensor.shape[-2:]) for tensor in (query, key, value))
         attn_mask = None if attn_mask is None else attn_mask.reshape(1, -1, *attn_mask.shape[-2:])
     saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    result: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+    result: Tensor = aten._scaled_dot_product_efficient_attention.default(
         query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale
     )[0]
     return result.reshape(*batch, *result.shape[-2:])

@@ -27,10 +27,10 @@ from effops.prediction.cpu_kernels import (
 )
 from effops.prediction.outcomes import OperatorCall, Outcome
 from effops.prediction.probes import PROBED, UNKNOWN
-from effops.pytorch import FakeTensor, _get_float32_matmul_precision, tree_leaves
+from effops.pytorch.calls import FakeTensor, tree_leaves
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import has_bfloat16_products, has_float16_products, schema_of
 from effops.text import format_bytes
-
-aten = torch.ops.aten
 
 FLASH_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -165,7 +165,7 @@ def _is_onednn_product(func: Any, args: Sequence[Any], result: Any) -> bool:
     if func in PRODUCTS or func is GROUPED_PRODUCT:
         left = args[0] if func is GROUPED_PRODUCT else args[-2]
         dtype = left.dtype
-        if dtype is torch.float32 and _get_float32_matmul_precision() != "highest":
+        if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
             dtype = torch.bfloat16  # to which such a product may round
         return dtype in _onednn_dtypes() and result.numel() * left.shape[-1] > ONEDNN_MULTIPLICATIONS
     if func is FLASH_ATTENTION:
@@ -184,8 +184,8 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
     if not torch.backends.mkldnn.is_available():
         return frozenset()
     supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        torch.bfloat16: has_bfloat16_products(),
+        torch.float16: has_float16_products(),
     }
     return frozenset(dtype for dtype, is_supported in supported.items() if is_supported)
 
@@ -264,7 +264,7 @@ def register_body(name: str, function: Callable[..., Any]) -> None:
 
 def _body(func: Any, args: Sequence[Any], cuda: bool) -> Workspace:
     """The workspace of one of our operators: what its body allocates."""
-    function = BODIES[func._schema.name.split("::")[1]]
+    function = BODIES[schema_of(func).name.split("::")[1]]
     with Inside(cuda) as allocations:
         for tensor in (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             allocations.count(tensor, nbytes=0)
@@ -293,7 +293,7 @@ class Inside(Allocations):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a quarter of all calls
         call = OperatorCall(func, args, kwargs or {})
-        key = call.key, self.cuda, torch.get_num_threads(), _get_float32_matmul_precision()
+        key = call.key, self.cuda, torch.get_num_threads(), torch.get_float32_matmul_precision()
         known = _remembered.get(key)
         if known is not None:
             outcome, allocated = known
@@ -314,7 +314,7 @@ class Inside(Allocations):
         self.count_all(result)
         self.hold(allocated.temporary_bytes)
         if not allocated.known:
-            self.unknown.add(func._schema.name)
+            self.unknown.add(schema_of(func).name)
         return result
 
     def hold(self, nbytes: int) -> None:

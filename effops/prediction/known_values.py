@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from effops.prediction.shared import Shared
-from effops.pytorch import (
-    FakeTensor,
+from effops.pytorch.calls import FakeTensor, tree_leaves, tree_map_only
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
-    tree_leaves,
-    tree_map_only,
+    handle_of,
+    schema_of,
 )
 
 MOST_FLOATS, MOST_INTEGERS = 2**12, 2**20  # elements; positions and masks are integers or booleans
-aten = torch.ops.aten
 READS = aten._local_scalar_dense.default, aten.equal.default  # they return values to the program, and no tensors
 FACTORIES = {
     aten.arange.default,
@@ -77,7 +77,7 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [*_tensors(args), *_tensors(kwargs.values())]
         real = [] if func in NEW_CONSTANTS else [one for one in given if not isinstance(one, FakeTensor)]
-        changes = func._schema.is_mutable or func in UNDECLARED_CHANGES
+        changes = schema_of(func).is_mutable or func in UNDECLARED_CHANGES
         if not self._follows(func, given, changes):
             if changes:
                 self._forget(given)
@@ -113,7 +113,7 @@ class KnownValues(TorchDispatchMode):
             return is_small(given[0])
         if func.namespace != "aten" or not (all(map(self.knows, given)) if given else func in FACTORIES):
             return False
-        if torch.Tag.inplace_view in func.tags or func._schema.name in EXCHANGES_OF_MEMORY:
+        if torch.Tag.inplace_view in func.tags or schema_of(func).name in EXCHANGES_OF_MEMORY:
             return False
         changes_real = changes and any(self._sources_of(one) for one in given)
         return (
@@ -157,7 +157,7 @@ class KnownValues(TorchDispatchMode):
 
 
 def _shares_storage(tensor: Tensor, others: Iterable[Tensor]) -> bool:
-    return any(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata for other in others)
+    return any(handle_of(tensor.untyped_storage()) == handle_of(other.untyped_storage()) for other in others)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

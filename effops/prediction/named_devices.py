@@ -14,14 +14,18 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.amp import autocast_mode
-from torch.cuda.amp.common import amp_definitely_not_available
 from torch.overrides import TorchFunctionMode
 
 from effops.prediction.cuda_forms import CudaForms
 from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
-from effops.pytorch import _get_current_dispatch_mode_stack
+from effops.pytorch.prediction import (
+    _get_current_dispatch_mode_stack,
+    amp_definitely_not_available,
+    autocast_enabled,
+    autocast_mode,
+    cast_by_autocast,
+)
 from effops.text import frames_of, line_of_program
 
 HERE = "cpu", "meta"  # fake tensors of the prediction, and tensors without memory
@@ -137,7 +141,7 @@ def _reads_cuda() -> bool:
 @contextmanager
 def _read_by_autocast() -> Iterator[None]:
     """Let autocast of the predicted device be that of its fake tensors."""
-    autocast, cast = autocast_mode.autocast, autocast_mode._cast
+    autocast, cast = autocast_mode.autocast, cast_by_autocast
     init, enter = autocast.__init__, autocast.__enter__
     is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
     made_inside: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -154,7 +158,7 @@ def _read_by_autocast() -> Iterator[None]:
 
     def enter_predicted(self: Any) -> Any:
         is_unsure = self.device == "cuda" and amp_definitely_not_available()  # then it is off, whatever was asked for
-        may_be_on = self.device not in HERE and (self._enabled or is_unsure)
+        may_be_on = self.device not in HERE and (autocast_enabled(self) or is_unsure)
         recorder = _recorder()
         if may_be_on and self not in made_inside and recorder is not None:
             place = line_of_program(traceback.walk_stack(None)) or IN_PYTORCH

@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from effops.prediction.shared import Shared
-from effops.pytorch import (
+from effops.pytorch.calls import FakeTensor
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import (
     BackwardCFunction,
-    FakeTensor,
     _current_autograd_node,
     _storage_Use_Count,
+    handle_of,
+    sequence_number,
     tensor_use_count,
 )
-
-aten = torch.ops.aten
 
 COUNT_BYTES = 8
 # References to a tensor and to its storage, where autograd alone has it: each mode that sees a call holds one.
@@ -94,8 +95,8 @@ class Formulas:
         node = _current_autograd_node()
         if node is None or isinstance(node, BackwardCFunction):
             return Form(func, "", 0)
-        if node._sequence_nr() != self.number:
-            self.number, self.before, self.held_bytes = node._sequence_nr(), None, 0
+        if sequence_number(node) != self.number:
+            self.number, self.before, self.held_bytes = sequence_number(node), None, 0
         name = node.name()
         before, self.before = self.before, func
         formula = name if (name, func) in OTHER_WAYS else ""
@@ -130,7 +131,7 @@ def _is_in_place(func: Any, args: Sequence[Any], counts: tuple[int, int] | None)
         is_alike = isinstance(second, Tensor) and (first.shape, first.dtype) == (second.shape, second.dtype)
         if not is_alike or not aten.is_non_overlapping_and_dense.default(first):
             return False
-    return (tensor_use_count(first), _storage_Use_Count(first.untyped_storage()._cdata)) == counts
+    return (tensor_use_count(first), _storage_Use_Count(handle_of(first.untyped_storage()))) == counts
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from effops.pytorch import tree_leaves
+from effops.pytorch.calls import tree_leaves
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import flop_registry, schema_of, sdpa_backward_flop_count, sdpa_flop_count
 
 CONTRACTION, REDUCTION, ELEMENTWISE, UNCOUNTED = CLASSES = (
     "contractions",
@@ -22,8 +23,6 @@ CONTRACTION, REDUCTION, ELEMENTWISE, UNCOUNTED = CLASSES = (
 )
 PER_ELEMENT = 5
 REDUCTIONS = ("softmax", "norm", "sum", "mean", "var", "amax", "aminmax", "logsumexp", "cumsum")
-
-aten = torch.ops.aten
 
 
 def operations(func: Any, args: Sequence[Any], options: Mapping[str, Any], result: Any) -> tuple[str, int]:
@@ -39,7 +38,7 @@ def operations(func: Any, args: Sequence[Any], options: Mapping[str, Any], resul
         return UNCOUNTED, 1
     if func.namespace == "aten" and torch.Tag.pointwise in func.tags:
         return ELEMENTWISE, _elements(result)
-    if func.namespace == "aten" and any(part in func._schema.name for part in REDUCTIONS):
+    if func.namespace == "aten" and any(part in schema_of(func).name for part in REDUCTIONS):
         return REDUCTION, PER_ELEMENT * _elements(args)
     return ELEMENTWISE, 0
 

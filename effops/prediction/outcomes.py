@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effops.pytorch import FakeTensor, _DisableTorchDispatch, in_kernel_invocation_manager
+from effops.pytorch.calls import FakeTensor
+from effops.pytorch.prediction import _DisableTorchDispatch, handle_of, in_kernel_invocation_manager, is_zero_tensor
 
 NAMESPACES = ("aten", "effops")
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -40,7 +41,7 @@ class OperatorCall:
         if not isinstance(result, (tuple, list)):
             return self._maker(result)
         makers = [maker for leaf in result if (maker := self._maker(leaf)) is not None]
-        storages = [leaf.untyped_storage()._cdata for leaf in result if isinstance(leaf, Tensor)]
+        storages = [handle_of(leaf.untyped_storage()) for leaf in result if isinstance(leaf, Tensor)]
         if len(makers) < len(result) or len(set(storages)) < len(storages):
             return None
         kind = type(result)
@@ -83,9 +84,9 @@ class OperatorCall:
             return lambda tensors: tensors[same]
         shape, stride, offset, dtype, device = _layout(result)
         storage = result.untyped_storage()
-        own = [tensor.untyped_storage()._cdata for tensor in self.tensors]
-        if storage._cdata in own:
-            base = own.index(storage._cdata)
+        own = [handle_of(tensor.untyped_storage()) for tensor in self.tensors]
+        if handle_of(storage) in own:
+            base = own.index(handle_of(storage))
 
             def view(tensors: Sequence[FakeTensor]) -> FakeTensor:
                 mode = tensors[base].fake_mode
@@ -105,7 +106,7 @@ class OperatorCall:
 def is_told_by_layout(tensor: FakeTensor) -> bool:
     """Whether nothing but the layout of a tensor tells what operators return for it."""
     is_plain = tensor.layout is torch.strided and not tensor.dtype.is_complex
-    return is_plain and tensor.constant is None and not (tensor.is_neg() or tensor._is_zerotensor())
+    return is_plain and tensor.constant is None and not (tensor.is_neg() or is_zero_tensor(tensor))
 
 
 def _layout(tensor: FakeTensor) -> tuple[Any, ...]:

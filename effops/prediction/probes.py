@@ -22,20 +22,18 @@ from effops.prediction.allocations import Workspace
 from effops.prediction.convolutions import backend_of, unfolded_bytes
 from effops.prediction.operations import CONTRACTION, operations
 from effops.prediction.outcomes import OperatorCall
-from effops.pytorch import (
+from effops.pytorch.calls import tree_leaves, tree_map_only
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import (
     ProfilerConfig,
     ProfilerState,
     _disable_current_modes,
     _disable_profiler_legacy,
     _enable_profiler_legacy,
     _ExperimentalConfig,
-    _get_float32_matmul_precision,
-    profiler,
-    tree_leaves,
-    tree_map_only,
+    is_profiled,
+    schema_of,
 )
-
-aten = torch.ops.aten
 
 # What may run takes about a tenth of a second on two cores, but for kernels that are slow.
 MOST_BYTES = 2**28  # of operands and results, and of the unfolded input of a convolution
@@ -45,8 +43,6 @@ QUICK_BYTES = 2**24  # more is left to small batches, where they tell
 SMALL_BATCHES = 2, 3, 4
 LEAST_BATCH, MOST_BATCH = 2, 32  # of a convolution: a batch of one goes to other kernels
 LEAST_PROBED, MOST_PROBED = 3, 4  # batches, each larger by one
-# The older one of PyTorch's profilers leaves alone what the newer one has prepared.
-MEMORY_ALONE = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
 POWER_OPERATIONS = 64  # about what a power costs
 BATCHES = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}  # arguments that have one
 # Operators that draw numbers on other devices.
@@ -167,7 +163,7 @@ def lies_otherwise(call: OperatorCall, result: Any) -> bool:
 
     So have those of some operators where an operand is not contiguous, as images with channels last are not.
     """
-    schema = call.func._schema
+    schema = schema_of(call.func)
     if schema.is_mutable or any(one.alias_info for one in schema.returns):
         return False
     if all(leaf.is_contiguous() for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)):
@@ -186,11 +182,11 @@ def probed(call: OperatorCall, result: Any) -> Workspace | None:
     if not given or any(one.layout is not torch.strided or one.is_neg() or one.is_conj() for one in given):
         return None
     args, kwargs = tree_map_only(Tensor, Layout.of, (call.args, call.kwargs))
-    settings = torch.get_num_threads(), _get_float32_matmul_precision(), torch.backends.mkldnn.enabled
+    settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
     key = f"{func} {args} {kwargs} {torch.is_grad_enabled()} {settings}"
     with _LOCK:
         if key not in _found:
-            if profiler._is_profiler_enabled:  # operators would be seen that the program does not call
+            if is_profiled():  # operators would be seen that the program does not call
                 return None
             _found[key] = _workspace(call, args, kwargs, result)
         return _found[key]
@@ -330,13 +326,15 @@ class Run:
         return Workspace(self.temporary_bytes, result_bytes, result_strides=strides, early_bytes=self.early_bytes)
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], backend: Any = None) -> Run | None:
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], backend: str | None = None) -> Run | None:
     """Make a call on tensors of these layouts; None if it fails, or is not of the backend that is given."""
     with _disable_current_modes(), torch.autocast("cpu", enabled=False):
         given, options = tree_map_only(Layout, Layout.tensor, (args, kwargs))
         if backend is not None and backend_of(func, given) != backend:
             return None
-        _enable_profiler_legacy(MEMORY_ALONE)
+        # The older one of PyTorch's profilers leaves alone what the newer one has prepared.
+        memory_alone = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+        _enable_profiler_legacy(memory_alone)
         try:
             result = func(*given, **options)
         except (RuntimeError, IndexError, ValueError):  # it does not take the values of a probe, or fewer items

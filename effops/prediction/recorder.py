@@ -23,19 +23,16 @@ from effops.prediction.outcomes import OperatorCall, Outcome
 from effops.prediction.probes import lies_otherwise, probed
 from effops.prediction.shared import Shared
 from effops.prediction.timeline import Allocation, Timeline
-from effops.pytorch import (
+from effops.pytorch.calls import FakeTensor, _get_dispatch_mode, _TorchDispatchModeKey, tree_leaves, tree_map_only
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import (
     DataDependentOutputException,
-    FakeTensor,
     FakeTensorMode,
     _create_grouped_mm_output_tensor,
-    _get_dispatch_mode,
     _no_grad_trunc_normal_,
-    _TorchDispatchModeKey,
-    tree_leaves,
-    tree_map_only,
+    clear_cached_data,
+    schema_of,
 )
-
-aten = torch.ops.aten
 
 ITEM = aten._local_scalar_dense.default
 STATE_BYTES = get_rng_state().nbytes  # of the CPU's random number generator
@@ -157,7 +154,7 @@ class Recorder(Allocations):
         func, formula, held_bytes = self.formulas.unobserved(func, args)
         if formula:
             self.unknown.add(formula)
-        self.operator = func._schema.name
+        self.operator = schema_of(func).name
         call = OperatorCall(func, args, kwargs)
         if call.key is None and func not in NEW_CONSTANTS and _has_real((*args, *kwargs.values())):
             call = OperatorCall(func, *tree_map_only(Tensor, self._fake, (args, kwargs)))
@@ -204,10 +201,10 @@ class Recorder(Allocations):
             outcome, allocated, counted = self.remembered[call.key]
             return outcome(call.tensors), allocated, counted
         func, args, kwargs = call.func, call.args, call.kwargs
-        if "nested" in func._schema.name:
+        if "nested" in schema_of(func).name:
             raise NotImplementedError(
-                f"anatomy: tensors must be dense; got a nested one from {func._schema.name}; leave padding in place, "
-                "as `enable_nested_tensor=False` does in nn.TransformerEncoder"
+                f"anatomy: tensors must be dense; got a nested one from {schema_of(func).name}; leave padding in "
+                "place, as `enable_nested_tensor=False` does in nn.TransformerEncoder"
             )
         result = RESULTS.get(func, func)(*args, **kwargs)
         allocated = workspace(func, args, kwargs, result, self.cuda)
@@ -303,7 +300,7 @@ def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
         copied = tensor.clone().requires_grad_(tensor.requires_grad)
     if tensor.grad is not None:
         copied.grad = copy.deepcopy(tensor.grad, memo)
-    tensor._clear_non_serializable_cached_data()
+    clear_cached_data(tensor)
     copied.__dict__ = copy.deepcopy(tensor.__dict__, memo)
     memo[id(tensor)] = copied
     return copied

@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from effops.prediction.allocations import Allocations
-from effops.pytorch import _get_current_dispatch_mode_stack
+from effops.pytorch.prediction import _get_current_dispatch_mode_stack, library_path
 
 KINETO_LEVEL, KINETO_NOTHING = "KINETO_LOG_LEVEL", "99"
 ERRORS = 2  # the level of PyTorch's C++ code that is above warnings
@@ -76,7 +76,7 @@ def _silent_allocator() -> Iterator[None]:
     the level keep their warnings.
     """
     try:
-        level = ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
+        level = ctypes.c_int.in_dll(ctypes.CDLL(library_path), "FLAGS_caffe2_log_level")
     except ValueError:
         yield
         return
@@ -98,10 +98,7 @@ class CompiledFunctionError(NotImplementedError):
 @contextmanager
 def _refusing() -> Iterator[None]:
     """Let torch.compile ask `refuse` where it would compile a frame of a thread that predicts."""
-    from torch._dynamo import eval_frame, trace_rules  # takes seconds to import; a fake mode has done so
-    from torch._dynamo.types import ConvertFrameReturn
-
-    callback_from_stance = eval_frame._callback_from_stance
+    from effops.pytorch.dynamo import ConvertFrameReturn, callback_from_stance, eval_frame, trace_rules
 
     def refuse(frame: Any, *state: Any) -> ConvertFrameReturn:
         if trace_rules.check(frame.f_code):  # a frame of PyTorch's own, on the way to the compiled function

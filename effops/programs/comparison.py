@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from effops.measure import Pass, memory, tensors_of, times
 from effops.numerics.precision import in_float64
-from effops.pytorch import tree_map_only
+from effops.pytorch.calls import tree_map_only
 from effops.text import aligned, format_bytes, tells_wrong_arguments
 
 REPEATS, SECONDS = 5, 2.0  # of each time

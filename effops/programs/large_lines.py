@@ -18,7 +18,7 @@ from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Observed
 from effops.programs.large import humps
 from effops.programs.large.findings import LintReport, report_of
-from effops.pytorch import FakeTensor
+from effops.pytorch.calls import FakeTensor
 from effops.text import did_you_mean, parse_bytes
 
 LEAST = "16 MiB"

@@ -22,13 +22,8 @@ from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import Place
 from effops.programs.signatures import IteratorGivenError, signature
-from effops.pytorch import (
-    FakeTensor,
-    _are_functorch_transforms_active,
-    _disable_current_modes,
-    _get_dispatch_mode,
-    _TorchDispatchModeKey,
-)
+from effops.pytorch.calls import FakeTensor, _are_functorch_transforms_active, _get_dispatch_mode, _TorchDispatchModeKey
+from effops.pytorch.prediction import _disable_current_modes
 from effops.text import (
     EnteredWhenCalled,
     aligned,

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
@@ -33,7 +32,9 @@ from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import EFFOPS, Place, raised_at
 from effops.programs.unreached import Stopped, stopped_at
 from effops.programs.writes import watched
-from effops.pytorch import FakeTensor, _disable_current_modes, _get_current_dispatch_mode_stack
+from effops.pytorch.calls import FakeTensor
+from effops.pytorch.capture import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+from effops.pytorch.prediction import _disable_current_modes, _get_current_dispatch_mode_stack
 from effops.text import told_syntax_error
 
 DEEPEST = 8  # levels of a batch in which tensors are looked for

@@ -12,6 +12,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from effops.pytorch.capture import buffers_of, modules_of, parameters_of
+
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 DEVICES = "cpu", "cuda"  # whose autocast is told apart
 
@@ -124,9 +126,9 @@ def _add_module(module: nn.Module, key: list[Any]) -> None:
     while waiting:
         one = waiting.pop()
         key.append(one.training)
-        _add_tensors(one._parameters.values(), key)
-        _add_tensors(one._buffers.values(), key)
-        for child in one._modules.values():
+        _add_tensors(parameters_of(one).values(), key)
+        _add_tensors(buffers_of(one).values(), key)
+        for child in modules_of(one).values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)

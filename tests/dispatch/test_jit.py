@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import effops
 from effops.dispatch import jit
-from effops.pytorch import reset_code
+from effops.pytorch.calls import reset_code
 
 
 def density(normal):

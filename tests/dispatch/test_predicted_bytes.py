@@ -8,7 +8,7 @@ import torch
 import effops
 from effops.dispatch.op import ops
 from effops.measure import Pass, memory
-from effops.pytorch import FakeTensorMode
+from effops.pytorch.prediction import FakeTensorMode
 
 NUMBERS_BYTES = 64  # of numbers that PyTorch wraps in tensors
 

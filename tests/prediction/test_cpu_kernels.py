@@ -11,7 +11,8 @@ from effops.measure import Pass, memory
 from effops.memory import Workload, anatomy
 from effops.prediction import probes
 from effops.prediction.inside import predict_bytes, workspace
-from effops.pytorch import FakeTensorMode, tree_map_only
+from effops.pytorch.calls import tree_map_only
+from effops.pytorch.prediction import FakeTensorMode
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from effops.memory import Workload, anatomy
 from effops.prediction.known_values import MOST_FLOATS, MOST_INTEGERS, KnownValues
-from effops.pytorch import FakeTensorMode
+from effops.pytorch.prediction import FakeTensorMode
 
 LENGTH = 37
 

@@ -10,7 +10,7 @@ import effops
 from effops.memory import Workload, anatomy
 from effops.prediction import probes
 from effops.prediction.outcomes import OperatorCall
-from effops.pytorch import FakeTensorMode
+from effops.pytorch.prediction import FakeTensorMode
 
 functional = nn.functional
 

@@ -18,7 +18,7 @@ from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Observed
 from effops.programs.large import humps, proposals
 from effops.programs.large.proposals import propose
-from effops.pytorch import FakeTensor
+from effops.pytorch.calls import FakeTensor
 
 LEAST = 2**15
 

@@ -24,7 +24,7 @@ from effops.numerics.precision import autocast_enabled, promote, wider
 from effops.numerics.shapes import broadcast_shapes, do_broadcast, spreads
 from effops.numerics.values import is_captured, observed
 from effops.ops.attention.misfits import check_batches, check_pairs, shapes_of, sharing_heads, widens
-from effops.pytorch import _are_functorch_transforms_active, _neg_view
+from effops.pytorch.calls import _are_functorch_transforms_active, _neg_view
 from effops.text import integer_remedy
 
 SETTINGS = {

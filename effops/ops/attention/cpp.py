@@ -17,7 +17,7 @@ from effops.numerics.precision import arithmetic_dtype, converted, mixes_float64
 from effops.numerics.shapes import broadcast_shapes, may_be_open
 from effops.ops.attention.call import AttentionCall, LogSparseCall, empty, given, join_arguments, split_arguments
 from effops.ops.attention.variants import ordered_empty
-from effops.pytorch import FakeTensor
+from effops.pytorch.calls import FakeTensor
 
 AXES = 8  # of a batch, at most, as in C++
 OUTPUTS = "scores", "weights", "sums"  # as `Output` in C++

@@ -16,7 +16,7 @@ from effops.numerics.layout import without_overlap
 from effops.numerics.shapes import is_known
 from effops.ops.attention.call import AttentionCall
 from effops.ops.attention.variants import Fused, in_blocks_backward, scaled_dots
-from effops.pytorch import _fused_sdp_choice
+from effops.pytorch.calls import _fused_sdp_choice
 
 
 class _FourAxes:

@@ -19,7 +19,7 @@ from effops.numerics.precision import arithmetic_dtype, converted, mixes_float64
 from effops.numerics.shapes import is_certain
 from effops.ops.densities.density import DensityCall, Native, Wanted
 from effops.ops.densities.layout import Groups, Layout
-from effops.pytorch import FakeTensor
+from effops.pytorch.calls import FakeTensor
 
 COMPONENTS_ALONE, POINTS_ALONE, BOTH = range(3)  # as `Along` in C++
 

@@ -29,7 +29,7 @@ from effops.numerics.values import observed
 from effops.ops.densities.directional import Directional
 from effops.ops.densities.log_prob import LogProb
 from effops.ops.densities.mixture import Mixture
-from effops.pytorch import _standard_gamma
+from effops.pytorch.calls import _standard_gamma
 
 
 def _normaliser(scale: Tensor, dimension: int) -> Tensor:

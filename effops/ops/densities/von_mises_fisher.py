@@ -23,7 +23,7 @@ from effops.numerics.values import is_captured
 from effops.ops.densities.directional import Directional
 from effops.ops.densities.log_prob import LogProb
 from effops.ops.densities.mixture import Mixture
-from effops.pytorch import _standard_gamma
+from effops.pytorch.calls import _standard_gamma
 
 
 def _phi(dot: Tensor, tolerance: float) -> Tensor:

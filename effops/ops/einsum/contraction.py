@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.compiler import is_compiling
 
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import Known, are_ordinary, call, call_known
+from effops.dispatch.choice import AUTO
 from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Call, Cost, Op
@@ -35,6 +37,7 @@ from effops.ops.einsum.program import Program, backward, forward
 from effops.prediction import inductor
 from effops.prediction.allocations import Bytes
 from effops.prediction.inside import predict_bytes
+from effops.pytorch.missing import PREDICTIONS, obstacle, tested
 from effops.text import format_bytes, parse_bytes
 
 NAME = "einsum"
@@ -228,6 +231,12 @@ custom = CustomOp(
 )
 
 
+def _requires_predictions(call: EinsumCall) -> str:
+    """A budget is kept by predictions of what a path takes."""
+    lacking = obstacle(PREDICTIONS)
+    return f"needs predictions of memory: {lacking}" if lacking else ""
+
+
 def _run(call: EinsumCall) -> Tensor:
     if requires_grad(call.tensors) and is_plain(call.tensors) and not call.keeps_intermediates:
         wanted = [one.requires_grad for one in call.tensors]
@@ -255,7 +264,7 @@ def _plan(call: EinsumCall) -> str:
     )
 
 
-add_custom_op(op, custom, "chunked", run=_run, cost=_cost, plan=_plan)
+add_custom_op(op, custom, "chunked", run=_run, cost=_cost, requires=[_requires_predictions], plan=_plan)
 
 
 class _Planned:
@@ -278,6 +287,8 @@ class _Planned:
 def _shortcut(equation: Any, *operands: Any, budget: Any = BUDGET) -> Tensor | None:
     """The result of a call of plain tensors that is like one before, or None."""
     if type(equation) is not str or type(budget) not in (str, int) or not are_ordinary(operands):
+        return None
+    if obstacle(PREDICTIONS):
         return None
     try:
         outlines = tuple([(one.layout, one.shape, one.stride(), one.dtype, one.device) for one in operands])
@@ -354,4 +365,6 @@ def einsum(equation: Any, *operands: Any, budget: str | float = BUDGET, variant:
         >>> effops.einsum("bi,bj,ijk->bk", a, b, c, budget="1 MiB").shape
         torch.Size([500, 20])
     """
+    if obstacle(PREDICTIONS) and variant in (None, AUTO):
+        warnings.warn(f"{NAME}: `budget` is not kept: {obstacle(PREDICTIONS)}; {tested()}", stacklevel=3)
     return call(op, equation, *operands, budget=budget, variant=variant)

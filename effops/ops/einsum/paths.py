@@ -21,7 +21,7 @@ from effops.numerics.equations import contraction as contraction_of
 from effops.ops.einsum.program import Program, Step, backward, forward
 from effops.prediction.allocations import fake_mode
 from effops.prediction.inside import InsideUntilReturned
-from effops.pytorch import DisableTorchFunction, _disable_current_modes
+from effops.pytorch.prediction import DisableTorchFunction, _disable_current_modes
 
 MOST_SLICES = 10_000
 MOST_OPERANDS_FOR_ALL_PATHS = 5  # opt_einsum compares all paths of so many

@@ -20,7 +20,8 @@ from effops.blocks.cutting import visited_pieces, whole
 from effops.numerics.equations import LETTERS, Contraction, Labels, matrices
 from effops.numerics.layout import as_gradient, empty_gradient, zero_gradient
 from effops.numerics.precision import arithmetic_dtype, converted
-from effops.pytorch import _is_alias_of
+from effops.pytorch.calls import _is_alias_of
+from effops.pytorch.operators import aten
 
 Piece = Mapping[int, slice]  # of the labels that are cut
 
@@ -122,7 +123,7 @@ class _GradientLaidOut(torch.autograd.Function):
 
 def without_view(result: Tensor) -> Tensor:
     """The result in the same memory, which is no view to PyTorch, so that users may change it."""
-    return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
+    return aten._unsafe_view.default(result, result.shape)
 
 
 def backward(program: Program, operands: Sequence[Tensor], dout: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:

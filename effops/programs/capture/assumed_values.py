@@ -15,9 +15,10 @@ from effops.prediction.known_values import CHECK, READS, KnownValues, is_small
 from effops.prediction.recorder import ITEM
 from effops.programs.capture.places import CallSites, Place, innermost, place_of, source_line
 from effops.programs.capture.unknown_numbers import BRANCH, UnknownNumber
-from effops.pytorch import FakeTensor, _disable_current_modes, tree_leaves
+from effops.pytorch.calls import FakeTensor, tree_leaves
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import _disable_current_modes
 
-aten = torch.ops.aten
 HOLDS = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default}
 FAILS = {aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default}
 NOT_FINITE = {aten.isnan.default, aten.isinf.default}

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch._dynamo import config as dynamo_config
-from torch._dynamo import optimize
 from torch.backends import opt_einsum
 from torch.distributions import Distribution
 from torch.fx import GraphModule
-from torch.fx.experimental import _config as shapes_config
 
-from effops.pytorch import _LazyGraphModule, tree_leaves
+from effops.pytorch.calls import tree_leaves
+from effops.pytorch.tiles import _LazyGraphModule, dynamo_config, optimize, shapes_config, validation_of
 
 MOST_CAPTURES, MANY_CAPTURES = 64, 8
 Run = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]
@@ -40,7 +38,6 @@ class Captured:
             context: Any = optimize(
                 backend=self._backend,
                 nopython=True,
-                recompile_limit=MOST_CAPTURES,
                 guard_filter_fn=_without_validation,
             )
             context.callback = _Capture(context.callback)
@@ -71,6 +68,7 @@ class _Capture:
     def __call__(self, frame: Any, *args: Any) -> Any:
         self._look_at_arguments(frame)
         of_capture = dynamo_config.patch(
+            recompile_limit=MOST_CAPTURES,
             assume_static_by_default=False,
             specialize_int=True,
             specialize_float=True,
@@ -101,7 +99,7 @@ class _Capture:
 
 @contextmanager
 def _validation_as_it_is() -> Iterator[None]:
-    before = Distribution._validate_args
+    before = validation_of(Distribution)
     try:
         yield
     finally:

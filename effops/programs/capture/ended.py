@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from effops.programs.capture.tracked import tracked
-from effops.pytorch import FakeTensor, FakeTensorMode, tree_leaves
+from effops.pytorch.calls import FakeTensor, tree_leaves
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import FakeTensorMode
 
 
 class EscapedTensor(RuntimeError):  # noqa: N818, it names the tensor
@@ -35,7 +37,7 @@ class EndingMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.has_ended and func is not torch.ops.prim.device.default:
             shapes = [tuple(one.shape) for one in tree_leaves(args) if isinstance(one, FakeTensor)]
-            used = ".item()" if func is torch.ops.aten._local_scalar_dense.default else func
+            used = ".item()" if func is aten._local_scalar_dense.default else func
             raise self.escaped(str(used), shapes[0] if shapes else ())
         return super().dispatch(func, types, args, kwargs or {})
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from effops.measure import without_collector
 from effops.prediction.known_values import KNOWN_TO_TRANSFORMERS
 from effops.prediction.named_devices import (
@@ -32,14 +30,13 @@ from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import raised_at
 from effops.programs.capture.reads import READ_IN_PYTHON
 from effops.programs.capture.untouched import ZEROED, VersionedRecorder, untouched
-from effops.pytorch import (
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-
-aten = torch.ops.aten
 
 DEPENDS_ON_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 # PyTorch says so of fake tensors; those errors have no class of their own.

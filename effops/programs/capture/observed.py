@@ -22,7 +22,8 @@ from effops.prediction.recorder import Recorder
 from effops.prediction.timeline import Allocation
 from effops.programs.capture.places import CallSite, CallSites, Place
 from effops.programs.capture.scopes import Scope, outermost, scopes
-from effops.pytorch import FakeTensor, tree_leaves
+from effops.pytorch.calls import FakeTensor, tree_leaves
+from effops.pytorch.prediction import schema_of
 
 TURNS = 4  # of a loop, at least, as tensors that one expression makes
 # They take dtype and device from what they are given, and perhaps its shape. They read no element of it.
@@ -86,7 +87,7 @@ class Call:
     @property
     def name(self) -> str:
         """The operator without its namespace and overload: 'mul'."""
-        return str(self.operator._schema.name).partition("::")[2]
+        return str(schema_of(self.operator).name).partition("::")[2]
 
     @property
     def result_bytes(self) -> int:
@@ -119,7 +120,7 @@ class Observed:
         reads = [
             Read(self.storage_of(one), tuple(one.shape), one.stride(), one.itemsize)
             for one in _tensors((*call.args, *call.kwargs.values()))
-            if call.func._schema.name.partition("::")[2] not in UNREAD
+            if schema_of(call.func).name.partition("::")[2] not in UNREAD
         ]
         read = {id(one.storage) for one in reads}
         results = _tensors((result,))
@@ -200,9 +201,9 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 def _changed(call: OperatorCall) -> list[Tensor]:
     """The arguments that an operator changes in place."""
-    if not call.func._schema.is_mutable:
+    if not schema_of(call.func).is_mutable:
         return []
-    arguments = call.func._schema.arguments
+    arguments = schema_of(call.func).arguments
     given = [
         call.kwargs.get(one.name) if one.kwarg_only or index >= len(call.args) else call.args[index]
         for index, one in enumerate(arguments)

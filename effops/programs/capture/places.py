@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from effops.pytorch import _current_autograd_node, _engine_run_backward, _get_sequence_nr
+from effops.pytorch.capture import _get_sequence_nr
+from effops.pytorch.prediction import _current_autograd_node, _engine_run_backward, sequence_number
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 EFFOPS = os.path.join(Path(__file__).parents[2], "")
@@ -83,7 +84,7 @@ class CallSites:
             # operators without a node see the same number: the first entry stays.
             self.by_sequence_number.setdefault(_get_sequence_nr() - 1, own_site)
             return own_site, False
-        forward_site = self.by_sequence_number.get(node._sequence_nr(), CallSite(None, None))
+        forward_site = self.by_sequence_number.get(sequence_number(node), CallSite(None, None))
         if own_site.user is None and own_site.library is None:
             return forward_site, True
         # What checkpointing computes again, and what functions in Python do in backward, have frames of their own.

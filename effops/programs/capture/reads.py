@@ -17,7 +17,8 @@ from torch import Tensor
 
 from effops.prediction.shared import Shared
 from effops.programs.capture.assumed_values import AssumedValues
-from effops.pytorch import FakeTensor, _get_current_dispatch_mode_stack
+from effops.pytorch.calls import FakeTensor
+from effops.pytorch.prediction import _get_current_dispatch_mode_stack
 
 _list_of_fakes, _format_of_fakes = FakeTensor.tolist, FakeTensor.__format__
 

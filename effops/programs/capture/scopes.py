@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from effops.programs.capture.places import ENGINE_CODE, Instruction, Place, kind_of, place_of
+from effops.pytorch.capture import buffers_of, modules_of, parameters_of
 
 DEPTH = 6  # frames, from the innermost outwards
 FIELDS = 2  # of fields within fields
@@ -121,7 +122,7 @@ def _described(value: Any, depth: int, distributions: int) -> Any:
         return NotImplemented
     if isinstance(value, nn.Module):
         own = {name: one for name, one in fields.items() if name not in BARE}
-        fields = {**own, **value._parameters, **value._buffers, **value._modules}
+        fields = {**own, **parameters_of(value), **buffers_of(value), **modules_of(value)}
     if len(fields) > WIDTH:
         return NotImplemented
     values = {name: _described(one, depth - 1, distributions) for name, one in fields.items()}

@@ -24,14 +24,9 @@ from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
 from effops.programs.capture.ended import EndingMode
 from effops.programs.capture.tracked import tracked
-from effops.pytorch import (
-    FakeTensor,
-    FakeTensorMode,
-    _get_dispatch_mode,
-    _TorchDispatchModeKey,
-    _unsafe_set_version_counter,
-    is_functorch_wrapped_tensor,
-)
+from effops.pytorch.calls import FakeTensor, _get_dispatch_mode, _TorchDispatchModeKey
+from effops.pytorch.capture import _unsafe_set_version_counter, is_functorch_wrapped_tensor, version_of
+from effops.pytorch.prediction import FakeTensorMode
 
 
 @contextmanager
@@ -73,7 +68,7 @@ class VersionedRecorder(Recorder):
 
     def check_real(self, tensor: Tensor) -> None:
         if not tensor.is_inference():  # which has none
-            self.versions.setdefault(id(tensor), tensor._version)
+            self.versions.setdefault(id(tensor), version_of(tensor))
 
 
 @contextmanager
@@ -108,7 +103,7 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
         for real, _ in recorder.fakes.values():  # those that were made meanwhile, too
             if real.is_leaf and _is_of(real.grad, mode):
                 real.grad = None
-            if id(real) in recorder.versions and real._version != recorder.versions[id(real)]:
+            if id(real) in recorder.versions and version_of(real) != recorder.versions[id(real)]:
                 _unsafe_set_version_counter((real,), (recorder.versions[id(real)],))
         for holder, kept in holders:
             touched = alone or _is_touched(holder, stepped, seen, mode)

@@ -16,6 +16,7 @@ from effops.programs.capture.scopes import Described, Fields
 from effops.programs.large.rewrites import Rewrite
 from effops.programs.large.source.slices import Slice, assigned, copied
 from effops.programs.large.source.trials import FAILURES, Trial, compiled
+from effops.pytorch.capture import version_of
 
 LEAST_SIZE = 16  # shorter axes are not split
 PART_BYTES = 2**22  # about what the largest tensor of a part takes
@@ -166,13 +167,13 @@ def _forms(found: Slice, split: Split, trial: Trial) -> list[str] | None:
         function = compiled(source, found.scope.surroundings, _unused(found, "part_of"))
         others = [arguments[name] for name in parameters[len(split.names) :]]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            versions = [one._version for one in trial.made.tensors]
+            versions = [version_of(one) for one in trial.made.tensors]
             expected = tensors_of(function(*wholes, *others))
             pieces = zip(*(one.split(SMALL_PART, split.axis) for one in wholes))
             results_of_parts = [tensors_of(function(*piece, *others)) for piece in pieces]
     except FAILURES:  # the code cannot take parts
         return None
-    if versions != [one._version for one in trial.made.tensors]:
+    if versions != [version_of(one) for one in trial.made.tensors]:
         return None  # the code changes its arguments in place, so it must not run twice
     if len(expected) != max(len(found.results), 1):
         return None

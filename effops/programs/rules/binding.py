@@ -6,10 +6,10 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
+
+from effops.pytorch.prediction import OpOverload, map_arg, schema_of
 
 Shape = tuple[int, ...]
 WITHOUT_GRADIENTS = "without_gradients"  # marks nodes that a function computes so
@@ -58,7 +58,7 @@ def shape_of(node: Node) -> Shape:
 
 def argument(node: Node, name: str) -> Any:
     """An argument by its name in the operator's schema, or its default."""
-    for position, one in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for position, one in enumerate(schema_of(node.target).arguments):
         if one.name == name:
             return node.args[position] if position < len(node.args) else node.kwargs.get(name, one.default_value)
     raise KeyError(name)
@@ -101,7 +101,7 @@ def all_but(node: Node, axes: Iterable[int]) -> Iterator[Binding]:
 
 
 def is_operator(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload)
+    return isinstance(node.target, OpOverload)
 
 
 def is_item(node: Node) -> bool:

@@ -11,8 +11,8 @@ from torch.fx import Graph, Node
 
 from effops.programs.rules.binding import aligned, is_operator
 from effops.programs.rules.elementwise import filled
+from effops.pytorch.operators import aten
 
-aten = torch.ops.aten
 SEED = "seed"  # marks nodes that draw: the node of the call's seed, and a number of their own
 
 

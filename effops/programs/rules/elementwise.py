@@ -1,11 +1,9 @@
 """Operators of which each element of the result depends on the elements at its place, and values that are the same."""
 
-import torch
 from torch.fx import Node
 
 from effops.programs.rules.binding import Binding, aligned, shape_of
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
 
 
 def filled(node: Node) -> list[Binding]:

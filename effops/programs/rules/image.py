@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch.fx import Node
 
 from effops.programs.rules.binding import Binding, Place, all_but, operands_of, shape_of
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
 
 
 def before(count: int) -> Callable[[Node], Iterator[Binding]]:

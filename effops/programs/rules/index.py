@@ -6,8 +6,7 @@ import torch
 from torch.fx import Node
 
 from effops.programs.rules.binding import Binding, Place, aligned, argument, operands_of, shape_of, value_of
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
 
 
 def _dim_of(node: Node) -> int:

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch.fx import Node
 
 from effops.programs.rules.binding import Binding, Place, argument, operands_of, shape_of
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import schema_of
 
 
 def batched(*ranks: int) -> Callable[[Node], Iterator[Binding]]:
@@ -33,7 +32,7 @@ def solving(number: int, *ranks: int) -> Callable[[Node], Iterator[Binding]]:
 
     def rule(node: Node) -> Iterator[Binding]:
         yield from of_batches(node)
-        names = {one.name for one in node.target._schema.arguments}  # type: ignore[union-attr]
+        names = {one.name for one in schema_of(node.target).arguments}
         last, shape = len(shape_of(node)) - 1, shape_of(node)
         if shape[last] != 1 and ("left" not in names or argument(node, "left")):
             yield Binding((Place(number, len(shape_of(operands_of(node)[number])) - 1),), last)

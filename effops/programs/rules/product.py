@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
 from effops.ops.einsum.program import product
 from effops.programs.rules.binding import Binding, Place, argument, operands_of, shape_of
+from effops.pytorch.operators import aten
 
-aten = torch.ops.aten
 Labels = tuple[int, ...]
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from effops.programs.rules.binding import Binding, Place, argument, operands_of, shape_of
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import schema_of
 
 
 def reducing(combined: str, *, of_no_axes: str = "all") -> Callable[[Node], Iterator[Binding]]:
@@ -22,7 +22,7 @@ def reducing(combined: str, *, of_no_axes: str = "all") -> Callable[[Node], Iter
 
     def rule(node: Node) -> Iterator[Binding]:
         shape = shape_of(operands_of(node)[0])
-        names = {one.name for one in node.target._schema.arguments}  # type: ignore[union-attr]
+        names = {one.name for one in schema_of(node.target).arguments}
         dims = argument(node, "dim") if "dim" in names else None
         keepdim = "keepdim" in names and argument(node, "keepdim")
         given: Any = [dims] if isinstance(dims, int) else dims
@@ -62,7 +62,7 @@ def log_sum_exp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     return _LogSumExp.apply(x, dim, keepdim)  # type: ignore[no-any-return]
 
 
-log_sum_exp._schema = aten.logsumexp.default._schema  # type: ignore[attr-defined]
+log_sum_exp._schema = schema_of(aten.logsumexp.default)  # type: ignore[attr-defined]
 LOG_SUMS = {aten.logsumexp.default, log_sum_exp}
 
 

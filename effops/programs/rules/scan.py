@@ -24,8 +24,7 @@ from effops.programs.rules.binding import (
     shape_of,
     value_of,
 )
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
 
 
 def along(name: str) -> Callable[[Node], Iterator[Binding]]:

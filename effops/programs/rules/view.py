@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch.fx import Node
 
 from effops.programs.rules import draws
 from effops.programs.rules.binding import Binding, Place, aligned, all_but, argument, moved, operands_of, shape_of
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
 
 
 def reshaped(node: Node) -> Iterator[Binding]:

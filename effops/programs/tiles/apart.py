@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch._decomp import get_decompositions
 from torch.fx import Graph
 
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
+from effops.pytorch.tiles import get_decompositions
+
 # Those whose parts have the same gradient. Others do not: PyTorch's parts of `_safe_softmax` give NaN for rows of -inf
 # alone, for which it gives 0.
 OPERATORS = [

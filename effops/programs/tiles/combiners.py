@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 from effops.numerics.precision import arithmetic_dtype
 from effops.programs.rules.binding import argument, is_operator, operands_of
 from effops.programs.rules.reduction import log_sum_exp
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import schema_of
 
 
 class Combiner:
@@ -32,7 +32,7 @@ class Combiner:
     def parts(self, graph: Graph, made: Node) -> list[Node]:
         """Nodes of a tile's graph. `made` is the reduction in it, of which sums in 16 bits are kept in float32."""
         value, operand = self.node.meta["val"], operands_of(self.node)[0].meta["val"]
-        names = {one.name for one in made.target._schema.arguments} if is_operator(made) else ()  # type: ignore[union-attr]
+        names = {one.name for one in schema_of(made.target).arguments} if is_operator(made) else ()
         if (
             "dtype" in names
             and value.dtype == operand.dtype != arithmetic_dtype(value.dtype)

@@ -14,6 +14,7 @@ from effops.programs.rules.binding import Binding, is_item, is_without_gradients
 from effops.programs.rules.draws import seed_of
 from effops.programs.rules.table import bindings, why_none
 from effops.programs.rules.view import RULES as VIEWS
+from effops.pytorch.operators import aten
 
 WIDE = {torch.float32, torch.float64, torch.bfloat16}  # their range leaves room for a factor
 
@@ -255,7 +256,7 @@ def _ends_in_a_number(stage: Stage, differentiable: Collection[Node]) -> bool:
 
 def _has_gradients(node: Node, differentiable: Collection[Node]) -> bool:
     has_any = any(one in differentiable for one in node.all_input_nodes)
-    if not has_any or is_without_gradients(node) or node.target is torch.ops.aten.detach.default:
+    if not has_any or is_without_gradients(node) or node.target is aten.detach.default:
         return False
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]

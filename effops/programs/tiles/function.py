@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch._dynamo import eval_frame
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchRuntimeError, Unsupported
 from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule
 from torch.nn import Parameter
@@ -26,15 +24,17 @@ from effops.programs.tiles.plans import Program, program_of, taken_bytes, with_l
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.report import TilesReport, report_of
 from effops.programs.tiles.traced import has_softmax, refuse_what_autograd_would_lose, traced
-from effops.pytorch import (
+from effops.pytorch.calls import (
     FakeTensor,
     _are_functorch_transforms_active,
     _get_dispatch_mode,
     _get_tracing_state,
-    _len_torch_function_stack,
     _TorchDispatchModeKey,
-    forward_ad,
+    dual_level,
 )
+from effops.pytorch.compiled import FailOnRecompileLimitHit
+from effops.pytorch.dynamo import stance
+from effops.pytorch.tiles import BackendCompilerFailed, TorchRuntimeError, Unsupported, _len_torch_function_stack
 from effops.text import check_flags, parse_bytes, tells_wrong_arguments
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -200,16 +200,16 @@ def _why_not_here() -> tuple[str, str] | None:
         return "a call inside torch.compile is not cut", "call tiled outside, or leave it out"
     if _are_functorch_transforms_active():
         return "a call inside a transform of torch.func is not cut", "apply the transform inside of the function"
-    if forward_ad._current_level >= 0:
+    if dual_level() >= 0:
         return (
             "a call under forward-mode differentiation is not cut",
             "call the function without tiled, or use backward",
         )
     if _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None or _get_tracing_state() is not None:
         return "a call that is traced is not cut", "trace the function without tiled"
-    if eval_frame._stance.stance != "default":
+    if stance().stance != "default":
         return (
-            f"torch.compiler's stance {eval_frame._stance.stance!r} would run all of it at once",
+            f"torch.compiler's stance {stance().stance!r} would run all of it at once",
             "set the default one",
         )
     if _len_torch_function_stack():

@@ -16,8 +16,8 @@ from effops.numerics.layout import empty_gradient
 from effops.numerics.precision import arithmetic_dtype
 from effops.programs.rules.binding import is_without_gradients, operands_of, value_of
 from effops.programs.rules.view import RULES as VIEWS
+from effops.pytorch.operators import aten
 
-aten = torch.ops.aten
 # Products, and the number of the operand that is the first factor.
 PRODUCTS: dict[Any, int] = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
 

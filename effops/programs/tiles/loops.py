@@ -9,9 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo import lookup_backend
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
 from effops.dispatch.native import without_hooks
 from effops.numerics.precision import CPU, without_autocast
@@ -36,9 +34,12 @@ from effops.programs.tiles.gradients import (
     unread,
 )
 from effops.programs.tiles.results import Results, part, shape_for, stretch_of
-from effops.pytorch import FakeTensor, _disable_current_modes, is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from effops.pytorch.calls import FakeTensor, is_legacy_batchedtensor
+from effops.pytorch.capture import is_functorch_wrapped_tensor
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import _disable_current_modes, map_arg, schema_of
+from effops.pytorch.tiles import lookup_backend
 
-aten = torch.ops.aten
 Body = Callable[..., Sequence[Tensor]]
 Wanted = Literal["results", "gradients", "both"]  # of a tile
 RESULTS: Wanted = "results"
@@ -483,9 +484,9 @@ def device_of(tensors: Sequence[Tensor]) -> torch.device:
 
 def _set_size(made: Node, node: Node, along: Along, length: int) -> None:
     """Put the size of a tile among the sizes that an operator is given."""
-    name = SIZES[node.target]  # type: ignore[index]
+    name = SIZES[node.target]
     sizes = list(argument(node, name))
     if sizes[along.axis] != -1:
         sizes[along.axis] = length * along.stretch
-    names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [one.name for one in schema_of(node.target).arguments]
     made.update_arg(names.index(name), sizes)

@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from effops.prediction.allocations import Allocations
-from effops.pytorch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _len_torch_dispatch_stack,
+from effops.pytorch.calls import _len_torch_dispatch_stack
+from effops.pytorch.prediction import _disable_current_modes, _get_current_dispatch_mode_stack
+from effops.pytorch.tiles import (
     _len_torch_function_stack,
     _pop_torch_dispatch_stack,
     _pop_torch_function_stack,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
 
 from effops.dispatch.native import without_hooks
 from effops.numerics.precision import CPU, without_autocast
@@ -25,7 +24,8 @@ from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.regions import Region, regions
 from effops.programs.tiles.results import shape_for
 from effops.programs.tiles.traced import refused_at
-from effops.pytorch import DynamicOutputShapeException, FakeTensor, _disable_current_modes
+from effops.pytorch.calls import FakeTensor
+from effops.pytorch.prediction import DynamicOutputShapeException, _disable_current_modes, map_arg
 from effops.text import format_bytes
 
 TILE_BYTES = 2**22  # of a tile at most, since smaller ones stay in the cache

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from effops.programs.rules.binding import argument, is_without_gradients, shape_of, value_of
 from effops.programs.rules.product import contracted
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
 
 
 def with_products(module: GraphModule) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-import torch
 from torch.fx import Graph, Node
 
 from effops.programs.rules.binding import is_item, nbytes_of, operands_of
 from effops.programs.rules.view import RULES as VIEWS
+from effops.pytorch.operators import aten
 
-aten = torch.ops.aten
 SMALL = {aten.arange.default, aten.arange.start, aten.arange.start_step}  # a tile takes its part of them
 
 

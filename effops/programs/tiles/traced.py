@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
-from torch._higher_order_ops.wrap import TagActivationCheckpoint, tag_activation_checkpoint
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.traceback import preserve_node_meta
 
 from effops.dispatch.native import without_hooks
 from effops.numerics.precision import arithmetic_dtype
@@ -23,9 +20,23 @@ from effops.programs.rules.binding import WITHOUT_GRADIENTS, value_of
 from effops.programs.tiles.apart import taken_apart
 from effops.programs.tiles.products import with_products
 from effops.programs.tiles.refusals import CannotTile
-from effops.pytorch import DataDependentOutputException, DynamicOutputShapeException, tracing
-
-aten = torch.ops.aten
+from effops.pytorch.operators import aten
+from effops.pytorch.prediction import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    OpOverload,
+    handle_of,
+    schema_of,
+)
+from effops.pytorch.tiles import (
+    HigherOrderOperator,
+    TagActivationCheckpoint,
+    _set_grad_enabled,
+    get_decompositions,
+    preserve_node_meta,
+    tag_activation_checkpoint,
+    tracing,
+)
 
 
 def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: bool = False) -> GraphModule:
@@ -76,13 +87,13 @@ def refuse_what_autograd_would_lose(captured: GraphModule) -> None:
     """
     for module in captured.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if node.target is torch._C._set_grad_enabled and node.args == (True,) and not torch.is_grad_enabled():
+            if node.target is _set_grad_enabled and node.args == (True,) and not torch.is_grad_enabled():
                 raise refused_at(
                     node,
                     "what is cut must not switch gradients on inside of no_grad",
                     "leave out torch.enable_grad, or call the function with gradients",
                 )
-            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not tag_activation_checkpoint:
+            if isinstance(node.target, HigherOrderOperator) and node.target is not tag_activation_checkpoint:
                 raise refused_at(
                     node,
                     f"what is cut must not have a part with a graph of its own: {node.target} is one",
@@ -97,12 +108,13 @@ def _fake(tensor: Tensor) -> Tensor:
 
 def _refuse_mutation_of_inputs(graph: GraphModule) -> None:
     """Raise if an operator changes the memory of an input, also by a view of it."""
-    inputs = {one.meta["val"].untyped_storage()._cdata: one for one in graph.graph.nodes if _is_input(one)}
+    inputs = {handle_of(one.meta["val"].untyped_storage()): one for one in graph.graph.nodes if _is_input(one)}
     for node in graph.graph.nodes:
         if _is_mutable(node):
-            for number, one in enumerate(node.target._schema.arguments):
+            for number, one in enumerate(schema_of(node.target).arguments):
                 value = node.args[number] if number < len(node.args) else node.kwargs.get(one.name)
-                if one.is_write and isinstance(value, Node) and value.meta["val"].untyped_storage()._cdata in inputs:
+                is_written = one.is_write and isinstance(value, Node)
+                if is_written and handle_of(value.meta["val"].untyped_storage()) in inputs:
                     raise refused_at(
                         node,
                         f"an input, parameter, buffer or global must not be changed: {node.target} does",
@@ -115,7 +127,7 @@ def _is_input(node: Node) -> bool:
 
 
 def _is_mutable(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def _cast_bools_at_once(graph: Graph) -> None:

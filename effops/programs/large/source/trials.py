@@ -26,7 +26,8 @@ from effops.programs.capture.observed import TURNS, Call, Observed
 from effops.programs.capture.places import CODE_OF_FIX, innermost
 from effops.programs.capture.scopes import Described, Fields
 from effops.programs.large.source.slices import Slice, copied
-from effops.pytorch import FakeTensor, tree_leaves, tree_map_only
+from effops.pytorch.calls import FakeTensor, tree_leaves, tree_map_only
+from effops.pytorch.capture import version_of
 
 REAL_BYTES = 2**25  # of a trial
 FAILURES = Exception, SystemExit  # of code that is tried: a function that reads arguments ends the program without them
@@ -232,11 +233,11 @@ def outcome(function: Function, made: Made) -> Outcome:
     """Run a function, and backward. What it changes of its arguments counts as a result."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         copies = made.copies()
-        versions = [one._version for one in tensors_of(copies)]
+        versions = [version_of(one) for one in tensors_of(copies)]
         given = function(**copies)
         leaves = tensors_of(given)
         leaves += [torch.tensor(one, dtype=torch.float64) for one in tree_leaves(given) if type(one) is float]
-        leaves += [one for one, version in zip(tensors_of(copies), versions) if one._version != version]
+        leaves += [one for one, version in zip(tensors_of(copies), versions) if version_of(one) != version]
         wanted = [one for one in made.tensors if one.requires_grad]
         differentiable = [one for one in leaves if one.requires_grad]
         gradients: Sequence[Tensor | None] = []

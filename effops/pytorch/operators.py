@@ -1,0 +1,56 @@
+"""ATen's operators by name, also those that the installed PyTorch lacks.
+
+A missing one equals no operator, and raises when it is called. So a table may have operators that some versions lack.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from effops.pytorch.missing import Lacking
+
+
+class MissingOperator:
+    """Stands for an operator that the installed PyTorch lacks."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, which torch {torch.__version__} lacks>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise Lacking("programs of this kind", self.name).error
+
+
+class _Overloads:
+    """The overloads of one operator."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, overload: str) -> Any:
+        if overload.startswith("__"):
+            raise AttributeError(overload)
+        try:
+            found = getattr(getattr(torch.ops.aten, self._name), overload)
+        except AttributeError:
+            found = MissingOperator(f"aten.{self._name}.{overload}")
+        setattr(self, overload, found)
+        return found
+
+
+class _Operators:
+    """The operators by name, as `torch.ops.aten`."""
+
+    def __getattr__(self, name: str) -> _Overloads:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = _Overloads(name)
+        setattr(self, name, found)
+        return found
+
+
+aten: Any = _Operators()
