@@ -155,8 +155,10 @@ class Environment:
         """Run a command in the clone to its end, or until its time is over, with the programs of the environment."""
         own = {name: value for name, value in os.environ.items() if name not in NOT_OF_THE_ROW}
         own["PATH"] = os.pathsep.join([str(self.programs), own.get("PATH", os.defpath)])
-        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-            own[name] = str(self.folder / name.lower())
+        for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            place = self.folder / name.lower()
+            place.mkdir(exist_ok=True)
+            own[name] = str(place)
         try:
             return subprocess.run(
                 command, cwd=self.checkout, env=own | variables, capture_output=True, text=True, timeout=hours * HOUR
