@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -39,6 +40,8 @@ BESIDE = {
     for load in ("processes:1", "processes:2", "moving:1", "moving:2", "thread")
 }
 SMALL_CALLS = AMD.with_name("amd-epyc-1-thread") / "small-calls-2026-11-24.json"
+VERSIONS = sorted((BENCH / "results").glob("versions-*.json"))  # a later one counts
+MOST_NAMED = 5  # failures of a row that are named
 PUBLISHED = BENCH / "results" / "predictions" / "memory-tables-2026-11-23.json"
 FOUNDING = "power_spherical_log_prob"
 BUSY_OPS = ("power_spherical_mixture_log_prob", "attention_weights")
@@ -389,7 +392,56 @@ def front_door() -> str:
     return f"{table(titles, lines)}\n\n{measured_on(FRONT_DOOR)}"
 
 
+def versions() -> str:
+    """A line for each row of versions, what does not hold of each, and where they ran."""
+    rows: dict[str, Row] = {row["row"]: row for result in VERSIONS for row in content(result)["rows"]}
+    if not rows:
+        return "0 rows ran."
+    packages = "torch", "build", "python", "triton", "numpy", "transformers"
+    lines = []
+    for name, row in rows.items():
+        tests = row.get("steps", {}).get("tests", {})
+        found = row.get("versions", {})
+        told = [str(tests.get(key, "-")) for key in ("passed", "failed", "skipped")]
+        commit = f"{row['date'][:10]}, {row['commit'][:7]}"
+        lines.append((f"`{name}`", *(str(found.get(package) or "-") for package in packages), *told, commit))
+    titles = "row", "PyTorch", "build", "CPython", *packages[3:], "passed", "failed", "skipped", "ran on, at commit"
+    wrong = [f"- `{name}`: {one}" for name, row in rows.items() for one in does_not_hold(row)]
+    holds = "Tests, `effops doctor`, README's examples and the interpreted kernels hold"
+    nothing_else = f"{holds} in each row." if not wrong else f"{holds}, but for these:\n\n" + "\n".join(wrong)
+    devices = " and ".join(sorted({row["device"] for row in rows.values()}))
+    links = "\n".join(link(result, DOCS) for result in VERSIONS)
+    return f"{table(titles, sorted(lines, key=of_versions))}\n\n{nothing_else}\n\nRan on {devices}\n{links}."
+
+
+def of_versions(line: Sequence[str]) -> tuple[list[int], list[int]]:
+    """What sorts lines of versions: by PyTorch's, then by CPython's."""
+    torch, python = ([int(digits) for digits in re.findall(r"\d+", line[place])] for place in (1, 3))
+    return torch, python
+
+
+def does_not_hold(row: Row) -> Iterator[str]:
+    """A text for each step of a row of versions that failed, with the first failures of its tests."""
+    if not row["installed"]:
+        yield f"it cannot be installed: {verbatim(row['error'])}"
+        return
+    for name, step in row["steps"].items():
+        failures = step.get("failures", ())
+        if not step["ok"] and not failures:
+            yield f"{name.replace('_', ' ')}: {verbatim(step['error'])}"
+        for failure in failures[:MOST_NAMED]:
+            yield f"`{failure['test']}`: {verbatim(failure['error'])}"
+        if len(failures) > MOST_NAMED:
+            yield f"{len(failures) - MOST_NAMED} more tests"
+
+
+def verbatim(text: str) -> str:
+    """The text as Markdown shows code, which must not have two backticks in a row."""
+    return f"`` {text} ``"
+
+
 TEXTS: Mapping[str, Callable[[], str]] = {
+    "versions": versions,
     "founding": founding,
     "training": training,
     "mixture_memory": mixture_memory,
