@@ -11,6 +11,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from effops.pytorch.missing import TESTED
+
 from . import versions
 from .versions import Environment, Row, rows
 
@@ -165,3 +167,13 @@ def test_scripts_for_environments_run() -> None:
     assert found["build"].split()[0] in ("CPU", "CUDA", "ROCm")
     told = subprocess.run([sys.executable, "-c", versions.USABLE], capture_output=True, text=True)
     assert told.stdout.split()[0] == "{}.{}".format(*sys.version_info)
+
+
+def test_the_versions_that_an_error_names_ran() -> None:
+    """Those of rows in which everything held, and that of every commit."""
+    results = [json.loads(path.read_text())["rows"] for path in sorted(versions.RESULTS.glob("versions-*.json"))]
+    latest = {row["row"]: row for found in results for row in found}
+    ran = {row["versions"]["torch"].partition("+")[0] for row in latest.values() if versions.holds(row)}
+    pinned = re.search("^torch==(.*)$", (versions.ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned
+    assert set(TESTED) == ran | {pinned[1]}
