@@ -41,7 +41,7 @@ from .launch import (
     varies,
     zero,
 )
-from .tiles import add_scores, indices, load_tile, store_tile, upstream
+from .tiles import add_scores, indices, load_tile, mask_if, store_tile, upstream
 
 # How many G of a mixture, or gradients of x if those are more, are held at a time: 16 MiB in float32. One row of pairs
 # may exceed it.
@@ -84,7 +84,7 @@ def _scores(
     loc_ptrs, loc_mask = _tile(loc_ptr, stride_lm, stride_ln, m, n, M, N, LOC & 4, LOC & 2)
     scale_ptrs, scale_mask = _tile(scale_ptr, stride_sm, stride_sn, m, n, M, N, SCALE & 4, SCALE & 2)
     if not SCALE & 1:
-        inverse = _inverse(tl.load(scale_ptrs, mask=scale_mask & (D > 0), other=1.0), DTYPE)
+        inverse = _inverse(tl.load(scale_ptrs, mask=mask_if(D > 0, scale_mask), other=1.0), DTYPE)
     squares = tl.zeros((offs_m.shape[0], offs_n.shape[0], BLOCK_K), DTYPE)
     for start_k in range(0, D, BLOCK_K):
         k = start_k + tl.arange(0, BLOCK_K).to(tl.int64)[None, None, :]

@@ -4,6 +4,7 @@ A family of kernels has plans: functions that yield the launches of a call one b
 workspaces as it goes, and adds up partial results after the launch that wrote them.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ MAX_GRID = 2**31 - 1
 # So many programs keep a device busy: a few for each of its 108 to 304 multiprocessors. A sum is split into parts until
 # there are as many programs. The partial sums then take at most 1024 tiles, some tens of megabytes.
 BUSY = 1024
+# Fused products and sums are Triton's default up to 3.9, which warns that 3.10 will leave them apart.
+OPTIONS = {"enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Launch:
         if any(isinstance(argument, FakeTensor) for argument in self.args):
             return
         for first_pid in range(0, self.grid, MAX_GRID):
-            self.kernel[(min(self.grid - first_pid, MAX_GRID),)](first_pid, *self.args, **self.constants)
+            grid = (min(self.grid - first_pid, MAX_GRID),)
+            self.kernel[grid](first_pid, *self.args, **self.constants, **OPTIONS)
 
 
 def run(tensor: Tensor, launches: Iterable[Launch]) -> None:
@@ -81,6 +85,25 @@ def distinct(representatives: Callable[[str, torch.dtype, str], Iterator[Launch]
             if key not in seen:
                 seen.add(key)
                 yield architecture, launch
+
+
+def _interpret_bounds_of_loops() -> None:
+    """Let Triton 3.6 interpret loops with NumPy 2.4, which makes an integer of no array but one without axes.
+
+    The interpreter holds a number in an array of one axis. Triton 3.7 takes the number out first.
+    """
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patch_all(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_all
+
+
+if triton.knobs.runtime.interpret and triton.__version__.startswith("3.6."):
+    _interpret_bounds_of_loops()
 
 
 def architecture_of(tensor: Tensor) -> str:

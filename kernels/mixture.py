@@ -38,7 +38,7 @@ from .launch import (
     varies,
     zero,
 )
-from .tiles import Map, add_scores, dots, entries, finite, indices, load_tile, store_tile, upstream
+from .tiles import Map, add_scores, dots, entries, finite, indices, load_tile, mask_if, store_tile, upstream
 
 
 # fmt: off
@@ -250,7 +250,7 @@ def _backward_columns_kernel(
 
     if dloc_ptr is not None:
         store_tile(dloc_ptr, stride_ek, stride_en, offs_d, offs_n, D, N, dloc)
-    mask_n = (offs_n < N)[None, :] & (pid_d == 0)
+    mask_n = mask_if(pid_d == 0, (offs_n < N)[None, :])
     if dscale_ptr is not None:
         scale = load_tile(scale_ptr, stride_sm, stride_sn, offs_n, offs_n, M, N, 1.0, False, SCALE_N)
         dscale = _dscale(sum_G, sum_G_phi, scale, D, normaliser_grad)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Config, Launch, architecture_of, contraction_of, partial_sums, pointer, run, split, zero
-from .tiles import Map, dots, entries, indices, load_tile, store_tile
+from .tiles import Map, dots, entries, indices, load_tile, mask_if, store_tile
 
 
 # fmt: off
@@ -103,7 +103,7 @@ def _backward_kernel(
     if dx_ptr is not None:
         store_tile(dx_ptr, stride_dm, stride_dk, offs_m, offs_d, M, D, dx)
     if SUM_DSCALE:
-        tl.store(dscale_ptr + offs_m * stride_tm, dscale, mask=(offs_m < M) & (pid_d == 0))
+        tl.store(dscale_ptr + offs_m * stride_tm, dscale, mask=mask_if(pid_d == 0, offs_m < M))
 
 
 @triton.jit

@@ -82,6 +82,15 @@ def store_tile(
 
 
 @triton.jit
+def mask_if(condition, mask):
+    """The mask if a condition holds that is one for all elements, else a mask of none.
+
+    As `mask & condition` it has integers in Triton's interpreter, which 3.9 refuses.
+    """
+    return tl.where(condition, mask, False)
+
+
+@triton.jit
 def finite(value):
     """The value, or 0 if it is NaN or infinite."""
     return tl.where(tl.abs(value) < float("inf"), value, 0.0)

@@ -16,7 +16,7 @@ import zlib
 import torch
 import triton
 from effops.kernels import additive, attention, distances, log_sparse, mixture, pairs, power_spherical, von_mises_fisher
-from effops.kernels.launch import distinct
+from effops.kernels.launch import OPTIONS, distinct
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -50,7 +50,7 @@ def compile_launch(architecture, launch):
     signature |= dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in names}
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=TARGETS[architecture], options=options)
+    return triton.compile(source, target=TARGETS[architecture], options=options | OPTIONS)
 
 
 def resources(architecture, compiled):
