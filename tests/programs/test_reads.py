@@ -217,6 +217,11 @@ def test_a_device_that_is_not_there(context: Callable[..., None]) -> None:
         lambda t: t.to("cuda") * 2,
         lambda t: t.cuda(),
         lambda t: torch.nn.Linear(4, 4).to("cuda")(t),
+        lambda t: torch.rand_like(t, device="cuda"),
+        lambda t: t.to(0),
+        lambda t: torch.cuda.synchronize(),
+        lambda t: torch.cuda.set_device(0),
+        lambda t: torch.Generator("cuda"),
     )
     told = rf'(lint|budget): a function must .*; got "cuda", .* at {__file__}:\d+: .*; .*`effops lint --device cuda'
     for program in programs:

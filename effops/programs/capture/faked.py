@@ -6,7 +6,6 @@ Real tensors stay where they are. Inside of each operator a fake tensor stands i
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +15,13 @@ import torch
 from effops.measure import without_collector
 from effops.prediction.known_values import KNOWN_TO_TRANSFORMERS
 from effops.prediction.named_devices import (
-    LACKS_DEVICE,
     NAMED_BY_AUTOCAST,
+    MissingDeviceError,
     NamedCuda,
     NamedCudaForms,
     OneDeviceRecorder,
+    is_lacking,
+    missing_device,
     missing_devices_named,
 )
 from effops.prediction.observed_forms import SUMS_IN_PLACE
@@ -64,8 +65,6 @@ NO_INTEGER = (
     "cannot convert NaN to integer ratio",
     "upper bound and lower bound inconsistent with step sign",  # of arange
 )
-# PyTorch says so of a device that this machine lacks, beside what LACKS_DEVICE has.
-LACKING = re.compile("from the '(CUDA|HIP|XPU|MPS|XLA|HPU)' backend|not linked with support for (\\w+) devices")
 READ_ONLY = "read-only"  # NumPy says so of an array that must not be written to
 # What such operators are in a program, and what to write there.
 REMEDIES = {
@@ -75,6 +74,16 @@ REMEDIES = {
     aten.repeat_interleave.Tensor: "repeat_interleave: give output_size=, if the program knows the sum",
     aten._local_scalar_dense.default: "a number of a tensor: keep the tensor, or have the numbers in NumPy or a list",
 }
+
+
+class LocalRecorder(VersionedRecorder):
+    """Refuses tensors on devices that this machine lacks: a build of PyTorch may have fake ones of them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = kwargs.get("device") if kwargs else None
+        if device is not None and is_lacking(device.type):
+            raise MissingDeviceError(device.type)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class NamingRecorder(VersionedRecorder, OneDeviceRecorder):
@@ -119,7 +128,7 @@ def faked(
     """
     mode = EndingMode(name)
     recorder = (
-        VersionedRecorder(mode, probe=probe, observe=observed.note)
+        LocalRecorder(mode, probe=probe, observe=observed.note)
         if device is None
         else NamingRecorder(name, program, mode, cuda=device == "cuda", probe=probe, observe=observed.note)
     )
@@ -165,9 +174,8 @@ def faked(
 def _told(error: Exception, name: str, values: AssumedValues, names_cuda: bool) -> Exception | None:
     """What to say in place of an error that comes of fake tensors; None if it is the program's own."""
     said, line = str(error), at(raised_at(error))
-    lacking = LACKING.search(said)
-    if not names_cuda and (lacking or any(text in said for text in LACKS_DEVICE)):
-        device = next(filter(None, lacking.groups())).lower() if lacking else "cuda"
+    device = None if names_cuda else missing_device(error)
+    if device is not None:
         return NotImplementedError(
             f'{name}: a function must name devices of this machine alone; got "{device}", which it lacks{line}; leave '
             "the device out, or run a script that names it by `effops lint --device cuda SCRIPT`"
