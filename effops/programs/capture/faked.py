@@ -6,6 +6,7 @@ Real tensors stay where they are. Inside of each operator a fake tensor stands i
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,7 @@ from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError, wi
 from effops.programs.capture.assumed_values import INTEGER, OF_ARRAY, OF_INTEGER, AssumedValues, CannotFollow, at
 from effops.programs.capture.ended import EndingMode
 from effops.programs.capture.observed import Observed
-from effops.programs.capture.places import raised_at
+from effops.programs.capture.places import is_raised_by_program, raised_at
 from effops.programs.capture.reads import READ_IN_PYTHON
 from effops.programs.capture.untouched import ZEROED, VersionedRecorder, untouched
 from effops.pytorch import (
@@ -42,13 +43,17 @@ from effops.pytorch import (
 
 aten = torch.ops.aten
 
+FAILURES = (
+    *(AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError),
+    pickle.PicklingError,
+)
 DEPENDS_ON_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 # PyTorch says so of fake tensors; those errors have no class of their own.
 OF_MEMORY = "the memory of a tensor: compare tensors by `is`, and give C code tensors through operators"
 READS_VALUES = {
     "its data is not allocated yet": "",
     ".numpy() is not supported": f"an array of a tensor: {OF_ARRAY}",
-    "cannot be converted to type int64_t without overflow": f"an integer: {OF_INTEGER}",  # which is NaN
+    "cannot be converted to type int64": f"an integer: {OF_INTEGER}",  # which is NaN
     "Expected scalar.isIntegral": f"an integer: {OF_INTEGER}",
     "Cannot access data pointer of Tensor": OF_MEMORY,
     "Not available for 'meta' device type": OF_MEMORY,
@@ -58,13 +63,14 @@ READS_VALUES = {
 # What Python and PyTorch say of NaN, which stands for a number that was read.
 NO_INTEGER = (
     "'float' object cannot be interpreted as an integer",
-    "'UnknownNumber' object cannot be interpreted as an integer",
     "not float",
-    "not UnknownNumber",
+    "UnknownNumber",  # the class, where another one was expected
+    "slice indices must be integers",
+    "only integers, slices (`:`), ellipsis (`...`)",  # as indices of tensors
     "cannot convert float NaN to integer",
     "cannot convert NaN to integer ratio",
-    "upper bound and lower bound inconsistent with step sign",  # of arange
 )
+NAN = re.compile(r"\bnan\b")  # in what an operator says of a number that it checks
 READ_ONLY = "read-only"  # NumPy says so of an array that must not be written to
 # What such operators are in a program, and what to write there.
 REMEDIES = {
@@ -161,7 +167,7 @@ def faked(
             ) from error
         except CannotFollow as error:
             raise type(error)(f"{name}: {error}") from error.__cause__
-        except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, pickle.PicklingError) as error:
+        except FAILURES as error:
             told = _told(error, name, values, names_cuda=device is not None)
             if told is None:
                 raise
@@ -182,6 +188,11 @@ def _told(error: Exception, name: str, values: AssumedValues, names_cuda: bool) 
         )
     if values.reads_numbers and any(text in said for text in NO_INTEGER):
         return CannotFollow(f"{name}: {INTEGER} cannot be followed without values{line}; {OF_INTEGER}")
+    if values.reads_numbers and NAN.search(said) and not is_raised_by_program(error):
+        return CannotFollow(
+            f"{name}: a number that is read from a tensor, and that an operator checks, cannot be followed without "
+            f"values{line}; take it from what the tensor was made of"
+        )
     if values.lends_arrays and isinstance(error, ValueError) and READ_ONLY in said:
         return CannotFollow(
             f"{name}: an array of an argument cannot be written to, as the argument stays as it is{line}; write to "
