@@ -4,6 +4,7 @@ A program for CUDA moves its model there, and switches CUDA's autocast on. Witho
 leaves the second out. Here "cuda" is the predicted device where the recorder says so. Every other name is refused.
 """
 
+import os
 import re
 import traceback
 import weakref
@@ -29,12 +30,66 @@ from effops.pytorch.prediction import (
 from effops.text import frames_of, line_of_program
 
 HERE = "cpu", "meta"  # fake tensors of the prediction, and tensors without memory
-# PyTorch says so where a device is used that is not there; those errors have no class of their own.
+MODULES = {kind: os.path.join(os.path.dirname(torch.__file__), kind, "") for kind in ("cuda", "mps", "mtia", "xpu")}
+# PyTorch says so where a tensor goes to a device that is not there; those errors have no class of their own.
+LACKING = re.compile("from the '(CUDA|HIP|XPU|MPS|XLA|HPU)' backend|not linked with support for (\\w+) devices")
 NO_INDEX = "Cannot access accelerator device"  # of a device that is named by its index alone
-LACKS_DEVICE = "not compiled with CUDA", "not linked with support for", "Found no NVIDIA driver", NO_INDEX
+LACKS_CUDA = "not compiled with CUDA", "without ATen_cuda library", NO_INDEX
 IN_PYTORCH = "in PyTorch"
 MOVED = "a tensor is made there, or moved to it"
 Function = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a function and its arguments
+
+
+class MissingDeviceError(RuntimeError):
+    """A tensor is made on a kind of device that this machine lacks, or moved to it. PyTorch's own error is one too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"a tensor cannot be on a device of the kind {kind}, which this machine lacks")
+        self.kind = kind
+
+
+def is_lacking(kind: str) -> bool:
+    """Whether PyTorch's module for a kind of device says that this machine has none."""
+    return kind in MODULES and not getattr(torch, kind).is_available()
+
+
+def missing_device(error: BaseException) -> str | None:
+    """The kind of device whose lack has raised an error; None if the error is another one.
+
+    What PyTorch raises depends on how it was built: with CUDA, but on a machine without a driver, it says other things
+    than a build without CUDA.
+    """
+    if isinstance(error, MissingDeviceError):
+        return error.kind
+    said = str(error)
+    lacking = LACKING.search(said)
+    if lacking:
+        return next(filter(None, lacking.groups())).lower()
+    if any(text in said for text in LACKS_CUDA):
+        return "cuda"
+    own = _own_error(error)
+    if isinstance(own, torch.AcceleratorError) and is_lacking("cuda"):
+        return "cuda"
+    return _module_of(own) if isinstance(own, (AssertionError, AttributeError, RuntimeError)) else None
+
+
+def _own_error(error: BaseException) -> BaseException:
+    """PyTorch's error. A workload names its function before that text."""
+    cause = error.__cause__
+    return cause if cause is not None and str(cause) in str(error) else error
+
+
+def _module_of(error: BaseException) -> str | None:
+    """The missing kind of device whose module of PyTorch the program called when it got an error."""
+    torch_folder = os.path.join(os.path.dirname(torch.__file__), "")
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if not file.startswith(torch_folder):
+            return None
+        for kind, folder in MODULES.items():
+            if file.startswith(folder) and is_lacking(kind):
+                return kind
+    return None
 
 
 def _on_predicted_device(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Function:
@@ -112,14 +167,14 @@ def missing_devices_named(recorder: OneDeviceRecorder) -> Iterator[None]:
     """Say where a program uses a device that is not there, instead of PyTorch's own error."""
     try:
         yield
-    except (AssertionError, RuntimeError) as error:
-        if not any(message in str(error) for message in LACKS_DEVICE):
+    except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
+        kind = missing_device(error)
+        if kind is None:
             raise
         place = line_of_program(frames_of(error)) or IN_PYTORCH
-        moved = re.search(r"not linked with support for (\w+) devices", str(error))
-        if moved or NO_INDEX in str(error):
-            raise recorder.refusal(moved[1] if moved else "cuda", place, MOVED) from error
-        own = error.__cause__ or error  # a workload names its function before PyTorch's text
+        if LACKING.search(str(error)) or NO_INDEX in str(error):
+            raise recorder.refusal(kind, place, MOVED) from error
+        own = str(_own_error(error)).partition("\n")[0].partition(". ")[0]
         raise NotImplementedError(
             f"{recorder.reader}: a {recorder.program} must use a device by tensors, modules and autocast alone; got "
             f'"{own}" {place}; leave that call out of the {recorder.program}, or make it where '

@@ -40,6 +40,7 @@ IN_PLACE_IN = {  # the same in one formula alone
     ("Atan2Backward0", aten.masked_fill.Scalar): (aten.masked_fill_.Scalar, SOLE_OWNER_COUNTS),
     ("BinaryCrossEntropyWithLogitsBackward0", aten.mul.Tensor): (aten.mul_.Tensor, SOLE_OWNER_COUNTS),
     ("BinaryCrossEntropyWithLogitsBackward0", aten.sub.Tensor): (aten.sub_.Tensor, SOLE_OWNER_COUNTS),
+    ("ClampBackward0", aten.masked_fill.Scalar): (aten.masked_fill_.Scalar, (6, 2)),  # in torch 2.15
     ("TakeBackward0", aten.put.default): (aten.put_.default, SOLE_OWNER_COUNTS),
 }
 NOT_IN_PLACE_AFTER = {  # the operator that makes a first operand which one formula does not overwrite
@@ -52,6 +53,7 @@ OTHER_WAYS = {
     ("BinaryCrossEntropyBackward0", aten.logit.default),
     ("BinaryCrossEntropyWithLogitsBackward0", aten.add.Scalar),
     ("ClampBackward0", aten.ge.Tensor),
+    ("CumprodBackward0", aten.cat.default),  # in torch 2.11
     ("CumprodBackward0", aten.cumsum.default),
     ("MaskedFillBackward1", aten.where.self),
     ("MaxBackward1", aten.isnan.default),

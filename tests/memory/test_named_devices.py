@@ -214,14 +214,28 @@ def test_moves_that_checkpoints_repeat():
     assert anatomy(given, 8, device="cuda").peak_bytes
 
 
+USES = {
+    "synchronize": lambda: torch.cuda.synchronize(),
+    "stream": lambda: torch.cuda.Stream(),
+    "generator": lambda: torch.Generator("cuda"),
+    "reset": lambda: torch.cuda.reset_peak_memory_stats(),
+}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it works with CUDA")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_only_a_device_does(device):
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_what_only_a_device_does(use, device):
+    """A build of PyTorch with CUDA, but without a driver, raises other errors than one without CUDA."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011, as its class differs too
+        use()
+    said = re.split(r"\n|\. ", str(raised.value))[0]
+
     def waits(model, batch):
-        torch.cuda.synchronize()
+        use()
         return loss(model, batch)
 
-    with pytest.raises(NotImplementedError, match=r'got "Torch not compiled with CUDA.* in .*py, line \d+; leave that'):
+    with pytest.raises(NotImplementedError, match=rf'got "{re.escape(said)}.* in .*py, line \d+; leave that'):
         anatomy(workload(loss=waits), 8, device=device)
 
 

@@ -195,6 +195,41 @@ def test_an_integer_that_the_program_catches() -> None:
         effops.lint(lambda: int(float("nan")))
 
 
+CHECKED: dict[str, Callable[[int], Any]] = {
+    "index": lambda number: torch.zeros(3)[number],
+    "slice": lambda number: torch.zeros(3)[:number],
+    "shape": lambda number: torch.zeros((2, number)),
+    "view": lambda number: torch.zeros(4).view(2, number),
+    "steps": lambda number: torch.arange(0, 5, number),
+    "range": lambda number: torch.linspace(0, 1, number),
+    "integers": lambda number: torch.as_tensor(number, dtype=torch.long),
+    "deviation": lambda number: torch.normal(0.0, number, (3,)),
+    "share": lambda number: torch.ones(3).quantile(number),
+    "probability": lambda number: torch.nn.functional.dropout(torch.ones(3), number),
+}
+
+
+@pytest.mark.parametrize("use", CHECKED.values(), ids=CHECKED)
+def test_numbers_that_operators_check(use: Callable[[int], Any]) -> None:
+    """PyTorch's own errors told of NaN, or of a wrong type, which the program had not given."""
+
+    def program(t: Tensor) -> Any:
+        return use(t.argmax().item())
+
+    with pytest.raises(CannotFollow, match=rf"lint: .*(number|integer).* at {__file__}:\d+: .*"):
+        effops.lint(program, torch.randn(5000))
+
+
+def test_the_program_checks_for_nan_itself() -> None:
+    def program(t: Tensor) -> Tensor:
+        if not t.sum().item() > 0:
+            raise ValueError("the sum is nan")
+        return t
+
+    with pytest.raises(ValueError, match="the sum is nan"):
+        effops.lint(program, torch.ones(5000))
+
+
 def test_what_follows_from_numbers_that_are_read() -> None:
     """Values that NaN was part of counted as known: a comparison with it was false, and a branch was taken."""
 
@@ -217,6 +252,11 @@ def test_a_device_that_is_not_there(context: Callable[..., None]) -> None:
         lambda t: t.to("cuda") * 2,
         lambda t: t.cuda(),
         lambda t: torch.nn.Linear(4, 4).to("cuda")(t),
+        lambda t: torch.rand_like(t, device="cuda"),
+        lambda t: t.to(0),
+        lambda t: torch.cuda.synchronize(),
+        lambda t: torch.cuda.set_device(0),
+        lambda t: torch.Generator("cuda"),
     )
     told = rf'(lint|budget): a function must .*; got "cuda", .* at {__file__}:\d+: .*; .*`effops lint --device cuda'
     for program in programs:

@@ -17,12 +17,13 @@ from effops.programs.capture.places import CallSites, Place, innermost, place_of
 from effops.programs.capture.unknown_numbers import BRANCH, UnknownNumber
 from effops.pytorch.calls import FakeTensor, tree_leaves
 from effops.pytorch.operators import aten
-from effops.pytorch.prediction import _disable_current_modes
+from effops.pytorch.prediction import _disable_current_modes, schema_of
 
 HOLDS = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default}
 FAILS = {aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default}
 NOT_FINITE = {aten.isnan.default, aten.isinf.default}
 PERMUTATIONS = {aten.randperm.default, aten.randperm.generator}
+SIZED_BY_NUMBERS = "aten::arange", "aten::range"  # which need no integers; what PyTorch says of NaN changes by version
 BRANCHES = "if ", "elif ", "while "
 OF_ARRAY = (
     "to print or log numbers write `[one.item() for one in x.flatten()]`, which are NaN here; for sizes and indices "
@@ -72,6 +73,8 @@ class AssumedValues(KnownValues):
                 else super().__torch_dispatch__(aten._to_copy.default, types, (cut,), {"dtype": dtype})
             )
         self.is_given_nan = self.reads_numbers and any(map(_is_nan, tree_leaves((args, kwargs))))
+        if self.is_given_nan and schema_of(func).name in SIZED_BY_NUMBERS:
+            raise self.no_integer()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func is FINITE:
             self._take_to_be(args[1], torch.zeros_like)

@@ -14,11 +14,13 @@ from typing import Any
 from effops.measure import without_collector
 from effops.prediction.known_values import KNOWN_TO_TRANSFORMERS
 from effops.prediction.named_devices import (
-    LACKS_DEVICE,
     NAMED_BY_AUTOCAST,
+    MissingDeviceError,
     NamedCuda,
     NamedCudaForms,
     OneDeviceRecorder,
+    is_lacking,
+    missing_device,
     missing_devices_named,
 )
 from effops.prediction.observed_forms import SUMS_IN_PLACE
@@ -27,7 +29,7 @@ from effops.prediction.shared import COMPILED_REFUSED, CompiledFunctionError, wi
 from effops.programs.capture.assumed_values import INTEGER, OF_ARRAY, OF_INTEGER, AssumedValues, CannotFollow, at
 from effops.programs.capture.ended import EndingMode
 from effops.programs.capture.observed import Observed
-from effops.programs.capture.places import raised_at
+from effops.programs.capture.places import is_raised_by_program, raised_at
 from effops.programs.capture.reads import READ_IN_PYTHON
 from effops.programs.capture.untouched import ZEROED, VersionedRecorder, untouched
 from effops.pytorch.operators import aten
@@ -38,13 +40,17 @@ from effops.pytorch.prediction import (
     UnsupportedOperatorException,
 )
 
+FAILURES = (
+    *(AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError),
+    pickle.PicklingError,
+)
 DEPENDS_ON_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 # PyTorch says so of fake tensors; those errors have no class of their own.
 OF_MEMORY = "the memory of a tensor: compare tensors by `is`, and give C code tensors through operators"
 READS_VALUES = {
     "its data is not allocated yet": "",
     ".numpy() is not supported": f"an array of a tensor: {OF_ARRAY}",
-    "cannot be converted to type int64_t without overflow": f"an integer: {OF_INTEGER}",  # which is NaN
+    "cannot be converted to type int64": f"an integer: {OF_INTEGER}",  # which is NaN
     "Expected scalar.isIntegral": f"an integer: {OF_INTEGER}",
     "Cannot access data pointer of Tensor": OF_MEMORY,
     "Not available for 'meta' device type": OF_MEMORY,
@@ -54,15 +60,14 @@ READS_VALUES = {
 # What Python and PyTorch say of NaN, which stands for a number that was read.
 NO_INTEGER = (
     "'float' object cannot be interpreted as an integer",
-    "'UnknownNumber' object cannot be interpreted as an integer",
     "not float",
-    "not UnknownNumber",
+    "UnknownNumber",  # the class, where another one was expected
+    "slice indices must be integers",
+    "only integers, slices (`:`), ellipsis (`...`)",  # as indices of tensors
     "cannot convert float NaN to integer",
     "cannot convert NaN to integer ratio",
-    "upper bound and lower bound inconsistent with step sign",  # of arange
 )
-# PyTorch says so of a device that this machine lacks, beside what LACKS_DEVICE has.
-LACKING = re.compile("from the '(CUDA|HIP|XPU|MPS|XLA|HPU)' backend|not linked with support for (\\w+) devices")
+NAN = re.compile(r"\bnan\b")  # in what an operator says of a number that it checks
 READ_ONLY = "read-only"  # NumPy says so of an array that must not be written to
 # What such operators are in a program, and what to write there.
 REMEDIES = {
@@ -72,6 +77,16 @@ REMEDIES = {
     aten.repeat_interleave.Tensor: "repeat_interleave: give output_size=, if the program knows the sum",
     aten._local_scalar_dense.default: "a number of a tensor: keep the tensor, or have the numbers in NumPy or a list",
 }
+
+
+class LocalRecorder(VersionedRecorder):
+    """Refuses tensors on devices that this machine lacks: a build of PyTorch may have fake ones of them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = kwargs.get("device") if kwargs else None
+        if device is not None and is_lacking(device.type):
+            raise MissingDeviceError(device.type)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class NamingRecorder(VersionedRecorder, OneDeviceRecorder):
@@ -116,7 +131,7 @@ def faked(
     """
     mode = EndingMode(name)
     recorder = (
-        VersionedRecorder(mode, probe=probe, observe=observed.note)
+        LocalRecorder(mode, probe=probe, observe=observed.note)
         if device is None
         else NamingRecorder(name, program, mode, cuda=device == "cuda", probe=probe, observe=observed.note)
     )
@@ -149,7 +164,7 @@ def faked(
             ) from error
         except CannotFollow as error:
             raise type(error)(f"{name}: {error}") from error.__cause__
-        except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, pickle.PicklingError) as error:
+        except FAILURES as error:
             told = _told(error, name, values, names_cuda=device is not None)
             if told is None:
                 raise
@@ -162,15 +177,19 @@ def faked(
 def _told(error: Exception, name: str, values: AssumedValues, names_cuda: bool) -> Exception | None:
     """What to say in place of an error that comes of fake tensors; None if it is the program's own."""
     said, line = str(error), at(raised_at(error))
-    lacking = LACKING.search(said)
-    if not names_cuda and (lacking or any(text in said for text in LACKS_DEVICE)):
-        device = next(filter(None, lacking.groups())).lower() if lacking else "cuda"
+    device = None if names_cuda else missing_device(error)
+    if device is not None:
         return NotImplementedError(
             f'{name}: a function must name devices of this machine alone; got "{device}", which it lacks{line}; leave '
             "the device out, or run a script that names it by `effops lint --device cuda SCRIPT`"
         )
     if values.reads_numbers and any(text in said for text in NO_INTEGER):
         return CannotFollow(f"{name}: {INTEGER} cannot be followed without values{line}; {OF_INTEGER}")
+    if values.reads_numbers and NAN.search(said) and not is_raised_by_program(error):
+        return CannotFollow(
+            f"{name}: a number that is read from a tensor, and that an operator checks, cannot be followed without "
+            f"values{line}; take it from what the tensor was made of"
+        )
     if values.lends_arrays and isinstance(error, ValueError) and READ_ONLY in said:
         return CannotFollow(
             f"{name}: an array of an argument cannot be written to, as the argument stays as it is{line}; write to "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import linecache
 import os
@@ -116,6 +117,13 @@ def raised_at(error: BaseException) -> Place | None:
 def user_instructions(error: BaseException) -> list[Instruction]:
     """Those of a user's code that an error has come through, from the outermost inwards."""
     return [one for one in _instructions_of(error.__traceback__) if kind_of(one.code.co_filename) == "user"]
+
+
+def is_raised_by_program(error: BaseException) -> bool:
+    """Whether a statement `raise` of a user's or a library's code has raised an error."""
+    *_, last = _instructions_of(error.__traceback__)
+    is_raise = dis.opname[last.code.co_code[last.offset]] == "RAISE_VARARGS"
+    return is_raise and kind_of(last.code.co_filename) != ""
 
 
 def _instructions_of(traceback: TracebackType | None) -> Iterator[Instruction]:
