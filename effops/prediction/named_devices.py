@@ -64,7 +64,7 @@ def missing_device(error: BaseException) -> str | None:
     said = str(error)
     lacking = LACKING.search(said)
     if lacking:
-        return next(filter(None, lacking.groups())).lower()
+        return str(next(filter(None, lacking.groups()))).lower()
     if any(text in said for text in LACKS_CUDA):
         return "cuda"
     own = _own_error(error)

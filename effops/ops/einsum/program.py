@@ -123,7 +123,8 @@ class _GradientLaidOut(torch.autograd.Function):
 
 def without_view(result: Tensor) -> Tensor:
     """The result in the same memory, which is no view to PyTorch, so that users may change it."""
-    return aten._unsafe_view.default(result, result.shape)
+    unsafe_view: Tensor = aten._unsafe_view.default(result, result.shape)
+    return unsafe_view
 
 
 def backward(program: Program, operands: Sequence[Tensor], dout: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
