@@ -13,10 +13,11 @@ import triton
 from effops.kernels import launch
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-# Tiles are chosen with Triton 3.7. Other versions spill two or four values of a thread in a few kernels: the one of
-# attention with 3.6, tiles of 512 columns with 3.8, bfloat16 with W' of every pair with 3.9. Smaller tiles would read
-# operands twice as often for it, and more registers a thread would leave room for half as many programs.
-SPILL_BYTES = 0 if triton.__version__.startswith("3.7.") else 16
+# Tiles are chosen with Triton 3.7, which spills nothing. Others spill in one kernel or two: attention with 3.6, weights
+# of 512 columns and a gradient of the mixture with 3.8, the gradient of pairs in bfloat16 with 3.9. Smaller tiles
+# would read operands twice as often, and more registers a thread leave room for half as many programs.
+SPILL_BYTES = {"3.6": 8, "3.8": 80, "3.9": 8}
+MOST_SPILLED = SPILL_BYTES.get(triton.__version__.rpartition(".")[0], 0)
 PARTS = 8
 
 
@@ -32,7 +33,7 @@ def test_shipped_kernels_compile_and_fit(part, which):
     bad = [
         entry
         for entry in entries
-        if entry["spill_bytes"] > SPILL_BYTES
+        if entry["spill_bytes"] > MOST_SPILLED
         or entry["shared_bytes"] > SHARED_BYTES[entry["architecture"]]
         or entry["tmem"] > 512
         or entry["stores"] == 0
