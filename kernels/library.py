@@ -22,11 +22,13 @@ OUTCOME = "built.json"
 ROWS = {torch.float32: 128, torch.float64: 64}  # queries of a block, at most, as in C++
 SOME = 1024  # scales that a thread takes at a time
 BRIEF = 64 * SOME  # normalisers of so many numbers take a thread 1 to 6 ms: no longer than others keep Python's lock
-BY_CAPABILITY = {"AVX2": "avx2", "AVX512": "avx512"}  # PyTorch's name of the processor's instructions
+# The libraries that a processor runs, the fastest first, by PyTorch's name of its instructions.
+BY_CAPABILITY = {"AVX2": ("avx2",), "AVX512": ("avx512", "avx2")}
 REALS = {torch.float32: "", torch.float64: "_float64"}  # what kernels compute in, and how the names of libraries end
 TYPES = {torch.bfloat16: 1, torch.float16: 2}  # as `Type` in C++; others are what kernels compute in, or booleans
 MAPS = "linear", "power_spherical", "von_mises_fisher"
-AGAIN = "install effops again, with a C++ compiler"
+AGAIN = "install GCC 9 or newer, and then effops again; the variable CXX names another compiler"
+LEFT_OUT = "the installation left it out; install effops again, without EFFOPS_CPP=0"
 
 
 class _Strided(ctypes.Structure):
@@ -193,13 +195,33 @@ def library(real: torch.dtype) -> Library:
         raise OSError(f"is built on Linux x86-64 alone, got {platform.system()} {platform.machine()}")
     if capability not in BY_CAPABILITY:
         raise OSError(f"needs a processor with AVX2 or AVX-512, got {capability}")
-    name, outcome = BY_CAPABILITY[capability] + REALS[real], build_outcome()
-    error = outcome.get(name, "the installation left it out")
-    if error:
-        raise OSError(f"was not built: {error}; {AGAIN}")
+    outcome = build_outcome()
+    if not outcome:
+        raise OSError(f"was not built: {LEFT_OUT}")
+    first, chosen = BY_CAPABILITY[capability][0], _instructions(capability)
+    if chosen is None:
+        raise OSError(f"{_failure(first)}; {AGAIN}")
     if _digest() not in ("", outcome["digest"]):
         raise OSError("was built of other sources than those in kernels/cpp; run pip install -e . again")
-    return Library(FOLDER / f"{name}.so")
+    try:
+        return Library(FOLDER / f"{chosen}{REALS[real]}.so")
+    except OSError as error:
+        raise OSError(f"cannot be loaded: {error}; {AGAIN}") from error
+
+
+def _instructions(capability: str) -> str | None:
+    """The fastest instructions that a processor runs and for which all libraries were built, if any."""
+    return next((name for name in BY_CAPABILITY[capability] if not _failure(name)), None)
+
+
+def _failure(name: str) -> str:
+    """Why there is no library for these instructions; empty if there is one, for float32 and for float64."""
+    outcome = build_outcome()
+    for ending in REALS.values():
+        reason = outcome.get(name + ending, "the build did not come to it")
+        if reason:
+            return f"was not built for {name + ending} by {outcome.get('compiler', 'an unknown compiler')}: {reason}"
+    return ""
 
 
 @functools.cache
@@ -214,8 +236,11 @@ def obstacle() -> str:
 
 
 def description() -> str:
-    """Which library is loaded, and what built it."""
-    return f"{BY_CAPABILITY[torch.backends.cpu.get_cpu_capability()]}, built by {build_outcome()['compiler']}"
+    """Which library is loaded, and what built it; where the processor runs faster ones, why these are not there."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    first, chosen = BY_CAPABILITY[capability][0], _instructions(capability)
+    slower = "" if chosen == first else f"; a faster one {_failure(first)}; {AGAIN}"
+    return f"{chosen}, built by {build_outcome()['compiler']}{slower}"
 
 
 def build_outcome() -> dict[str, str]:

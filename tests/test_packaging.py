@@ -1,5 +1,6 @@
 """A wheel holds every module, and works without what is installed for tests alone."""
 
+import json
 import re
 import runpy
 import subprocess
@@ -8,6 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from effops.kernels import library
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,3 +87,110 @@ def test_numpy_is_installed_with_it():
     for name in ("torch", "numpy", "rich"):
         assert any(one.startswith(f"{name}>=") for one in dependencies)
         assert any(one.startswith(f"{name}==") for one in pinned)
+
+
+class Build:
+    """The library as a compiler builds it, which is a script of the shell; without one there is no compiler."""
+
+    def __init__(self, monkeypatch, folder):
+        self.setuptools = pytest.importorskip("setuptools")
+        self.monkeypatch, self.folder, self.compiler = monkeypatch, folder, folder / "g++-8"
+        self.library = folder / "lib" / "effops" / "kernels" / "cpp"
+        monkeypatch.setattr(library, "FOLDER", self.library)
+        monkeypatch.setattr(library.platform, "system", lambda: "Linux")
+        monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+
+    def by(self, script, must=""):
+        """What the build wrote, where the compiler is this script."""
+        if script is not None:
+            self.compiler.write_text(f"#!/bin/sh\n{script}\n")
+            self.compiler.chmod(0o755)
+        self.monkeypatch.setenv("CXX", str(self.compiler))
+        self.monkeypatch.setenv("EFFOPS_CPP", must)
+        self.monkeypatch.chdir(ROOT)
+        given = {}
+        self.monkeypatch.setattr(self.setuptools, "setup", given.update)
+        runpy.run_path("setup.py")
+        distribution = self.setuptools.Distribution({"name": "effops", "ext_modules": given["ext_modules"]})
+        command = given["cmdclass"]["build_ext"](distribution)
+        command.build_lib, command.build_temp = str(self.folder / "lib"), str(self.folder / "temp")
+        command.ensure_finalized()
+        command.run()
+        return json.loads((self.library / library.OUTCOME).read_text())
+
+    def said(self, capability):
+        """Why there is no library on such a processor, or which one there is."""
+        self.monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        library.library.cache_clear()
+        try:
+            library.library(torch.float32)
+        except OSError as error:
+            return str(error)
+        finally:
+            library.library.cache_clear()
+        return library.description()
+
+
+@pytest.fixture
+def build(monkeypatch, tmp_path):
+    return Build(monkeypatch, tmp_path)
+
+
+VERSION = 'case "$*" in *--version) echo "g++-8 (Debian 8.3.0) 8.3.0"; exit;; esac'
+WRITES = 'for last; do [ "$before" = -o ] && : > "$last"; before=$last; done'  # an empty file
+FAILURES = {
+    "no compiler": (None, "it was not found"),
+    "a silent failure": ("exit 3", "it ended with status 3"),
+    "a crash": ("kill -SEGV $$", "it ended by signal 11"),
+    "nothing": ("exit 0", "it made no file"),
+    "an error": (
+        'echo "In file included from a.cpp:\na.h:1: warning: error-prone\na.h:2: error: no such thing\n a" >&2; exit 1',
+        "a.h:2: error: no such thing",
+    ),
+    "no linker": (
+        'case "$*" in *-shared*) echo "ld: cannot find -lgcc\nerror: 1" >&2; exit 1;; esac',
+        "ld: cannot find -lgcc",
+    ),
+    "a long error": (f'echo "error: {"of a template " * 100}" >&2; exit 1', "of a ..."),
+    "no text": ("printf 'error: \\377' >&2; exit 1", "error: \ufffd"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_build_that_fails_is_left_out_and_told_in_a_line(build, name):
+    """The reason had all arguments of the command, 600 letters, and not the error.
+
+    A compiler that wrote no version made the installation fail.
+    """
+    script, expected = FAILURES[name]
+    outcome = build.by(script)
+    assert outcome["compiler"] == str(build.compiler)
+    for each in ("avx2", "avx2_float64", "avx512", "avx512_float64"):
+        assert expected in outcome[each]
+        assert len(outcome[each]) <= 160
+    assert build.said("AVX512") == f"was not built for avx512 by {build.compiler}: {outcome['avx512']}; {library.AGAIN}"
+
+
+def test_the_compiler_of_cxx_is_named(build):
+    """It was the C compiler, which compiles nothing here."""
+    assert build.by(f"{VERSION}; exit 1")["compiler"] == "g++-8 (Debian 8.3.0) 8.3.0"
+
+
+def test_a_compiler_without_avx512_leaves_the_other_library(build, monkeypatch):
+    script = f'{VERSION}; case "$*" in *-mavx512f*) echo "error: unknown option" >&2; exit 1;; esac; {WRITES}'
+    outcome = build.by(script)
+    assert (outcome["avx2"], outcome["avx512"]) == ("", "error: unknown option")
+    monkeypatch.setattr(library, "Library", str)
+    reason = "a faster one was not built for avx512 by g++-8 (Debian 8.3.0) 8.3.0: error: unknown option"
+    assert build.said("AVX2") == "avx2, built by g++-8 (Debian 8.3.0) 8.3.0"
+    assert build.said("AVX512") == f"avx2, built by g++-8 (Debian 8.3.0) 8.3.0; {reason}; {library.AGAIN}"
+
+
+def test_a_library_that_cannot_be_loaded_is_told(build):
+    build.by(WRITES)
+    assert re.fullmatch(r"cannot be loaded: \S+/avx2.so: .*; install GCC .*", build.said("AVX2"))
+
+
+def test_a_library_that_must_be_there_fails_with_the_error(build):
+    with pytest.raises(Exception, match=r"^g\+\+-8 \(Debian 8.3.0\) 8.3.0: error: unknown option$"):
+        build.by(f'{VERSION}; echo "error: unknown option" >&2; exit 1', must="1")

@@ -6,7 +6,7 @@ Each function returns why a variant cannot run a call, or an empty string if it 
 import functools
 import importlib
 import os
-import shutil
+import subprocess
 import sys
 
 from torch.compiler import is_compiling
@@ -15,6 +15,7 @@ from effops.dispatch.op import Call
 from effops.numerics.precision import CPU
 from effops.pytorch.calls import FakeTensor, _are_functorch_transforms_active, dual_level
 
+COMPILER_REMEDY = "install one or name it in CXX"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests
 
 
@@ -37,8 +38,8 @@ def requires_inductor(call: Call) -> str:
         return "needs tensors in memory, got fake ones"
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "needs torch.compile, which TORCH_COMPILE_DISABLE=1 turns off"
-    if call.device.type == "cpu" and _without_cpp_compiler():
-        return _without_cpp_compiler()
+    if call.device.type == "cpu" and compiler_error():
+        return f"needs a C++ compiler, and {compiler_error()}; {COMPILER_REMEDY}"
     if call.device.type == "cuda" and _import_error("triton"):
         return f"needs triton for TorchInductor, which cannot be imported: {_import_error('triton')}"
     if dual_level() >= 0:
@@ -99,11 +100,16 @@ def kernels_error() -> str:
 
 
 @functools.cache
-def _without_cpp_compiler() -> str:
+def compiler_error() -> str:
     """Why TorchInductor cannot call its C++ compiler; empty if it can."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    found = shutil.which(compiler)
-    return "" if found else f"needs a C++ compiler, and {compiler} was not found; install it or set CXX"
+    try:
+        told = subprocess.run([compiler, "--version"], capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    except FileNotFoundError:
+        return f"{compiler} was not found"
+    except OSError as error:
+        return f"{compiler} cannot be run: {error.strerror}"
+    return f"`{compiler} --version` ended with status {told.returncode}" if told.returncode else ""
 
 
 @functools.cache

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from effops.kernels import library
 
 import effops
 from effops.commands import doctor as module
 from effops.commands import main as cli
 from effops.commands import speed
 from effops.dispatch import op as registry
+from effops.dispatch import requirements
 from effops.dispatch.op import find_op
 from effops.dispatch.requirements import requires_inductor
 from effops.measure import Pass, Timing
@@ -399,3 +401,43 @@ def test_a_triton_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatc
 def test_a_named_op_is_checked_with_the_arguments_before_its_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--op", "einsum"]) == 0
     assert "all 4 checked variants are right" in capsys.readouterr().out
+
+
+def test_why_there_is_no_library_is_told(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = {"compiler": "g++ (Debian) 8.3.0", "digest": "", "avx2": "a.h:2: error: no such thing"}
+    (tmp_path / library.OUTCOME).write_text(json.dumps(outcome))
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(library.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    for function in (library.library, library.obstacle):
+        monkeypatch.setattr(library, function.__name__, function.__wrapped__)
+    monkeypatch.setattr(requirements, "library_error", requirements.library_error.__wrapped__)
+    reason = "not built for avx2 by g++ (Debian) 8.3.0: a.h:2: error: no such thing; install GCC 9 or newer, and then"
+    assert f"none: it was {reason} effops again" in doctor()[1]["versions"]["C++ library"]
+    assert f"C++ library: none: it was {reason} effops again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, "{} was not found"),
+        ("#!/bin/sh\nexit 3\n", "`{} --version` ended with status 3"),
+        ("no program\n", "{} cannot be run: Exec format error"),
+    ],
+)
+def test_a_compiler_that_inductor_cannot_call_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None, reason: str
+) -> None:
+    """One that was there and did not run counted as one; the call then raised what Inductor says."""
+    compiler = tmp_path / "g++"
+    if script is not None:
+        compiler.write_text(script)
+        compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(requirements, "compiler_error", requirements.compiler_error.__wrapped__)
+    expected = reason.format(compiler)
+    call = OP.prepare(torch.ones(2, 3), torch.ones(2, 3))
+    assert requires_inductor(call) == f"needs a C++ compiler, and {expected}; install one or name it in CXX"

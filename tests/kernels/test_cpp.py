@@ -351,15 +351,15 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_what_is_said_where_no_library_was_built(elsewhere):
-    assert elsewhere.obstacle() == "was not built: the installation left it out; " + library.AGAIN
-    outcome = {"compiler": "c++ 1", "digest": "", "avx2": "command 'c++' failed"}
+    assert elsewhere.obstacle() == "was not built: " + library.LEFT_OUT
+    outcome = {"compiler": "c++ 1", "digest": "", "avx2": "it was not found"}
     (elsewhere.folder / library.OUTCOME).write_text(json.dumps(outcome))
-    assert elsewhere.obstacle() == "was not built: command 'c++' failed; " + library.AGAIN
+    assert elsewhere.obstacle() == "was not built for avx2 by c++ 1: it was not found; " + library.AGAIN
 
 
 def test_a_library_of_other_sources_is_refused(elsewhere):
     (elsewhere.folder / "mixture.cpp").write_text("// edited")
-    (elsewhere.folder / library.OUTCOME).write_text(json.dumps({"digest": "0", "avx2": ""}))
+    (elsewhere.folder / library.OUTCOME).write_text(json.dumps({"digest": "0", "avx2": "", "avx2_float64": ""}))
     assert elsewhere.obstacle() == "was built of other sources than those in kernels/cpp; run pip install -e . again"
 
 

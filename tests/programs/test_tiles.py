@@ -1,6 +1,7 @@
 """`effops.tiled`: results and gradients of any function, within a budget."""
 
 import gc
+import re
 import threading
 import warnings
 from collections import namedtuple
@@ -18,6 +19,7 @@ import effops
 from effops.measure import Pass, memory
 from effops.programs.rules import scan
 from effops.programs.rules.binding import all_but
+from effops.programs.tiles import function as module
 
 BUDGET = 2**20
 
@@ -331,6 +333,19 @@ def test_compiled_tiles(generator):
     tiled(x, y).sum().backward()
     assert metrics.generated_cpp_vec_kernel_count == count  # nothing was compiled again
     assert memory(Pass(tiled, (x, y), backward=True)).temporary_bytes <= BUDGET // 4
+
+
+def test_tiles_are_not_compiled_without_a_compiler(monkeypatch):
+    """It said that the function cannot be captured, and to put less into it."""
+    monkeypatch.setattr(module, "compiler_error", lambda: "g++ was not found")
+    x, y = torch.ones(300, 8), torch.ones(200, 8)
+    tiled = effops.tiled(log_sum, budget=BUDGET // 4, compile=True)
+    expected = (
+        "tiled: compile=True needs a C++ compiler, and g++ was not found; install one or name it in CXX, or leave "
+    )
+    with pytest.raises(effops.CannotTile, match=f"^{re.escape(expected)}out compile=True$"):
+        tiled(x, y)
+    assert tiled(x[:2], y[:2]).shape == (2,)  # within the budget as it is
 
 
 @pytest.mark.compiled

@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
+from effops.dispatch.requirements import COMPILER_REMEDY, compiler_error
 from effops.programs.capture.captured import Captured
 from effops.programs.capture.places import raised_at
 from effops.programs.rules.draws import give_seeds
@@ -140,6 +141,8 @@ class Tiled:
         if as_it_is_bytes <= self.budget:
             return None, as_it_is_bytes
         refuse_what_autograd_would_lose(graph)
+        if self.compiles:
+            _refuse_without_compiler(args)
         try:
             program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
         except CannotTile as error:
@@ -161,6 +164,14 @@ class Tiled:
         if self.randomness == "different":
             give_seeds(found.graph)
         return found
+
+
+def _refuse_without_compiler(args: Sequence[Any]) -> None:
+    if compiler_error() and any(isinstance(one, Tensor) and one.device.type == "cpu" for one in args):
+        raise CannotTile(
+            f"compile=True needs a C++ compiler, and {compiler_error()}",
+            remedy=f"{COMPILER_REMEDY}, or leave out compile=True",
+        )
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
@@ -270,7 +281,8 @@ def tiled(
         tiles. `effops.explain` tells the tiles of a call.
 
     Raises:
-        CannotTile: an operator needs what would be cut, or the function cannot be captured; it names the line
+        CannotTile: an operator needs what would be cut, or the function cannot be captured; it names the line. Or
+            Inductor is to compile, and has no compiler
         TilesDiffer: the tiles give other values: a defect of effops
 
     Example:
