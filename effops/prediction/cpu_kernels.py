@@ -272,35 +272,35 @@ CPU_RULES: dict[Any, Rule] = {
 
 # Element-wise operators compute in one dtype, and reductions in the dtype of their result. On a CPU they take copies of
 # operands that are not in it. A CUDA device converts numbers one by one.
-MASKED = {aten.where, aten.masked_fill, aten.masked_fill_}  # whose masks are not converted
+MASKED = {aten.where.packet, aten.masked_fill.packet, aten.masked_fill_.packet}  # whose masks are not converted
 UNTAGGED = {  # element-wise too, though PyTorch does not say so
-    aten.eq_,
-    aten.floor_divide,
-    aten.floor_divide_,
-    aten.ge_,
-    aten.gt_,
-    aten.le_,
-    aten.lt_,
-    aten.ne_,
+    aten.eq_.packet,
+    aten.floor_divide.packet,
+    aten.floor_divide_.packet,
+    aten.ge_.packet,
+    aten.gt_.packet,
+    aten.le_.packet,
+    aten.lt_.packet,
+    aten.ne_.packet,
 }
 REDUCTIONS = {
-    aten.all,
-    aten.any,
-    aten.cumprod,
-    aten.cumsum,
-    aten.linalg_vector_norm,
-    aten.mean,
-    aten.nansum,
-    aten.prod,
-    aten.sum,
+    aten.all.packet,
+    aten.any.packet,
+    aten.cumprod.packet,
+    aten.cumsum.packet,
+    aten.linalg_vector_norm.packet,
+    aten.mean.packet,
+    aten.nansum.packet,
+    aten.prod.packet,
+    aten.sum.packet,
 }
 LOSSES = {  # with the place of the argument that says how they are reduced
-    aten.binary_cross_entropy: 3,
-    aten.binary_cross_entropy_with_logits: 4,
-    aten.huber_loss: 2,
-    aten.mse_loss: 2,
-    aten.smooth_l1_loss: 2,
-    aten.soft_margin_loss: 2,
+    aten.binary_cross_entropy.packet: 3,
+    aten.binary_cross_entropy_with_logits.packet: 4,
+    aten.huber_loss.packet: 2,
+    aten.mse_loss.packet: 2,
+    aten.smooth_l1_loss.packet: 2,
+    aten.soft_margin_loss.packet: 2,
 }
 MEAN = 1  # such a reduction
 
@@ -310,13 +310,13 @@ def converted_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     if not isinstance(result, Tensor):
         return 0
     if result.dtype in (torch.bfloat16, torch.float16):  # a mean of these is taken, and made, in float32
-        if func.overloadpacket is aten.mean:
+        if func.overloadpacket is aten.mean.packet:
             return _copied_bytes((args[0], result), torch.float32)
         if func.overloadpacket in LOSSES:
             is_mean = (*args, MEAN)[min(len(args), LOSSES[func.overloadpacket])] == MEAN
             elements = elements_bytes(args, result) // result.element_size()
             return FLOAT_BYTES * elements if is_mean else 0
-        if func.overloadpacket is aten.sum and not _is_one_axis(args[0], args[1] if len(args) > 1 else None):
+        if func.overloadpacket is aten.sum.packet and not _is_one_axis(args[0], args[1] if len(args) > 1 else None):
             sums = int(result.numel()) if result.numel() > 1 else 0
             return FLOAT_BYTES * (int(args[0].numel()) + sums)
     if func.overloadpacket in REDUCTIONS:

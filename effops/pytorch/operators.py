@@ -1,6 +1,7 @@
 """ATen's operators by name, also those that the installed PyTorch lacks.
 
-A missing one equals no operator, and raises when it is called. So a table may have operators that some versions lack.
+`aten.add.Tensor` is an overload, and `aten.add.packet` stands for all of them. A missing one equals no operator, and
+raises when it is called. So a table may have operators that some versions lack.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class MissingOperator:
 
 
 class _Overloads:
-    """The overloads of one operator."""
+    """The overloads of one operator, and `packet`, which PyTorch calls its overload packet."""
+
+    # Else a table could have it in place of a packet, and would never find one.
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -35,7 +39,8 @@ class _Overloads:
         if overload.startswith("__"):
             raise AttributeError(overload)
         try:
-            found = getattr(getattr(torch.ops.aten, self._name), overload)
+            packet = getattr(torch.ops.aten, self._name)
+            found = packet if overload == "packet" else getattr(packet, overload)
         except AttributeError:
             found = MissingOperator(f"aten.{self._name}.{overload}")
         setattr(self, overload, found)

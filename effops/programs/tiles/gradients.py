@@ -143,7 +143,7 @@ def _unread_square(x: Tensor, exponent: float) -> Tensor:
 
 def _unread_softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     def derivative(upstream: Tensor, x: Tensor) -> Tensor:
-        return aten.softplus_backward(upstream, x, beta, threshold)  # type: ignore[no-any-return]
+        return aten.softplus_backward.default(upstream, x, beta, threshold)  # type: ignore[no-any-return]
 
     return _Unread.apply(x, x.shape, derivative, True)  # type: ignore[no-any-return]
 

@@ -298,7 +298,7 @@ def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Callable[..., Tensor]:
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    **get_decompositions([aten.nll_loss_forward, aten.native_dropout]),
+    **get_decompositions([aten.nll_loss_forward.packet, aten.native_dropout.packet]),
     aten.mean.default: _mean,
     aten.mean.dim: _mean_dim,
     aten.var.correction: _variance,
