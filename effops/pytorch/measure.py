@@ -5,7 +5,6 @@ from effops.pytorch.missing import take_apart
 try:
     from torch import cuda
     from torch._C._autograd import DeviceType
-    from torch._C._profiler import _ExperimentalConfig
     from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
     from torch.utils import collect_env
 
