@@ -186,11 +186,11 @@ class FakeCuda:
             "device": lambda device: nullcontext(),
             "synchronize": self.synchronize,
             "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=1),
-            "_sleep": self.sleep,
             "Event": lambda enable_timing: FakeEvent(self),
         }
         for name, value in cuda.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(time_of_pass, "keep_busy", self.sleep)
 
     def issue(self, device_ms: float) -> None:
         self.device_ms = max(self.device_ms, self.host_ms) + device_ms
