@@ -28,7 +28,7 @@ REALS = {torch.float32: "", torch.float64: "_float64"}  # what kernels compute i
 TYPES = {torch.bfloat16: 1, torch.float16: 2}  # as `Type` in C++; others are what kernels compute in, or booleans
 MAPS = "linear", "power_spherical", "von_mises_fisher"
 AGAIN = "install GCC 9 or newer, and then effops again; the variable CXX names another compiler"
-LEFT_OUT = "the installation left it out; install effops again, without EFFOPS_CPP=0"
+LEFT_OUT = "the installation left it out; install effops again, without EFFOPS_CPP=0, where kernels/ can be written"
 
 
 class _Strided(ctypes.Structure):

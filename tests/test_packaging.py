@@ -1,6 +1,7 @@
 """A wheel holds every module, and works without what is installed for tests alone."""
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -100,21 +101,22 @@ class Build:
         monkeypatch.setattr(library.platform, "system", lambda: "Linux")
         monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
 
-    def by(self, script, must=""):
+    def by(self, script, must="", in_place=False):
         """What the build wrote, where the compiler is this script."""
         if script is not None:
             self.compiler.write_text(f"#!/bin/sh\n{script}\n")
             self.compiler.chmod(0o755)
         self.monkeypatch.setenv("CXX", str(self.compiler))
         self.monkeypatch.setenv("EFFOPS_CPP", must)
-        self.monkeypatch.chdir(ROOT)
+        self.monkeypatch.chdir(self.folder if in_place else ROOT)
         given = {}
         self.monkeypatch.setattr(self.setuptools, "setup", given.update)
-        runpy.run_path("setup.py")
+        runpy.run_path(str(ROOT / "setup.py"))
         distribution = self.setuptools.Distribution({"name": "effops", "ext_modules": given["ext_modules"]})
         command = given["cmdclass"]["build_ext"](distribution)
         command.build_lib, command.build_temp = str(self.folder / "lib"), str(self.folder / "temp")
         command.ensure_finalized()
+        command.inplace = in_place
         command.run()
         return json.loads((self.library / library.OUTCOME).read_text())
 
@@ -169,6 +171,16 @@ def test_a_build_that_fails_is_left_out_and_told_in_a_line(build, name):
         assert expected in outcome[each]
         assert len(outcome[each]) <= 160
     assert build.said("AVX512") == f"was not built for avx512 by {build.compiler}: {outcome['avx512']}; {library.AGAIN}"
+
+
+def test_a_checkout_that_cannot_be_written_is_installed_without_the_library(build, monkeypatch):
+    (build.folder / "effops").mkdir()
+    (build.folder / "kernels" / "cpp").mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(FileNotFoundError):  # it wrote no outcome
+        build.by("exit 1", in_place=True)
+    assert not any((build.folder / "kernels" / "cpp").iterdir())
+    assert build.said("AVX512") == f"was not built: {library.LEFT_OUT}"
 
 
 def test_the_compiler_of_cxx_is_named(build):

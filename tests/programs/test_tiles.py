@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import metrics
+from torch._inductor.exc import InductorError
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils._device import DeviceContext
@@ -20,6 +21,7 @@ from effops.measure import Pass, memory
 from effops.programs.rules import scan
 from effops.programs.rules.binding import all_but
 from effops.programs.tiles import function as module
+from effops.programs.tiles import loops
 
 BUDGET = 2**20
 
@@ -346,6 +348,20 @@ def test_tiles_are_not_compiled_without_a_compiler(monkeypatch):
     with pytest.raises(effops.CannotTile, match=f"^{re.escape(expected)}out compile=True$"):
         tiled(x, y)
     assert tiled(x[:2], y[:2]).shape == (2,)  # within the budget as it is
+
+
+def test_tiles_that_inductor_cannot_compile_tell_its_error(monkeypatch):
+    """An old compiler, too, was told as a function that cannot be captured."""
+
+    def failing(graph, parts):
+        error = RuntimeError("C++ compile error\n\nCommand:\ng++ -std=c++20\n\nOutput:\ng++: error: unknown option")
+        raise InductorError(error, None)
+
+    monkeypatch.setattr(loops, "lookup_backend", lambda name: failing)
+    tiled = effops.tiled(log_sum, budget=BUDGET // 4, compile=True)
+    expected = "tiled: Inductor cannot compile a tile: g++: error: unknown option; mend that, or leave out compile=True"
+    with pytest.raises(effops.CannotTile, match=f"^{re.escape(expected)}$"):
+        tiled(torch.ones(300, 8), torch.ones(200, 8))
 
 
 @pytest.mark.compiled

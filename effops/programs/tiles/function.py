@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -79,7 +80,7 @@ class Tiled:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, CannotTile):
                 raise inner from None
-            raise _not_captured(error) from error
+            raise _not_captured(error, self.compiles) from error
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -228,8 +229,23 @@ def _why_not_here() -> tuple[str, str] | None:
     return None
 
 
-def _not_captured(error: Exception) -> CannotTile:
-    """Why Dynamo could not capture a function, with the user's line."""
+def _not_compiled(error: Exception) -> CannotTile:
+    """Why Inductor could not compile a tile: the first line with an error, which a C++ compiler may have written."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next((line for line in lines if "error: " in line), lines[0] if lines else type(error).__name__)
+    return CannotTile(
+        f"Inductor cannot compile a tile: {textwrap.shorten(told, 200)}",
+        remedy="mend that, or leave out compile=True",
+    )
+
+
+def _not_captured(error: Exception, compiles: bool) -> CannotTile:
+    """Why Dynamo could not capture a function, with the user's line; or why Inductor could not compile a tile."""
+    if compiles:
+        from torch._inductor.exc import InductorError  # takes a second, unless tiles are compiled
+
+        if isinstance(error, InductorError):
+            return _not_compiled(error)
     place = raised_at(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     user = re.search(r'File "([^"]*)", line (\d+)', str(error))
