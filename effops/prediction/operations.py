@@ -52,12 +52,18 @@ def _lstm(input: Tensor, hidden_size: int) -> int:
     return 2 * input.shape[0] * input.shape[1] * 4 * hidden_size * (input.shape[2] + hidden_size)
 
 
+def _with_heads_of_first(*tensors: Tensor) -> list[tuple[int, ...]]:
+    """Shapes with the heads of the first tensor: each is a product of its own, and torch 2.11 counts no shared ones."""
+    heads = tensors[0].shape[1]
+    return [(batch, heads, *rows) for batch, _, *rows in (tensor.shape for tensor in tensors)]
+
+
 _FORMULAS: dict[Any, Callable[[Sequence[Any]], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: lambda args: sdpa_flop_count(
-        *(tensor.shape for tensor in args[:3])
+        *_with_heads_of_first(*args[:3])
     ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda args: sdpa_backward_flop_count(
-        *(tensor.shape for tensor in args[:4])
+        *_with_heads_of_first(*args[:4])
     ),
     aten.mkldnn_rnn_layer.default: lambda args: _lstm(args[0], args[10]),
     aten.mkldnn_rnn_layer_backward.default: lambda args: 2 * _lstm(args[0], args[15]),
