@@ -242,7 +242,7 @@ def _not_compiled(error: Exception) -> CannotTile:
 def _not_captured(error: Exception, compiles: bool) -> CannotTile:
     """Why Dynamo could not capture a function, with the user's line; or why Inductor could not compile a tile."""
     if compiles:
-        from torch._inductor.exc import InductorError  # takes a second, unless tiles are compiled
+        from effops.pytorch.compiled import InductorError  # takes seconds, unless tiles are compiled
 
         if isinstance(error, InductorError):
             return _not_compiled(error)
