@@ -206,7 +206,7 @@ def library(real: torch.dtype) -> Library:
     try:
         return Library(FOLDER / f"{chosen}{REALS[real]}.so")
     except OSError as error:
-        raise OSError(f"cannot be loaded: {error}; {AGAIN}") from error
+        raise OSError(f"cannot be loaded: {error}; install effops again on this machine") from error
 
 
 def _instructions(capability: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -65,12 +66,14 @@ UNDOCUMENTED = {
     "torch.utils.flop_counter",
     "torch.utils.hooks",
 }
-NOT_PYTORCH = {"_actions", "_attn_implementation", "_getframe"}  # of argparse, transformers, sys
+# Of argparse, transformers, sys, tuples, syntax trees and threads.
+NOT_PYTORCH = {"_actions", "_attn_implementation", "_getframe", "_replace", "_fields", "_target"}
+BY_NAME = {"getattr", "hasattr", "setattr", "mock.patch.object"}
 
 
 def is_private(name):
     """Whether a part of a dotted name is private. Operators of ATen are looked up by name."""
-    return not name.startswith("aten.") and any(
+    return not name.startswith(("aten.", "onednn.")) and any(
         part.startswith("_") and not part.startswith("__") for part in name.split(".")
     )
 
@@ -78,7 +81,7 @@ def is_private(name):
 def private_names(path, own):
     """(line, name) of the private interfaces of PyTorch that a module uses, and of those that it does not document.
 
-    `own` are names that effops gives to something itself.
+    `own` are names that modules of its folder give to something.
     """
     for node in NODES[path]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -93,23 +96,25 @@ def private_names(path, own):
             is_own = node.attr in own | NOT_PYTORCH or ast.unparse(node.value) in ("self", "cls")
             if name in UNDOCUMENTED or (is_private(node.attr) and is_private(name) and not is_own):
                 yield node.lineno, name
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+            name = getattr(node.args[1], "value", None)
+            if isinstance(name, str) and is_private(name) and name not in own | NOT_PYTORCH:
+                yield node.lineno, name
 
 
 def test_private_interfaces():
     """Each stands where the next version of PyTorch can be looked up: in effops/pytorch/, by the feature it is for."""
-    own = {
-        getattr(node, name)
-        for nodes in NODES.values()
-        for node in nodes
-        for kind, name in ((ast.FunctionDef, "name"), (ast.ClassDef, "name"), (ast.Name, "id"), (ast.Attribute, "attr"))
-        if isinstance(node, kind) and not isinstance(getattr(node, "ctx", None), ast.Load)
-    }
-    own -= {"_schema", "_validate_args"}  # which effops sets too
+    own = defaultdict(set)
+    for path, nodes in NODES.items():
+        for node in nodes:
+            name = next((getattr(node, field) for field in ("name", "id", "attr") if hasattr(node, field)), None)
+            if name and not isinstance(getattr(node, "ctx", None), ast.Load):
+                own[path.parent].add(name)
     wrong = [
         f"{path}:{line} uses {name}: import it in effops/pytorch/"
         for path in PATHS
         if path.parts[0] == "effops" and path.parts[1] != "pytorch"
-        for line, name in private_names(path, own)
+        for line, name in private_names(path, own[path.parent])
     ]
     assert not wrong, "\n".join(["", *wrong])
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from effops.numerics.precision import FLOATS, INTEGERS
-from effops.pytorch.calls import _disabled_torch_function_impl
 
 # They are named, since their modules take long to import. DTensors are sharded, and the others count as plain tensors.
 _KNOWN_SUBCLASSES = frozenset(
@@ -21,6 +20,7 @@ _KNOWN_SUBCLASSES = frozenset(
     }
 )
 
+NO_OVERRIDE = Parameter.__torch_function__  # of classes that leave functions to tensors
 WITHOUT_FLOAT64 = frozenset({"mps"})
 
 
@@ -125,7 +125,7 @@ def _check_subclass(function: str, argument: str, cls: type[Tensor]) -> None:
     overridden = [
         method
         for method in ("__torch_function__", "__torch_dispatch__")
-        if _implementation(cls, method) not in (_implementation(Tensor, method), _disabled_torch_function_impl)
+        if _implementation(cls, method) not in (_implementation(Tensor, method), NO_OVERRIDE)
     ]
     if not overridden:
         return

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from effops.pytorch.calls import TracingContext, _disabled_torch_function_impl, reset_code, unserializable_hook
+from effops.dispatch.arguments import NO_OVERRIDE
+from effops.pytorch.calls import TracingContext, reset_code, unserializable_hook
 
 
 def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -114,7 +115,7 @@ def _is_of_a_subclass(arg: Any) -> bool:
 
 def _keeps_class(cls: type[Tensor]) -> bool:
     """Whether PyTorch's functions of a tensor of this class return such tensors."""
-    return cls.__torch_function__ is not _disabled_torch_function_impl
+    return cls.__torch_function__ is not NO_OVERRIDE
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from torch import Tensor
 from effops.dispatch.validation import Conditions, no_conditions
 from effops.numerics.precision import arithmetic_dtype, converted
 from effops.prediction.allocations import Bytes
-from effops.pytorch.calls import _is_alias_of, tree_leaves, tree_map_only
+from effops.pytorch.calls import _is_alias_of, base_of, tree_leaves, tree_map_only
 from effops.text import did_you_mean, tells_wrong_arguments
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Tensor])
@@ -39,12 +39,12 @@ class Call(ABC):
     def note_arguments(self, arguments: Iterable[Any]) -> None:
         """Tell which of the tensors are neither among the arguments of the public function, nor views of them."""
         given = [argument for argument in tree_leaves(list(arguments)) if isinstance(argument, Tensor)]
-        known = {*map(id, given), *(id(tensor._base) for tensor in given if tensor._base is not None)}
+        known = {*map(id, given), *(id(base_of(tensor)) for tensor in given if base_of(tensor) is not None)}
 
         def is_given(tensor: Tensor) -> bool:
             # A view that was made in inference mode has no base. A tensor inside of a transform has no memory.
             shares = any(_is_alias_of(tensor, argument) for argument in given)
-            return shares or id(tensor) in known or id(tensor._base) in known
+            return shares or id(tensor) in known or id(base_of(tensor)) in known
 
         self.made = [not is_given(tensor) for tensor in self.tensors]
 

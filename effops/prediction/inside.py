@@ -28,8 +28,8 @@ from effops.prediction.cpu_kernels import (
 from effops.prediction.outcomes import OperatorCall, Outcome
 from effops.prediction.probes import PROBED, UNKNOWN
 from effops.pytorch.calls import FakeTensor, tree_leaves
-from effops.pytorch.operators import aten
-from effops.pytorch.prediction import has_bfloat16_products, has_float16_products, schema_of
+from effops.pytorch.operators import aten, onednn
+from effops.pytorch.prediction import schema_of
 from effops.text import format_bytes
 
 FLASH_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -184,8 +184,8 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
     if not torch.backends.mkldnn.is_available():
         return frozenset()
     supported = {
-        torch.bfloat16: has_bfloat16_products(),
-        torch.float16: has_float16_products(),
+        torch.bfloat16: onednn._is_mkldnn_bf16_supported.packet(),
+        torch.float16: onednn._is_mkldnn_fp16_supported.packet(),
     }
     return frozenset(dtype for dtype, is_supported in supported.items() if is_supported)
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from effops.prediction.cuda_forms import CudaForms
 from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
+from effops.pytorch.missing import present
 from effops.pytorch.prediction import (
     _get_current_dispatch_mode_stack,
     amp_definitely_not_available,
@@ -178,7 +179,7 @@ def missing_devices_named(recorder: OneDeviceRecorder) -> Iterator[None]:
         raise NotImplementedError(
             f"{recorder.reader}: a {recorder.program} must use a device by tensors, modules and autocast alone; got "
             f'"{own}" {place}; leave that call out of the {recorder.program}, or make it where '
-            "torch.cuda.is_available()"
+            f"torch.{kind}.is_available()"
         ) from error
 
 
@@ -238,7 +239,7 @@ def _read_by_autocast() -> Iterator[None]:
     with (
         mock.patch.multiple(autocast, __init__=begin, __enter__=enter_predicted),
         mock.patch.multiple(torch, is_autocast_enabled=is_enabled_predicted, get_autocast_dtype=dtype_predicted),
-        mock.patch.object(autocast_mode, "_cast", cast_predicted),
+        mock.patch.object(autocast_mode, present(cast_by_autocast).__name__, cast_predicted),
     ):
         yield
 

@@ -24,6 +24,7 @@ from effops.prediction.probes import lies_otherwise, probed
 from effops.prediction.shared import Shared
 from effops.prediction.timeline import Allocation, Timeline
 from effops.pytorch.calls import FakeTensor, _get_dispatch_mode, _TorchDispatchModeKey, tree_leaves, tree_map_only
+from effops.pytorch.missing import present
 from effops.pytorch.operators import aten
 from effops.pytorch.prediction import (
     DataDependentOutputException,
@@ -336,7 +337,9 @@ def _initialise(tensor: Tensor, *bounds: Any, **options: Any) -> Any:
     return tensor if isinstance(tensor, FakeTensor) else _no_grad_trunc_normal_(tensor, *bounds, **options)
 
 
-SKIPPED_INITIALISATION = Shared(lambda: mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _initialise))
+SKIPPED_INITIALISATION = Shared(
+    lambda: mock.patch.object(torch.nn.init, present(_no_grad_trunc_normal_).__name__, _initialise)
+)
 
 
 def _is_real(value: Any) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from effops.prediction.allocations import Allocations
+from effops.pytorch.missing import present
 from effops.pytorch.prediction import _get_current_dispatch_mode_stack, library_path
 
 KINETO_LEVEL, KINETO_NOTHING = "KINETO_LOG_LEVEL", "99"
@@ -76,7 +77,7 @@ def _silent_allocator() -> Iterator[None]:
     the level keep their warnings.
     """
     try:
-        level = ctypes.c_int.in_dll(ctypes.CDLL(library_path), "FLAGS_caffe2_log_level")
+        level = ctypes.c_int.in_dll(ctypes.CDLL(present(library_path)), "FLAGS_caffe2_log_level")
     except ValueError:
         yield
         return
@@ -112,7 +113,7 @@ def _refusing() -> Iterator[None]:
         return refuse if predicts and callable(found) else found
 
     # A frame is refused, not the call: so torch.compile leaves the call as after any error, with its state in order.
-    with mock.patch.object(eval_frame, "_callback_from_stance", callback_of_thread):
+    with mock.patch.object(eval_frame, present(callback_from_stance).__name__, callback_of_thread):
         yield
 
 

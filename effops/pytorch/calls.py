@@ -3,10 +3,9 @@
 from effops.pytorch.missing import getter, reader, take_apart
 
 try:
-    from torch import _fused_sdp_choice, _neg_view, _standard_gamma
+    from torch import Tensor, _fused_sdp_choice, _neg_view, _standard_gamma
     from torch._C import (  # type: ignore[attr-defined]
         _are_functorch_transforms_active,
-        _disabled_torch_function_impl,
         _get_dispatch_mode,
         _get_tracing_state,
         _is_alias_of,
@@ -35,7 +34,9 @@ try:
     from torch.utils._pytree import tree_leaves, tree_map_only
     from torch.utils.hooks import unserializable_hook
 
+    base_of = getter(Tensor, "_base")  # what a view is one of
     dual_level = reader(forward_ad, "_current_level")  # below 0 outside of forward mode
+    is_view = Tensor._is_view
     forward_pre_hooks = getter(Module(), "_forward_pre_hooks")
 except (AttributeError, ImportError):
     take_apart(__name__, "calls of ops")

@@ -6,11 +6,14 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 TESTED = ("2.13.0",)  # the versions on which all default tests passed; docs/versions.md has the table
+
+
+T = TypeVar("T")
 
 
 class MissingInterfaceError(NotImplementedError):
@@ -28,15 +31,15 @@ class Lacking(NamedTuple):
 
     @property
     def error(self) -> MissingInterfaceError:
-        return MissingInterfaceError(f"effops: {self}; {tested()}; install one that has it")
+        return MissingInterfaceError(f"{self}; {tested()}; install a torch that has it")
 
 
-PREDICTIONS = "predictions of memory"
+PREDICTIONS, IN_TILES = "predictions of memory", "tiles"
 LACKING: list[Lacking] = []
 
 
 def obstacle(feature: str) -> str:
-    """An interface of a feature that the installed PyTorch lacks; empty if it has all."""
+    """Why a feature cannot run: an interface that the installed PyTorch lacks; empty if it has all."""
     return next((str(one) for one in LACKING if one.feature == feature), "")
 
 
@@ -65,9 +68,7 @@ class _Raising(type):
     def __subclasscheck__(cls, subclass: type) -> NoReturn:
         raise cls.lacking.error
 
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def __getattr__(cls, name: str) -> NoReturn:
         raise cls.lacking.error
 
 
@@ -78,6 +79,13 @@ def stand_in(feature: str, interface: str) -> Any:
         LACKING.append(lacking)
     # An exception, so that `except` may name it. No exception of PyTorch is one.
     return _Raising(interface, (Exception,), {"lacking": lacking})
+
+
+def present(interface: T) -> T:
+    """The interface, for what compares it or hands it on, which a stand-in cannot notice. Raises if it is missing."""
+    if isinstance(interface, _Raising):
+        raise interface.lacking.error
+    return interface
 
 
 def getter(owner: Any, name: str) -> Callable[[Any], Any]:

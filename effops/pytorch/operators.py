@@ -1,4 +1,4 @@
-"""ATen's operators by name, also those that the installed PyTorch lacks.
+"""Operators by name, also those that the installed PyTorch lacks: ATen's, and oneDNN's, which not every build has.
 
 `aten.add.Tensor` is an overload, and `aten.add.packet` stands for all of them. A missing one equals no operator, and
 raises when it is called. So a table may have operators that some versions lack.
@@ -32,30 +32,34 @@ class _Overloads:
     # Else a table could have it in place of a packet, and would never find one.
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, library: str, name: str) -> None:
+        self._library, self._name = library, name
 
     def __getattr__(self, overload: str) -> Any:
         if overload.startswith("__"):
             raise AttributeError(overload)
         try:
-            packet = getattr(torch.ops.aten, self._name)
+            packet = getattr(getattr(torch.ops, self._library), self._name)
             found = packet if overload == "packet" else getattr(packet, overload)
         except AttributeError:
-            found = MissingOperator(f"aten.{self._name}.{overload}")
+            found = MissingOperator(f"{self._library}.{self._name}.{overload}")
         setattr(self, overload, found)
         return found
 
 
 class _Operators:
-    """The operators by name, as `torch.ops.aten`."""
+    """The operators of a library by name, as `torch.ops.aten`."""
+
+    def __init__(self, library: str) -> None:
+        self._library = library
 
     def __getattr__(self, name: str) -> _Overloads:
         if name.startswith("__"):
             raise AttributeError(name)
-        found = _Overloads(name)
+        found = _Overloads(self._library, name)
         setattr(self, name, found)
         return found
 
 
-aten: Any = _Operators()
+aten: Any = _Operators("aten")
+onednn: Any = _Operators("mkldnn")

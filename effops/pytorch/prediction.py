@@ -38,8 +38,6 @@ try:
     autocast_enabled = getter(autocast_mode.autocast("cpu"), "_enabled")
     cast_by_autocast = autocast_mode._cast
     clear_cached_data = Tensor._clear_non_serializable_cached_data
-    has_bfloat16_products = ops.mkldnn._is_mkldnn_bf16_supported
-    has_float16_products = ops.mkldnn._is_mkldnn_fp16_supported
     is_zero_tensor = Tensor._is_zerotensor
     handle_of = getter(UntypedStorage, "_cdata")  # equal for one storage, also where it has no memory
     is_profiled = reader(profiler, "_is_profiler_enabled")  # in any thread

@@ -1,6 +1,6 @@
 """Interfaces of `tiled`. They take seconds to import."""
 
-from effops.pytorch.missing import getter, take_apart
+from effops.pytorch.missing import IN_TILES, getter, take_apart
 
 try:
     from torch._C import (
@@ -25,4 +25,4 @@ try:
 
     validation_of = getter(Distribution, "_validate_args")
 except (AttributeError, ImportError):
-    take_apart(__name__, "tiles")
+    take_apart(__name__, IN_TILES)

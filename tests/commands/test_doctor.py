@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from effops.dispatch import requirements
 from effops.dispatch.op import find_op
 from effops.dispatch.requirements import requires_inductor
 from effops.measure import Pass, Timing
+from effops.pytorch import missing
 from effops.reference import reference_of, tried_ops
 
 OP = find_op(effops.broadcast_dot)
@@ -418,6 +420,20 @@ def test_why_there_is_no_library_is_told(
     reason = "not built for avx2 by g++ (Debian) 8.3.0: a.h:2: error: no such thing; install GCC 9 or newer, and then"
     assert f"none: it was {reason} effops again" in doctor()[1]["versions"]["C++ library"]
     assert f"C++ library: none: it was {reason} effops again" in capsys.readouterr().out
+
+
+def test_what_pytorch_lacks_is_told(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(missing, "LACKING", missing.LACKING[:])
+    monkeypatch.setattr(module, "LACKING", missing.LACKING)
+    missing.stand_in("tiles", "torch._C._absent")
+    monkeypatch.setattr(torch, "__version__", "9.9.0")
+    told = "tiles need torch._C._absent, which torch 9.9.0 lacks"
+    assert told in doctor()[1]["lacking"]
+    printed = capsys.readouterr().out
+    assert f"missing: {told}" in printed
+    assert re.search(r"effops was tested with torch .*, not with 9\.9\.0", printed)
 
 
 @pytest.mark.parametrize(

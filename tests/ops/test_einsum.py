@@ -1,6 +1,7 @@
 """What is peculiar to einsum: its equations, its budget, what it saves, and PyTorch's use of opt_einsum."""
 
 import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import effops
 from effops.measure import Pass, memory
+from effops.ops.einsum import contraction
 from effops.ops.einsum.contraction import BUDGET, _known, op
 from effops.ops.einsum.paths import Operand, find, keeps_intermediates
 from effops.reference.einsum import bounds, gradient_bounds
@@ -525,3 +527,19 @@ def test_explain_tells_what_is_cut() -> None:
     assert cuts
     assert cuts.items() <= {"500": "b", "40": "i", "30": "j", "20": "k"}.items()
     assert report.plan in str(report)
+
+
+def test_without_predictions_no_budget_is_kept(monkeypatch):
+    """The call still runs, by the variant that neither predicts nor compiles, and says so."""
+    monkeypatch.setattr(contraction, "UNPREDICTED", "predictions of memory need torch._absent, which torch 9.9 lacks")
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    with effops.record() as record, pytest.warns(UserWarning, match="not kept: .* lacks; .*is taken now") as told:
+        effops.einsum("ij,jk->ik", a, b)
+    assert told[0].filename == __file__
+    assert [one.variant for one in record] == ["einsum"]
+    with warnings.catch_warnings(), effops.use_variant("naive"):
+        warnings.simplefilter("error")
+        effops.einsum("ij,jk->ik", a, b)
+        effops.einsum("ij,jk->ik", a, b, variant="einsum")
+    with pytest.raises(NotImplementedError, match="cannot keep a budget: predictions of memory need"):
+        effops.einsum("ij,jk->ik", a, b, variant="chunked")

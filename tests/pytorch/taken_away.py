@@ -117,10 +117,13 @@ def entry_points():
     def command(*words):
         def run():
             out, errors = io.StringIO(), io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
-                code = main(list(words))
-                if code:
-                    raise RuntimeError(f"code {code}: {errors.getvalue()}{out.getvalue()}")
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+                try:
+                    code = main(list(words))
+                except SystemExit as end:
+                    code = end.code
+            if code:
+                raise RuntimeError(f"code {code}: {errors.getvalue()}{out.getvalue()}")
 
         return run
 
@@ -167,6 +170,21 @@ def entry_points():
         work = measure.Pass(rows, tuple(pairs(False)))
         measure.times({"rows": work}, repeats=1)
         measure.memory(work)
+        measure.profile({"rows": work})
+
+    def transformed():
+        one, other = torch.rand(3, 4), torch.rand(3, 4)
+        torch.func.vmap(effops.broadcast_dot)(torch.rand(2, 3, 4), torch.rand(2, 3, 4))
+        torch.func.jvp(effops.broadcast_dot, (one, other), (other, one))
+        torch.func.grad(lambda left: effops.broadcast_dot(left, other).sum())(one)
+
+    def registered():
+        from transformers import GPT2Config, GPT2Model
+
+        effops.register_transformers()
+        sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 9}
+        config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, attn_implementation="effops")
+        GPT2Model(config)(torch.zeros(1, 4, dtype=torch.int64))
 
     def sharded():
         from torch import distributed
@@ -194,16 +212,20 @@ def entry_points():
     yield "nn", EAGER, lambda: effops.nn.MultiheadAttention(8, 2)(*[torch.rand(2, 3, 8)] * 3)
     yield "contexts", EAGER, in_context
     yield "variants", EAGER, lambda: effops.variants(effops.attention)
+    yield "transforms", EAGER, transformed
+    yield "transformers", EAGER, registered
+    yield "torchscript", EAGER, lambda: effops.broadcast_dot(loc, x, variant="torchscript")
     yield "doctor", EAGER, command("doctor")
     yield "explain", PREDICTED, lambda: str(effops.explain(effops.power_spherical_log_prob, loc, scale, x))
-    yield "lint", FOLLOWED, lambda: str(effops.lint(rows, *pairs()))
+    yield "lint", FOLLOWED, lambda: str(effops.lint(rows, *pairs(), least="64 KiB"))
     yield "lint of a context", FOLLOWED, linted
     yield "lint of a script", FOLLOWED, script
     yield "budget", FOLLOWED, budget
     yield "compare", [*FOLLOWED, "measure"], lambda: str(effops.compare(rows, rows, *pairs()))
     yield "measure", [*PREDICTED, "measure"], measured
     yield "memory", [*FOLLOWED, "measure"], memory
-    yield "closed form", [], command("memory", "estimate")
+    sizes = "blocks", "heads", "head-dim", "batch-size", "seq-len"
+    yield "closed form", [], command("memory", "estimate", *(word for name in sizes for word in (f"--{name}", "4")))
     yield "compile", [*PREDICTED, "compiled"], lambda: effops.broadcast_dot(loc, x, variant="compile")
     yield "torch.compile", EAGER, lambda: torch.compile(effops.broadcast_dot, backend="eager")(loc, x)
     yield "tiled", [*FOLLOWED, "tiles"], lambda: effops.tiled(rows, budget="64 KiB")(*pairs()).sum().backward()
@@ -233,6 +255,7 @@ def main():
     names = sys.argv[1:] or list(interfaces())
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
+    import transformers.models.gpt2  # noqa: F401
 
     for name in [one for one in sys.modules if one.partition(".")[0] == "effops"]:
         del sys.modules[name]

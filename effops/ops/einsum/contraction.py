@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from effops.dispatch.arguments import check_devices, check_operand
 from effops.dispatch.call import Known, are_ordinary, call, call_known
-from effops.dispatch.choice import AUTO
+from effops.dispatch.choice import AUTO, current_variant
 from effops.dispatch.custom_op import CustomOp, Gradients, is_plain, requires_grad
 from effops.dispatch.forms import add_forms
 from effops.dispatch.op import Call, Cost, Op
@@ -41,6 +41,7 @@ from effops.pytorch.missing import PREDICTIONS, obstacle, tested
 from effops.text import format_bytes, parse_bytes
 
 NAME = "einsum"
+UNPREDICTED = obstacle(PREDICTIONS)  # why no variant keeps a budget; empty as a rule
 BUDGET = "64 MiB"
 SETTINGS = {"equation": str, "budget": int, "dtype": torch.dtype}
 MOST_LABELS = 52  # of torch.einsum, which computes the products
@@ -233,8 +234,7 @@ custom = CustomOp(
 
 def _requires_predictions(call: EinsumCall) -> str:
     """A budget is kept by predictions of what a path takes."""
-    lacking = obstacle(PREDICTIONS)
-    return f"needs predictions of memory: {lacking}" if lacking else ""
+    return f"cannot keep a budget: {UNPREDICTED}" if UNPREDICTED else ""
 
 
 def _run(call: EinsumCall) -> Tensor:
@@ -288,7 +288,7 @@ def _shortcut(equation: Any, *operands: Any, budget: Any = BUDGET) -> Tensor | N
     """The result of a call of plain tensors that is like one before, or None."""
     if type(equation) is not str or type(budget) not in (str, int) or not are_ordinary(operands):
         return None
-    if obstacle(PREDICTIONS):
+    if UNPREDICTED:
         return None
     try:
         outlines = tuple([(one.layout, one.shape, one.stride(), one.dtype, one.device) for one in operands])
@@ -365,6 +365,8 @@ def einsum(equation: Any, *operands: Any, budget: str | float = BUDGET, variant:
         >>> effops.einsum("bi,bj,ijk->bk", a, b, c, budget="1 MiB").shape
         torch.Size([500, 20])
     """
-    if obstacle(PREDICTIONS) and variant in (None, AUTO):
-        warnings.warn(f"{NAME}: `budget` is not kept: {obstacle(PREDICTIONS)}; {tested()}", stacklevel=3)
+    if UNPREDICTED and (variant or current_variant()) in (None, AUTO):
+        told = f"{NAME}: `budget` is not kept: {UNPREDICTED}; {tested()}; install a torch that has it"
+        warnings.warn(f'{told}, or give variant="einsum", which is taken now', stacklevel=3)
+        variant = "einsum"
     return call(op, equation, *operands, budget=budget, variant=variant)

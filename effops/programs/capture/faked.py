@@ -179,9 +179,10 @@ def _told(error: Exception, name: str, values: AssumedValues, names_cuda: bool) 
     said, line = str(error), at(raised_at(error))
     device = None if names_cuda else missing_device(error)
     if device is not None:
+        by_option = ", or run a script that names it by `effops lint --device cuda SCRIPT`" if device == "cuda" else ""
         return NotImplementedError(
             f'{name}: a function must name devices of this machine alone; got "{device}", which it lacks{line}; leave '
-            "the device out, or run a script that names it by `effops lint --device cuda SCRIPT`"
+            f"the device out{by_option}"
         )
     if values.reads_numbers and any(text in said for text in NO_INTEGER):
         return CannotFollow(f"{name}: {INTEGER} cannot be followed without values{line}; {OF_INTEGER}")

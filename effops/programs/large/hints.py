@@ -5,6 +5,7 @@ from __future__ import annotations
 from effops.programs.large.humps import Found
 from effops.programs.large.in_tiles import accepted_by_tiled
 from effops.programs.large.source.trials import SMALL
+from effops.pytorch.missing import IN_TILES, obstacle
 
 OF_LIBRARY = "a library makes it, and lint rewrites statements of yours alone"
 NOT_TOGETHER = (
@@ -19,6 +20,8 @@ def hint(found: Found, slices: int, trials: int) -> str:
     why = NONE_IS_LESS if trials else NOT_TRIED if slices else NOT_TOGETHER
     if not trials and found.main.site.library is not None:
         why = OF_LIBRARY
+    if obstacle(IN_TILES):
+        why += f"; none in tiles was tried: {obstacle(IN_TILES)}"
     remedies = _remedies(found)
     return f"no fix: {why}" + (f"; try {', or '.join(remedies)}" if remedies else "")
 

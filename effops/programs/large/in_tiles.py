@@ -25,12 +25,12 @@ from effops.programs.large.held import bytes_after
 from effops.programs.large.humps import CONSTANTS, Found
 from effops.programs.large.source.slices import Slice, function_of, is_plain, is_top_level
 from effops.programs.large.source.trials import (
-    FAILURES,
     FullSize,
     Function,
     Made,
     Trial,
     at_full_size,
+    attempt,
     compiled,
     fake,
     observed_on_fakes,
@@ -41,6 +41,7 @@ from effops.programs.tiles.function import Planned, Tiled
 from effops.programs.tiles.plans import DEEPEST, Program, program_of
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.traced import refuse_what_autograd_would_lose, traced
+from effops.pytorch.missing import IN_TILES, obstacle
 
 MOST_BUDGET, LEAST_BUDGET = 2**26, 2**16  # of a fix
 LESS = 8  # times less than now is a budget at first
@@ -135,6 +136,8 @@ def _told(budget: int) -> str:
 
 def in_tiles(found: Found) -> InTiles | None:
     """The function of a finding in tiles that take half the bytes at most; None where that is not certain."""
+    if obstacle(IN_TILES):  # which `hint` tells
+        return None
     for whole in itertools.islice(_wholes(found), TRIED):
         if _agrees(found, whole):
             made = _planned(found, whole)
@@ -145,6 +148,8 @@ def in_tiles(found: Found) -> InTiles | None:
 
 def accepted_by_tiled(found: Found) -> str | None:
     """The name of a function that `tiled` accepts at the program's own sizes, where no trial could be run of it."""
+    if obstacle(IN_TILES):
+        return None
     for whole in itertools.islice(_wholes(found), TRIED):
         if _trial(found, whole) is None and _planned(found, whole) is not None:
             return whole.name
@@ -153,10 +158,9 @@ def accepted_by_tiled(found: Found) -> str | None:
 
 def _trial(found: Found, whole: Whole) -> Trial | None:
     """A run of a function on small tensors; at its own sizes only where all that it makes is small."""
-    try:
+    with attempt():  # whatever stands in the function
         return Trial.of(whole.body, operand_bytes(whole.body) + found.largest_bytes)
-    except FAILURES:  # whatever stands in the function
-        return None
+    return None
 
 
 def _wholes(found: Found) -> Iterator[Whole]:
@@ -235,12 +239,11 @@ def _draws(found: Found, scope: Scope) -> bool:
 
 def _agrees(found: Found, whole: Whole) -> bool:
     """Whether a function that is forced into tiles gives its results and gradients on small tensors."""
-    try:
+    with attempt():  # whatever stands in the function
         trial = _trial(found, whole)
         tiles = forced(compiled(whole.source, whole.body.scope.surroundings))
         return trial is not None and trial.agrees_in(lambda **given: tiles(*(given[name] for name in whole.body.free)))
-    except FAILURES:  # whatever stands in the function
-        return False
+    return False
 
 
 def forced(function: Function) -> Function:
@@ -270,7 +273,7 @@ def _planned(found: Found, whole: Whole) -> InTiles | None:
     while budget > max(found.largest_bytes // LESS, LEAST_BUDGET):
         budget //= 2
     tiled = Tiled(function, budget, compiles=False, verify=False, randomness="error")
-    try:
+    with attempt():  # code that does not run on fake tensors is not proposed
         as_it_is = at_full_size(function, whole.body)
         if as_it_is.largest_bytes < found.largest_bytes:  # it was not given what its arguments stand for now
             return None
@@ -288,8 +291,6 @@ def _planned(found: Found, whole: Whole) -> InTiles | None:
             if taken is None or 2 * after > found.now_bytes:
                 return None
             return InTiles(whole, tiled.budget, after, as_it_is.seconds, taken.seconds - as_it_is.seconds)
-    except FAILURES:  # code that does not run on fake tensors is not proposed
-        return None
     return None
 
 

@@ -15,7 +15,7 @@ from effops.measure import tensors_of
 from effops.programs.capture.scopes import Described, Fields
 from effops.programs.large.rewrites import Rewrite
 from effops.programs.large.source.slices import Slice, assigned, copied
-from effops.programs.large.source.trials import FAILURES, Trial, compiled
+from effops.programs.large.source.trials import Trial, attempt, compiled
 from effops.pytorch.capture import version_of
 
 LEAST_SIZE = 16  # shorter axes are not split
@@ -163,15 +163,17 @@ def _forms(found: Slice, split: Split, trial: Trial) -> list[str] | None:
     sizes = {one.shape[split.axis] for one in wholes}
     if len(sizes) > 1 or wholes[0].shape[split.axis] <= SMALL_PART:
         return None
-    try:
+    expected = None
+    with attempt():  # the code cannot take parts
         function = compiled(source, found.scope.surroundings, _unused(found, "part_of"))
         others = [arguments[name] for name in parameters[len(split.names) :]]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             versions = [version_of(one) for one in trial.made.tensors]
-            expected = tensors_of(function(*wholes, *others))
+            of_wholes = tensors_of(function(*wholes, *others))
             pieces = zip(*(one.split(SMALL_PART, split.axis) for one in wholes))
             results_of_parts = [tensors_of(function(*piece, *others)) for piece in pieces]
-    except FAILURES:  # the code cannot take parts
+        expected = of_wholes
+    if expected is None:
         return None
     if versions != [version_of(one) for one in trial.made.tensors]:
         return None  # the code changes its arguments in place, so it must not run twice

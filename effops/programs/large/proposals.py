@@ -24,7 +24,7 @@ from effops.programs.large.loops import checkpointed, loops
 from effops.programs.large.rewrites import Rewrite, rewrites
 from effops.programs.large.source.patterns import NAMED
 from effops.programs.large.source.slices import Slice, slices, taken_apart, without_imports
-from effops.programs.large.source.trials import FAILURES, Trial, at_full_size, compiled, operand_bytes
+from effops.programs.large.source.trials import Trial, at_full_size, attempt, compiled, operand_bytes
 from effops.programs.large.source.whole_lines import in_whole_lines
 from effops.text import format_bytes
 
@@ -181,12 +181,13 @@ def _with_imports(found: Slice, rewrite: Rewrite) -> list[ast.stmt]:
 def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
     statements = _with_imports(one, rewrite)
     sources = one.definition(statements, free=one.free), one.definition(one.statements)
-    try:
+    more = None
+    with attempt():  # code that does not run on fake tensors is not proposed
         taken = at_full_size(compiled(sources[0], one.scope.surroundings), one)
-        more = 0.0
-        if rewrite.how == "loop":
-            more = taken.seconds - at_full_size(compiled(sources[1], one.scope.surroundings), one).seconds
-    except FAILURES:  # code that does not run on fake tensors is not proposed
+        is_loop = rewrite.how == "loop"
+        before = at_full_size(compiled(sources[1], one.scope.surroundings), one) if is_loop else taken
+        more = taken.seconds - before.seconds
+    if more is None:
         return None
     after = bytes_after(found, one, taken)
     if LESS * after > found.now_bytes:

@@ -34,9 +34,14 @@ from effops.pytorch.calls import (
     _TorchDispatchModeKey,
     dual_level,
 )
-from effops.pytorch.compiled import FailOnRecompileLimitHit
 from effops.pytorch.dynamo import stance
-from effops.pytorch.tiles import BackendCompilerFailed, TorchRuntimeError, Unsupported, _len_torch_function_stack
+from effops.pytorch.tiles import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    TorchRuntimeError,
+    Unsupported,
+    _len_torch_function_stack,
+)
 from effops.text import check_flags, parse_bytes, tells_wrong_arguments
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])

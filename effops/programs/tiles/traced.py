@@ -20,6 +20,7 @@ from effops.programs.rules.binding import WITHOUT_GRADIENTS, value_of
 from effops.programs.tiles.apart import taken_apart
 from effops.programs.tiles.products import with_products
 from effops.programs.tiles.refusals import CannotTile
+from effops.pytorch.missing import present
 from effops.pytorch.operators import aten
 from effops.pytorch.prediction import (
     DataDependentOutputException,
@@ -46,7 +47,8 @@ def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: b
     on one index of each axis. So is what has no rule and PyTorch takes apart. A softmax too, if it is asked for; its
     axis can be cut then. Nodes that a function computes without gradients are marked.
     """
-    decompositions = DECOMPOSITIONS | (OF_SOFTMAX if takes_softmax_apart else {})
+    of_pytorch = get_decompositions([aten.nll_loss_forward.packet, aten.native_dropout.packet])
+    decompositions = of_pytorch | DECOMPOSITIONS | (OF_SOFTMAX if takes_softmax_apart else {})
     mode = fake_mode(allow_non_fake_inputs=True)
     with mode:
         fakes = [_fake(one) if isinstance(one, Tensor) else one for one in args]
@@ -87,13 +89,13 @@ def refuse_what_autograd_would_lose(captured: GraphModule) -> None:
     """
     for module in captured.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if node.target is _set_grad_enabled and node.args == (True,) and not torch.is_grad_enabled():
+            if node.target is present(_set_grad_enabled) and node.args == (True,) and not torch.is_grad_enabled():
                 raise refused_at(
                     node,
                     "what is cut must not switch gradients on inside of no_grad",
                     "leave out torch.enable_grad, or call the function with gradients",
                 )
-            if isinstance(node.target, HigherOrderOperator) and node.target is not tag_activation_checkpoint:
+            if isinstance(node.target, HigherOrderOperator) and node.target is not present(tag_activation_checkpoint):
                 raise refused_at(
                     node,
                     f"what is cut must not have a part with a graph of its own: {node.target} is one",
@@ -143,7 +145,7 @@ class _Marking(Interpreter):
     """Runs a graph, and marks what it computes without gradients. A checkpoint inside is left out."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is tag_activation_checkpoint:
+        if target is present(tag_activation_checkpoint):
             body, *operands = args
             _, own = TagActivationCheckpoint.divide_kwargs(kwargs)
             return _Marking(body).run(*operands, *own.values())
@@ -298,7 +300,6 @@ def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Callable[..., Tensor]:
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    **get_decompositions([aten.nll_loss_forward.packet, aten.native_dropout.packet]),
     aten.mean.default: _mean,
     aten.mean.dim: _mean_dim,
     aten.var.correction: _variance,

@@ -11,6 +11,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,9 +29,9 @@ from effops.programs.capture.scopes import Described, Fields
 from effops.programs.large.source.slices import Slice, copied
 from effops.pytorch.calls import FakeTensor, tree_leaves, tree_map_only
 from effops.pytorch.capture import version_of
+from effops.pytorch.missing import MissingInterfaceError
 
 REAL_BYTES = 2**25  # of a trial
-FAILURES = Exception, SystemExit  # of code that is tried: a function that reads arguments ends the program without them
 SMALL = 8  # sizes up to it are kept: coordinates, heads
 NORMAL, POSITIVE, ASCENDING = KINDS = "normal", "positive", "ascending"  # along the last axis, as corners of boxes
 WITH_ZEROS = "with zeros"  # every other number of a tensor that needs no gradient, as in a mask
@@ -80,6 +81,17 @@ class Made:
     def copies(self) -> dict[str, Any]:
         """The arguments, with copies of the tensors, so that code may change them."""
         return tree_map_only(Tensor, torch.clone, self.arguments)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def attempt() -> Iterator[None]:
+    """Run code that may fail, and leave the block if it does. A function that reads arguments ends the program."""
+    try:
+        yield
+    except MissingInterfaceError:  # of effops, which would find no fix for that alone
+        raise
+    except (Exception, SystemExit):
+        pass
 
 
 def compiled(source: str, surroundings: Mapping[str, Any], name: str = "part_of") -> Function:
@@ -378,13 +390,11 @@ class Trial:
         function = compiled(found.definition(found.statements), found.scope.surroundings)
 
         def run(sizes: Mapping[int, int], kind: str, seed: int = 0) -> Iterator[tuple[Made, Outcome]]:
-            try:
+            runs = []
+            with attempt():  # whatever the user's code raises at other sizes
                 made = real(found, sizes, kind, seed)
-                expected = outcome(function, made)
-            except FAILURES:  # whatever the user's code raises at other sizes
-                return
-            if is_finite(expected):
-                yield made, expected
+                runs.append((made, outcome(function, made)))
+            yield from (one for one in runs if is_finite(one[1]))
 
         for sizes in shrunk({name: found.value(name) for name in found.free}, operand_bytes):
             for kind in KINDS:
@@ -419,23 +429,20 @@ class Trial:
     def agrees_without_dropout(self, statements: Sequence[ast.stmt]) -> bool:
         """Whether statements do where neither they nor the slice drop anything: other numbers are drawn for them."""
         function = compiled(self.found.definition(self.found.statements), self.found.scope.surroundings)
-        try:
-            with _KeepsAll():
-                runs = [(made, outcome(function, made)) for made, _ in self.runs]
-                return self._agree([_WithoutDropout().visit(copied(one)) for one in statements], runs)
-        except FAILURES:  # as in a trial
-            return False
+        with attempt(), _KeepsAll():
+            runs = [(made, outcome(function, made)) for made, _ in self.runs]
+            return self._agree([_WithoutDropout().visit(copied(one)) for one in statements], runs)
+        return False
 
     def agrees_in(self, function: Function) -> bool:
         """Whether a function of the same names gives the same results and gradients."""
         return all(agree(expected, outcome(function, made)) for made, expected in self.runs)
 
     def _agree(self, statements: Sequence[ast.stmt], runs: Sequence[tuple[Made, Outcome]]) -> bool:
-        try:
+        with attempt():  # a proposal that fails is none
             function = compiled(self.found.definition(statements, free=self.found.free), self.found.scope.surroundings)
             return all(agree(expected, outcome(function, made)) for made, expected in runs)
-        except FAILURES:  # a proposal that fails is none
-            return False
+        return False
 
     def values(self, nodes: Sequence[ast.expr]) -> Sequence[Any] | None:
         """What expressions of the slice are, where they stand; None if one is not reached."""
@@ -448,14 +455,13 @@ class Trial:
             seen.setdefault(place, value)
             return value
 
-        try:
+        with attempt():  # an expression that is not evaluated by itself
             source = self.found.definition(statements, free=self.found.free)
             function = compiled(source, {**self.found.scope.surroundings, "__noted__": noted})
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 function(**self.made.arguments)
-        except FAILURES:  # an expression that is not evaluated by itself
-            return None
-        return [seen[place] for place in range(len(nodes))] if len(seen) == len(nodes) else None
+            return [seen[place] for place in range(len(nodes))] if len(seen) == len(nodes) else None
+        return None
 
 
 def _chooses(found: Slice) -> bool:
