@@ -24,7 +24,7 @@ from effops.dispatch.op import Op, find_op
 from effops.dispatch.requirements import library_description, requires_inductor, requires_triton
 from effops.measure import available_bytes, device_model, upstream_gradient
 from effops.pytorch.measure import collect_env
-from effops.pytorch.missing import LACKING, is_tested, tested
+from effops.pytorch.missing import LACKING, MissingInterfaceError, is_tested, tested
 from effops.reference import error_ratio, gradient_error_ratio, reference_of, tried_ops
 from effops.text import counted, format_bytes
 
@@ -248,6 +248,8 @@ def check_op(op: Op, device: torch.device, progress: Progress, full: bool = True
         if full:
             progress(f"checking {op.name} {name} on {device}")
         check, problem = attempted(_check_variant, op, name, args, full)
+        if check is not None and check.status == "unavailable" and name == automatic:
+            check, problem = None, check.reason
         checks.append(check or VariantCheck(name, "failed", f"raised {problem}"))
     return OpCheck(
         op.name,
@@ -268,7 +270,10 @@ def _check_variant(op: Op, name: str, make_args: Callable[[], tuple[Tensor, ...]
     if not full and {requires_inductor, requires_triton} & set(variant.requires):
         return VariantCheck(name, "unchecked", "can run, not checked: `--full` compiles and checks it")
     values = tuple(arg.detach() for arg in args)
-    out = op(*args, variant=name)
+    try:
+        out = op(*args, variant=name)
+    except MissingInterfaceError as missing:
+        return VariantCheck(name, "unavailable", str(missing))
     error = error_ratio(op, values, out.detach())
     if not error <= 1:
         return VariantCheck(name, "failed", f"the result's error is {error:.3g} times its budget", _finite(error))

@@ -436,6 +436,16 @@ def test_what_pytorch_lacks_is_told(
     assert re.search(r"effops was tested with torch .*, not with 9\.9\.0", printed)
 
 
+@pytest.mark.parametrize("variant", ["einsum", "chunked"])  # of which the second is the automatic choice
+def test_a_variant_that_needs_what_pytorch_lacks(doctor: Doctor, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    monkeypatch.setattr(missing, "LACKING", missing.LACKING[:])
+    change(monkeypatch, variant, run=lambda call: missing.stand_in("calls of ops", "torch._C._absent")())
+    code, content = doctor()
+    found = rows(content)[variant]
+    assert (code, found["status"]) == ((1, "failed") if variant == "chunked" else (0, "unavailable"))
+    assert "calls of ops need torch._C._absent, which torch" in found["reason"]
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
