@@ -58,7 +58,7 @@ def _any_dtensor(args: tuple[Any, ...]) -> bool:
 
 
 def _flat(args: Iterable[Any]) -> Iterator[Any]:
-    """The arguments, and the elements of those that are lists or tuples."""
+    """The arguments, and the elements of those that are lists or tuples, without PyTorch's private `tree_leaves`."""
     for one in args:
         if isinstance(one, (list, tuple)):
             yield from _flat(one)

@@ -36,7 +36,6 @@ try:
 
     base_of = getter(Tensor, "_base")  # what a view is one of
     dual_level = reader(forward_ad, "_current_level")  # below 0 outside of forward mode
-    is_view = Tensor._is_view
     forward_pre_hooks = getter(Module(), "_forward_pre_hooks")
 except (AttributeError, ImportError):
     take_apart(__name__, "calls of ops")

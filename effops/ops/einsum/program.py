@@ -20,7 +20,7 @@ from effops.blocks.cutting import visited_pieces, whole
 from effops.numerics.equations import LETTERS, Contraction, Labels, matrices
 from effops.numerics.layout import as_gradient, empty_gradient, zero_gradient
 from effops.numerics.precision import arithmetic_dtype, converted
-from effops.pytorch.calls import _is_alias_of, is_view
+from effops.pytorch.calls import _is_alias_of
 from effops.pytorch.operators import aten
 
 Piece = Mapping[int, slice]  # of the labels that are cut
@@ -123,7 +123,8 @@ class _GradientLaidOut(torch.autograd.Function):
 
 def without_view(result: Tensor) -> Tensor:
     """The result in the same memory, which is no view to PyTorch, so that users may change it."""
-    return aten._unsafe_view.default(result, result.shape) if is_view(result) else result
+    unsafe_view: Tensor = aten._unsafe_view.default(result, result.shape)  # only a private interface tells views
+    return unsafe_view
 
 
 def backward(program: Program, operands: Sequence[Tensor], dout: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
