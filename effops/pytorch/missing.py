@@ -115,10 +115,12 @@ def take_apart(module: str, feature: str) -> None:
     namespace = vars(sys.modules[module])
     loader: Any = sys.modules[module].__loader__
     for statement in interfaces_of(loader.get_source(module)):
+        target, interface = named_by(statement)
         try:
             exec(compile(ast.Module([statement], []), module, "exec"), namespace)
-        except (AttributeError, ImportError, MissingInterfaceError):
-            target, interface = named_by(statement)
+        except MissingInterfaceError:
+            namespace[target] = namespace[interface.partition(".")[0]]  # of which it is a part
+        except (AttributeError, ImportError):
             namespace[target] = stand_in(feature, interface)
 
 
