@@ -1,9 +1,11 @@
 """Models of Hugging Face's transformers, small and random, with attention of effops against "sdpa" and "eager"."""
 
+import contextlib
 import copy
 import doctest
 import functools
 import importlib
+import inspect
 import pathlib
 import re
 import sys
@@ -363,13 +365,18 @@ TABLES = {  # a model, its config, and the sizes of it
 }
 
 
+LOOKED_UP = re.compile(r"(\w+_CLASSES)\[[\w.]*attn_implementation\]")
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_layers_by_the_name_of_the_attention(name):
     """They compute attention by themselves. Making one once raised a KeyError of transformers, `'effops'`."""
     made, config, sizes = TABLES[name]
+    has_table = LOOKED_UP.search(inspect.getsource(inspect.getmodule(getattr(hf, made))))
+    assert has_table or name == "gptj"  # which has none from transformers 5.24 on
     message = r'"effops": layers must take their attention from AttentionInterface; got \w+, which .*; use "eager"'
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match=message):
+        with pytest.raises(NotImplementedError, match=message) if has_table else contextlib.nullcontext():
             getattr(hf, made)._from_config(getattr(hf, config)(**copy.deepcopy(sizes)), attn_implementation=NAME)
 
 
@@ -386,10 +393,9 @@ def test_layers_that_exist_are_not_renamed():
 
 def test_every_table_of_layers_is_found():
     folder = pathlib.Path(hf.__file__).parent / "models"
-    looked_up = re.compile(r"(\w+_CLASSES)\[[\w.]*attn_implementation\]")
-    found = {file: set(looked_up.findall(file.read_text())) for file in folder.glob("*/modeling_*.py")}
+    found = {file: set(LOOKED_UP.findall(file.read_text())) for file in folder.glob("*/modeling_*.py")}
     found = {file: names for file, names in found.items() if names}
-    assert len(found) >= 11
+    assert len(found) >= 10
     for file, names in found.items():
         module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
         one = type("Model", (), {"__module__": module.__name__})

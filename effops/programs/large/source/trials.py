@@ -88,10 +88,9 @@ def attempt() -> Iterator[None]:
     """Run code that may fail, and leave the block if it does. A function that reads arguments ends the program."""
     try:
         yield
-    except MissingInterfaceError:  # of effops, which would find no fix for that alone
-        raise
-    except (Exception, SystemExit):
-        pass
+    except (Exception, SystemExit) as error:
+        if isinstance(error, MissingInterfaceError):  # of effops, which would find no fix for that alone
+            raise
 
 
 def compiled(source: str, surroundings: Mapping[str, Any], name: str = "part_of") -> Function:
@@ -390,11 +389,11 @@ class Trial:
         function = compiled(found.definition(found.statements), found.scope.surroundings)
 
         def run(sizes: Mapping[int, int], kind: str, seed: int = 0) -> Iterator[tuple[Made, Outcome]]:
-            runs = []
             with attempt():  # whatever the user's code raises at other sizes
                 made = real(found, sizes, kind, seed)
-                runs.append((made, outcome(function, made)))
-            yield from (one for one in runs if is_finite(one[1]))
+                expected = outcome(function, made)
+                if is_finite(expected):
+                    yield made, expected
 
         for sizes in shrunk({name: found.value(name) for name in found.free}, operand_bytes):
             for kind in KINDS:
