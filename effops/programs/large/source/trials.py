@@ -397,8 +397,7 @@ class Trial:
 
         for sizes in shrunk({name: found.value(name) for name in found.free}, operand_bytes):
             for kind in KINDS:
-                runs = list(run(sizes, kind))
-                if runs:
+                if runs := list(run(sizes, kind)):
                     more = run(sizes, WITH_ZEROS) if _chooses(found) else ()
                     return cls(found, [*runs, *more], sizes, functools.partial(run, sizes, kind))
         return None
