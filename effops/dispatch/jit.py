@@ -23,6 +23,7 @@ def script(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def scripted() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)  # which it is from torch 2.15 on
             return torch.jit.script(function)
 
     def call(*args: Any) -> Tensor:

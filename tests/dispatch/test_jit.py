@@ -3,6 +3,7 @@
 import gc
 import itertools
 import math
+import warnings
 import weakref
 
 import pytest
@@ -227,3 +228,17 @@ def test_fake_tensors_are_refused(generator):
         fakes = [mode.from_tensor(arg) for arg in args]
         with pytest.raises(NotImplementedError, match="needs tensors in memory, got fake ones; leave it to"):
             op(*fakes, variant="compile")
+
+
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
+def test_that_torchscript_is_deprecated_is_not_told(monkeypatch, category):
+    """Users of `effops.explain` did not ask for it. PyTorch shows them what is a FutureWarning since 2.15."""
+
+    def script(function):
+        warnings.warn("`torch.jit.script` is deprecated", category, stacklevel=2)
+        return function
+
+    monkeypatch.setattr(torch.jit, "script", script)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jit.script(torch.neg)(torch.ones(1)) == -1
