@@ -108,7 +108,7 @@ def test_private_interfaces():
     for path, nodes in NODES.items():
         for node in nodes:
             name = next((getattr(node, field) for field in ("name", "id", "attr") if hasattr(node, field)), None)
-            if name and not isinstance(getattr(node, "ctx", None), ast.Load):
+            if name and not isinstance(node, ast.alias) and not isinstance(getattr(node, "ctx", None), ast.Load):
                 own[path.parent].add(name)
     wrong = [
         f"{path}:{line} uses {name}: import it in effops/pytorch/"
