@@ -249,7 +249,7 @@ def check_op(op: Op, device: torch.device, progress: Progress, full: bool = True
             progress(f"checking {op.name} {name} on {device}")
         check, problem = attempted(_check_variant, op, name, args, full)
         if check is not None and check.status == "unavailable" and name == automatic:
-            check, problem = None, check.reason
+            problem, check = check.reason, None
         checks.append(check or VariantCheck(name, "failed", f"raised {problem}"))
     return OpCheck(
         op.name,
