@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 TESTED = ("2.13.0",)  # the versions on which all default tests passed; docs/versions.md has the table
-
-
 T = TypeVar("T")
 
 

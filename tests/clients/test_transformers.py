@@ -395,7 +395,7 @@ def test_every_table_of_layers_is_found():
     folder = pathlib.Path(hf.__file__).parent / "models"
     found = {file: set(LOOKED_UP.findall(file.read_text())) for file in folder.glob("*/modeling_*.py")}
     found = {file: names for file, names in found.items() if names}
-    assert len(found) >= 10
+    assert len(found) >= 10 + any(file.parent.name == "gptj" for file in found)
     for file, names in found.items():
         module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
         one = type("Model", (), {"__module__": module.__name__})

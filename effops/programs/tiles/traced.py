@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -47,8 +48,7 @@ def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: b
     on one index of each axis. So is what has no rule and PyTorch takes apart. A softmax too, if it is asked for; its
     axis can be cut then. Nodes that a function computes without gradients are marked.
     """
-    of_pytorch = get_decompositions([aten.nll_loss_forward.packet, aten.native_dropout.packet])
-    decompositions = of_pytorch | DECOMPOSITIONS | (OF_SOFTMAX if takes_softmax_apart else {})
+    decompositions = _of_pytorch() | DECOMPOSITIONS | (OF_SOFTMAX if takes_softmax_apart else {})
     mode = fake_mode(allow_non_fake_inputs=True)
     with mode:
         fakes = [_fake(one) if isinstance(one, Tensor) else one for one in args]
@@ -297,6 +297,11 @@ def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Callable[..., Tensor]:
         return torch.where(keeps(columns - rows[:, None], diagonal), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
     return masked
+
+
+@functools.cache
+def _of_pytorch() -> dict[Any, Callable[..., Any]]:
+    return get_decompositions([aten.nll_loss_forward.packet, aten.native_dropout.packet])
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
