@@ -151,6 +151,17 @@ def draw() -> None:
     numpy.random.random()
 
 
+def test_a_view_that_pytorch_forbids_to_use_does_no_harm() -> None:
+    """Whoever keeps one alive anywhere, as an exception's traceback does, could lint nothing."""
+    base = torch.ones(3, requires_grad=True) * 1
+    with torch.no_grad():
+        view = base[:]
+    base.mul_(2)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        _ = view.is_leaf
+    assert effops.lint(torch.neg, torch.ones(3)) is not None
+
+
 def test_random_states_are_untouched() -> None:
     expected = random_states()
     with effops.budget("1 GiB"):

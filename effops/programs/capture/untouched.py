@@ -59,6 +59,14 @@ def _parameters(holder: Any) -> Iterator[Tensor]:
         yield from (one for group in holder.param_groups for one in group["params"])
 
 
+def _is_leaf(tensor: Tensor) -> bool:
+    """Whether it is one. PyTorch raises for a view made under no_grad whose base was changed, which is none."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 class VersionedRecorder(Recorder):
     """Notes the version of each real tensor that an operator changes, though its values stay as they are."""
 
@@ -80,7 +88,7 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
     """
     interesting = _Interesting()
     objects = [one for one in tracked() if interesting[type(one)] and not _is_wrapped(one)]
-    leaves = [(one, one.grad, _alias(one)) for one in objects if isinstance(one, Tensor) and one.is_leaf]
+    leaves = [(one, one.grad, _alias(one)) for one in objects if isinstance(one, Tensor) and _is_leaf(one)]
     holders = [(one, _kept(one)) for one in objects if not isinstance(one, Tensor)]
     del objects
     states = random.getstate(), numpy.random.get_state(), _torch_states()
@@ -101,7 +109,7 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
             if ours and real.grad is not gradient:
                 real.grad = gradient
         for real, _ in recorder.fakes.values():  # those that were made meanwhile, too
-            if real.is_leaf and _is_of(real.grad, mode):
+            if _is_leaf(real) and _is_of(real.grad, mode):
                 real.grad = None
             if id(real) in recorder.versions and version_of(real) != recorder.versions[id(real)]:
                 _unsafe_set_version_counter((real,), (recorder.versions[id(real)],))
