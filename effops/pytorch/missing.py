@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-TESTED = ("2.13.0", "2.15.0")  # the versions on which all default tests passed; docs/versions.md has the table
+TESTED = ("2.13.0", "2.15.0")  # all default tests passed with them on some CPython; docs/versions.md has the table
 T = TypeVar("T")
 
 

@@ -109,7 +109,7 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
             if ours and real.grad is not gradient:
                 real.grad = gradient
         for real, _ in recorder.fakes.values():  # those that were made meanwhile, too
-            if _is_leaf(real) and _is_of(real.grad, mode):
+            if real.is_leaf and _is_of(real.grad, mode):
                 real.grad = None
             if id(real) in recorder.versions and version_of(real) != recorder.versions[id(real)]:
                 _unsafe_set_version_counter((real,), (recorder.versions[id(real)],))
