@@ -92,7 +92,7 @@ def test_an_interpreter_that_cannot_make_environments_is_passed_over(
         versions.interpreter("3.99")
 
 
-def test_failures_have_their_last_line_and_no_folder_of_the_machine(tmp_path: Path) -> None:
+def test_failures_have_their_last_line_and_nothing_of_the_machine(tmp_path: Path) -> None:
     environment = Environment(tmp_path)
     found = versions.counts(environment, REPORT.format(folder=tmp_path, checkout=environment.checkout))
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 3, 1)
@@ -102,6 +102,7 @@ def test_failures_have_their_last_line_and_no_folder_of_the_machine(tmp_path: Pa
         {"test": "tests.test_other", "error": "no such operator"},
     ]
     assert environment.without_folders(f"{environment.checkout}/effops/text.py:1: 1/2") == "effops/text.py:1: 1/2"
+    assert environment.without_folders("<function f at 0x7fd19c3a>, 0x10") == "<function f at 0x..>, 0x10"
 
 
 def test_a_step_has_the_last_line_of_what_fails(tmp_path: Path) -> None:

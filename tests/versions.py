@@ -181,9 +181,10 @@ class Environment:
         return self.without_folders(lines[-1]) if lines else "it printed nothing"
 
     def without_folders(self, text: str) -> str:
-        """The text with files named by their place in the checkout, others by their names alone, and cut if long."""
+        """The text, cut if long, without addresses, with files by their place in the checkout or their names alone."""
         text = text.replace(f"{self.checkout}{os.sep}", "")
         text = re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
+        text = re.sub(r"\b0x[0-9a-f]{8,}\b", "0x..", text)
         return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]} .."
 
 
