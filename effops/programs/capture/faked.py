@@ -55,7 +55,7 @@ READS_VALUES = {
     "Cannot access data pointer of Tensor": OF_MEMORY,
     "Not available for 'meta' device type": OF_MEMORY,
     'Attempted to set the storage of a tensor on device "meta"': "a storage, or copy.copy: write x.clone()",
-    "local object 'WeakValueDictionary": "a pickle of a tensor",  # which would pickle the run
+    "WeakValueDictionary.__init__.<locals>": "a pickle of a tensor",  # which would pickle the run
 }
 # What Python and PyTorch say of NaN, which stands for a number that was read.
 NO_INTEGER = (
