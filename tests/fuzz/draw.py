@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from effops.numerics.precision import FLOATS
 from effops.reference import reference_of, tried_ops
 
+from ..support.calls import on_this_python
+
 Shape = tuple[int, ...]
 
 MOST_TERMS = 2**21  # of a call, if each operand adds its own: it takes a hundredth of a second
@@ -66,7 +68,7 @@ UNTANGENT = ("expanded", "negated")  # layouts in which PyTorch takes no tangent
 JACOBIANS = ("jacrev", "jacfwd")
 FORWARDS = ("no_grad", "inference_mode", "vmap")
 WITH_BACKWARD = ("chunked", "triton", "sdpa")  # the others have PyTorch's, which autocast rounds where it is on
-VARIANTS = (None,) * 6 + ("chunked",) * 4 + ("naive", "naive", "einsum", "sdpa", "torchscript")
+VARIANTS = (None,) * 6 + ("chunked",) * 4 + ("naive", "naive", "einsum", "sdpa", *on_this_python(["torchscript"]))
 INTERPRETED = ("gradients", "no_grad", "grad", "vmap")  # transforms of kernels
 ONE_IN = 64  # calls have kernels that Triton's interpreter runs: each takes as long as a hundred others
 MASKS = (None,) * 8 + ("boolean",) * 5 + ("additive",) * 4 + ("is_causal",) * 4 + ("upper_left",) * 2 + ("lower_right",)

@@ -10,9 +10,11 @@ from effops.dispatch.requirements import library_error
 from effops.ops.densities import power_spherical, von_mises_fisher
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
+from ..support.calls import on_this_python
+
 SCALES = (1e-30, 1e-3, 1.0, 100.0, 1e4, 1e6, 1e7, 1e30, math.inf, math.nan, 0.0, -0.25, -1e3)
 DIMENSIONS = (2, 3, 7, 8, 127, 128, 129, 768, 4096)
-VARIANTS = [v for v in power_spherical.op.variants if v != "compile"]
+VARIANTS = [v for v in on_this_python(power_spherical.op.variants) if v != "compile"]
 
 
 @pytest.fixture(params=[power_spherical.op, von_mises_fisher.op], ids=lambda op: op.name)

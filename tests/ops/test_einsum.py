@@ -20,6 +20,8 @@ from effops.reference.einsum import bounds, gradient_bounds
 from effops.reference.reference import worst_error_ratio
 from effops.text import parse_bytes
 
+from ..support.calls import on_this_python
+
 # Each with the shapes of its operands.
 EQUATIONS = {
     "chain": ("ij,jk,kl->il", (6, 7), (7, 5), (5, 4)),
@@ -60,7 +62,7 @@ def passes_of(call):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("variant", ["chunked", "einsum", "torchscript", "naive"])
+@pytest.mark.parametrize("variant", on_this_python(["chunked", "einsum", "torchscript", "naive"]))
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_equations(name, variant, dtype, generator):
     equation, *shapes = EQUATIONS[name]
@@ -198,7 +200,7 @@ def test_bytes_of_forms_with_and_without_opt_einsum(setting, monkeypatch, genera
     if setting == "disabled":
         monkeypatch.setattr(torch.backends.opt_einsum, "enabled", False)
     call = "ij,jk,kl->il", a, b, c
-    for variant in ("einsum", "torchscript", "naive", "chunked"):
+    for variant in on_this_python(("einsum", "torchscript", "naive", "chunked")):
         report = effops.explain("einsum", *call).variants[variant]
         found = memory(Pass(lambda *args, variant=variant: effops.einsum(call[0], *args, variant=variant), (a, b, c)))
         assert report.temporary_bytes == found.temporary_bytes, variant

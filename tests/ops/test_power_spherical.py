@@ -11,11 +11,11 @@ from effops.numerics.precision import unit_roundoff
 from effops.ops.densities.power_spherical import op
 from effops.reference import reference_of
 
-from ..support.calls import without_cpp
+from ..support.calls import on_this_python, without_cpp
 
 REFERENCE = reference_of(op)
 
-VARIANTS = [v for v in op.variants if v != "compile"]
+VARIANTS = [v for v in on_this_python(op.variants) if v != "compile"]
 
 
 @pytest.mark.parametrize("variant", without_cpp(VARIANTS))
@@ -49,7 +49,7 @@ def package_error(loc, scale, x):
 
 
 @pytest.mark.parametrize("factor", [1, 1e5])
-@pytest.mark.parametrize("variant", [v for v in without_cpp(op.variants) if v != "triton"])
+@pytest.mark.parametrize("variant", [v for v in without_cpp(on_this_python(op.variants)) if v != "triton"])
 def test_equals_the_package_it_replaces(variant, factor, generator):
     """In float64, which the package needs: its terms of about s log 2 each are opposite."""
     package = pytest.importorskip("power_spherical")

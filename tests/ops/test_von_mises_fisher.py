@@ -9,9 +9,9 @@ import torch
 from effops.ops.densities.von_mises_fisher import op
 from effops.reference import reference_of
 
-from ..support.calls import without_cpp
+from ..support.calls import on_this_python, without_cpp
 
-VARIANTS = [v for v in without_cpp(op.variants) if v != "compile"]
+VARIANTS = [v for v in without_cpp(on_this_python(op.variants)) if v != "compile"]
 E1, E3 = (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
 
 # Densities from the tests of SciPy (scipy/stats/tests/test_multivariate.py): x, mean direction, concentration, density.

@@ -100,6 +100,7 @@ def entry_points():
 
     import effops
     from effops.commands.main import main
+    from effops.dispatch.requirements import requires_torchscript
     from effops.reference import reference_of, tried_ops
 
     def pairs(gradients=True):
@@ -214,7 +215,8 @@ def entry_points():
     yield "variants", EAGER, lambda: effops.variants(effops.attention)
     yield "transforms", EAGER, transformed
     yield "transformers", EAGER, registered
-    yield "torchscript", EAGER, lambda: effops.broadcast_dot(loc, x, variant="torchscript")
+    if not requires_torchscript(None):
+        yield "torchscript", EAGER, lambda: effops.broadcast_dot(loc, x, variant="torchscript")
     yield "doctor", EAGER, command("doctor")
     yield "explain", PREDICTED, lambda: str(effops.explain(effops.power_spherical_log_prob, loc, scale, x))
     yield "lint", FOLLOWED, lambda: str(effops.lint(rows, *pairs(), least="64 KiB"))

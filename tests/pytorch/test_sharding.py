@@ -28,6 +28,8 @@ from effops.dispatch.op import find_op
 from effops.measure import Pass, memory
 from effops.reference import error_ratio, gradient_error_ratio, reference_of
 
+from ..support.calls import on_this_python
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.append(str(BENCH / "studies"))
 sharded = importlib.import_module("sharded")
@@ -204,7 +206,7 @@ def check_densities_that_overflow() -> None:
 
 
 def check_variants() -> None:
-    for variant in ("einsum", "torchscript", "naive"):
+    for variant in on_this_python(("einsum", "torchscript", "naive")):
         check_layout("rows", "uneven", variant)
         with effops.use_variant(variant):
             check_layout("components", "uneven")

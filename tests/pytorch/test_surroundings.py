@@ -17,7 +17,7 @@ import effops.memory
 from effops import broadcast_dot
 from effops.reference import reference_of, tried_ops
 
-from ..support.calls import same
+from ..support.calls import on_this_python, same
 
 pytestmark = pytest.mark.turns(6, interpreted=3)  # what is compiled takes half a minute
 torch.fx.wrap("broadcast_dot")
@@ -28,7 +28,7 @@ CALLS = [
     )
     if variant in op.variants
 ]
-DROPOUT = [name for name in effops.variants(effops.attention) if name not in ("compile", "triton")]
+DROPOUT = [name for name in on_this_python(effops.variants(effops.attention)) if name not in ("compile", "triton")]
 
 
 @pytest.fixture(params=CALLS)

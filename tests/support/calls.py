@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from effops.dispatch.requirements import requires_torchscript
 from effops.reference import reference_of, tried_ops
 
 from .tiers import turn
@@ -28,6 +29,11 @@ def arguments(op, device, generator, case=None, dtype=torch.float64):
 def interpreted(variant, device):
     """Whether the variant is slow: kernels run by Triton's interpreter."""
     return variant == "triton" and device == "cpu"
+
+
+def on_this_python(variants):
+    """The variants without `torchscript` where PyTorch has no TorchScript: it works on no Python from 3.14 on."""
+    return [name for name in variants if name != "torchscript" or not requires_torchscript(None)]
 
 
 def without_cpp(variants):
