@@ -44,15 +44,16 @@ def quick_interpreter() -> Iterator[None]:
         key = (element.name, *map(core._unwrap_if_constexpr, shape))
         if key not in blocks:
             make_block(block, element, shape)
-            blocks[key] = vars(block)  # what make_tensor_once adds is shared too
-        else:
-            vars(block).update(blocks[key])
+            # This is a copy: CPython 3.13 may empty objects that only the kept dictionary of another object reaches.
+            blocks[key] = {**vars(block), "of_tensors": {}}
+        vars(block).update(blocks[key])
 
     def make_tensor_once(tensor, handle, dtype):
-        if not hasattr(dtype, "of_tensors"):
+        of_tensors = vars(dtype).setdefault("of_tensors", {})  # that of equal blocks is one
+        if not of_tensors:
             make_tensor(tensor, handle, dtype)
-            dtype.of_tensors = {name: value for name, value in vars(tensor).items() if name != "handle"}
-        vars(tensor).update(dtype.of_tensors, handle=handle)
+            of_tensors.update((name, value) for name, value in vars(tensor).items() if name != "handle")
+        vars(tensor).update(of_tensors, handle=handle)
 
     def load_strictly(self, pointers, mask, *others, **options):
         assert mask.data.dtype == bool, f"a mask must be boolean, got {mask.data.dtype}"
