@@ -54,7 +54,7 @@ CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
     "os.truncate": ((0, None),),
     "os.chmod": ((0, 2),),
     "os.chown": ((0, 3),),
-    "shutil.rmtree": ((0, 1),),
+    "shutil.rmtree": ((0, 1 if sys.version_info >= (3, 11) else None),),  # Python 3.10 tells no folder
 }
 STARTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"}
 DEVICES = "/dev/", "/proc/"
