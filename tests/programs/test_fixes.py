@@ -445,6 +445,18 @@ def test_code_that_cannot_stand_in_place_of_lines(source, tmp_path):
     ast.parse(f"def whole():\n{textwrap.indent(fix.code, '    ')}")
 
 
+def test_equal_code_of_two_files(tmp_path):
+    """On Python 3.10 the function of the second file was taken to stand on the lines of that of the first."""
+    lines = []
+    for name, source in (("first.py", next(iter(LINES))), ("second.py", NOT_IN_PLACE[0])):
+        file = tmp_path / name
+        file.write_text("import torch\n" + source.replace("DISTANCES", "((x[:, None] - y) ** 2).sum(-1)") + "\n")
+        squares = runpy.run_path(str(file))["squares"]
+        _, fix = fixes(squares, normal(64, 24, grad=False), normal(60, 24, grad=False))[0]
+        lines.append(fix.lines)
+    assert lines == [(2,), ()]
+
+
 def precision_and_recall(points, others, tau):
     distances = torch.cdist(points, others, compute_mode="donot_use_mm_for_euclid_dist")
     return (distances.amin(2) < tau).double().mean(1), (distances.amin(1) < tau).double().mean(1)

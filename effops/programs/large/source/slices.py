@@ -335,15 +335,20 @@ def _tree(file: str) -> ast.Module | None:
         return None
 
 
-@functools.lru_cache(256)
 def function_of(code: CodeType) -> ast.AST | None:
-    tree = _tree(code.co_filename)
-    if tree is None or code.co_name == "<module>":
+    return _function(code.co_filename, code.co_name, code.co_firstlineno)
+
+
+# The code is no key of the cache: that of two files may be equal, and on Python 3.10 stand on other lines.
+@functools.lru_cache(256)
+def _function(file: str, name: str, line: int) -> ast.AST | None:
+    tree = _tree(file)
+    if tree is None or name == "<module>":
         return tree
     for node in ast.walk(tree):
-        if isinstance(node, FUNCTIONS) and getattr(node, "name", "<lambda>") == code.co_name:
+        if isinstance(node, FUNCTIONS) and getattr(node, "name", "<lambda>") == name:
             decorators = [one.lineno for one in getattr(node, "decorator_list", ())]
-            if min([node.lineno, *decorators]) == code.co_firstlineno:
+            if min([node.lineno, *decorators]) == line:
                 return node
     return None
 
