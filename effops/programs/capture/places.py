@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from effops.programs.capture.columns import span_of
 from effops.pytorch.capture import _get_sequence_nr
 from effops.pytorch.prediction import _current_autograd_node, _engine_run_backward, sequence_number
 
@@ -147,7 +148,7 @@ def kind_of(file: str) -> str:
 
 
 def place_of(instruction: Instruction) -> Place:
-    """The line of an instruction. Python 3.10 knows no columns: there the source is the whole line."""
+    """The line of an instruction, and its expression. If Python does not know that, the source is the whole line."""
     return _place_of(instruction.code.co_filename, instruction)
 
 
@@ -173,6 +174,8 @@ def _positions(instruction: Instruction) -> tuple[int, int, int | None, int | No
         first, last, begin_column, end_column = list(code.co_positions())[offset // 2]  # of two bytes each
         if first is not None:
             return first, last or first, begin_column, end_column
+    elif span := span_of(code, offset, "".join(linecache.getlines(code.co_filename))):
+        return span
     line_number = next((line for start, stop, line in code.co_lines() if start <= offset < stop and line), 0)
     return line_number, line_number, None, None
 

@@ -1,0 +1,54 @@
+"""The place of an instruction: its lines and its expression, which every Python tells alike."""
+
+import runpy
+import sys
+
+import pytest
+
+from effops.programs.capture.places import raised_at
+
+# The body of a function of `x`, which is None, and what raises there: its first line, its last line and its source.
+BODIES = {
+    "return max(\n    x + 1,\n    1)": (3, 3, "x + 1"),
+    "return max(1, (x\n    + 1))": (2, 3, "x + 1"),
+    "return ('é', x + 1)": (2, 2, "x + 1"),
+    "return (str\n    .join('é', x)\n    .lower())": (3, 3, "join('é', x)"),
+    "return (str\n    .encode('é', errors=x)\n    .lower())": (3, 3, "encode('é', errors=x)"),
+    "k = 1; x += k; k = 2": (2, 2, "x += k"),
+    "return [k\n    for k in [1]\n    if k > 0 and (k < 0 or k @\n    1)]": (4, 5, "k @ 1"),
+    "with open(__file__):\n    try: k = 1\n    finally: k = x + 1\n    return k": (4, 4, "x + 1"),
+    "while True:\n    if x is None and not 2 * (\n        3 - x): break": (4, 4, "3 - x"),
+    "return (lambda y: y - x)(1)": (2, 2, "y - x"),
+}
+
+
+def raising(tmp_path, body):
+    file = tmp_path / "program.py"
+    indented = body.replace("\n", "\n    ")
+    file.write_text(f"def program(x):\n    {indented}\n", encoding="utf-8")
+    with pytest.raises(TypeError) as error:
+        runpy.run_path(str(file))["program"](None)
+    return raised_at(error.value)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_expressions(body, tmp_path):
+    """On Python 3.10 it was the line on which an expression begins, and all that stands on it."""
+    place = raising(tmp_path, body)
+    assert (place.line, place.last_line, place.source) == BODIES[body]
+
+
+def test_an_expression_that_python_3_10_cannot_tell_from_another(tmp_path):
+    """Its code has no columns, so that two lambdas of a line that do the same look alike."""
+    line = "return [(lambda y: y - x)(y) for y in (1,)] + [(lambda z: z - x)(2)]"
+    assert raising(tmp_path, line).source == ("y - x" if sys.version_info >= (3, 11) else line)
+
+
+def test_a_file_that_is_not_the_source_of_its_code(tmp_path):
+    """As one that was written anew after it was imported, or that is empty or holds no Python."""
+    for text in ("y = x * 1\n", "await x\n", "y = x +\n", ""):
+        file = tmp_path / f"{len(text)}.py"
+        file.write_text(text)
+        with pytest.raises(TypeError) as error:
+            exec(compile("y = None + x", str(file), "exec"), {"x": 1})
+        assert raised_at(error.value).line == 1
