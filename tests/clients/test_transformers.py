@@ -15,6 +15,7 @@ import torch
 
 import effops
 from effops.measure import Pass, memory
+from effops.memory.models.bert import checkpoint_layers
 
 hf = pytest.importorskip("transformers")
 LENGTH, LAYERS, HEADS, VOCABULARY = 9, 2, 4, 50
@@ -186,7 +187,7 @@ def test_checkpoints(device, generator):
     for checkpoints in (False, True):
         one = model("llama", NAME, device).train()
         if checkpoints:
-            one.activation_checkpointing_enable()
+            checkpoint_layers(one)
         with effops.record() as calls:
             one(**arguments, use_cache=False)[0].square().mean().backward()
         assert len(calls) == LAYERS * (1 + checkpoints)

@@ -61,10 +61,7 @@ def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager"
     def model() -> nn.Module:
         built: nn.Module = BertForSequenceClassification(config)
         if checkpointing:
-            name = "activation_checkpointing_enable"
-            if not hasattr(built, name):
-                name = "gradient_checkpointing_enable"  # as it is called up to transformers 4
-            getattr(built, name)({"use_reentrant": False})
+            checkpoint_layers(built)
         return built.train()
 
     def batch(batch_size: int) -> dict[str, Tensor]:
@@ -78,3 +75,11 @@ def bert_large(*, layers: int = 24, seq_len: int = 512, attention: str = "eager"
         return found
 
     return Parts(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW)
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Have each layer of a model of transformers save its input alone, and be computed again in the backward pass."""
+    name = "activation_checkpointing_enable"
+    if not hasattr(model, name):
+        name = "gradient_checkpointing_enable"  # its older name, at which newer versions warn
+    getattr(model, name)({"use_reentrant": False})
