@@ -125,7 +125,8 @@ def _check_subclass(function: str, argument: str, cls: type[Tensor]) -> None:
     overridden = [
         method
         for method in ("__torch_function__", "__torch_dispatch__")
-        if _implementation(cls, method) not in (_implementation(Tensor, method), NO_OVERRIDE)
+        if _implementation(cls, method) is not _implementation(Tensor, method)
+        and _implementation(cls, method) is not NO_OVERRIDE
     ]
     if not overridden:
         return

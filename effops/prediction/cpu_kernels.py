@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effops.numerics.shapes import broadcast_shapes
 from effops.prediction.allocations import Workspace
-from effops.pytorch.operators import aten
+from effops.pytorch.operators import aten, is_elementwise
 from effops.pytorch.prediction import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes, schema_of
 
 FLOAT_BYTES, PLACE_BYTES = 4, 8
@@ -273,16 +273,6 @@ CPU_RULES: dict[Any, Rule] = {
 # Element-wise operators compute in one dtype, and reductions in the dtype of their result. On a CPU they take copies of
 # operands that are not in it. A CUDA device converts numbers one by one.
 MASKED = {aten.where.packet, aten.masked_fill.packet, aten.masked_fill_.packet}  # whose masks are not converted
-UNTAGGED = {  # element-wise too, though PyTorch does not say so
-    aten.eq_.packet,
-    aten.floor_divide.packet,
-    aten.floor_divide_.packet,
-    aten.ge_.packet,
-    aten.gt_.packet,
-    aten.le_.packet,
-    aten.lt_.packet,
-    aten.ne_.packet,
-}
 REDUCTIONS = {
     aten.all.packet,
     aten.any.packet,
@@ -322,7 +312,7 @@ def converted_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     if func.overloadpacket in REDUCTIONS:
         is_norm = args[0].is_complex() and not result.is_complex()  # its magnitudes are taken while it is read
         return 0 if is_norm else _copied_bytes(args[:1], result.dtype)
-    if torch.Tag.pointwise not in func.tags and func.overloadpacket not in UNTAGGED:
+    if not is_elementwise(func):
         return 0
     operands: Sequence[Any] = [one for one in args if isinstance(one, (Tensor, float, int))]
     tensors = [one for one in operands if isinstance(one, Tensor)]

@@ -129,7 +129,7 @@ def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     masks = (one for one in args[3:] if isinstance(one, Tensor) and one.shape[-1] > 1 and one.stride(-1) > 1)
     copied = sum(math.prod(mask.shape[:-2]) * queries * keys * mask.element_size() for mask in masks)
     rows, pairs = _attention_block(queries, keys)
-    itemsize, wide_bytes = args[0].element_size(), result[1].element_size()
+    itemsize, wide_bytes = args[0].element_size(), torch.promote_types(args[0].dtype, torch.float32).itemsize
     block_bytes = (pairs + rows * (2 + features)) * wide_bytes + _rounded_weights_bytes(itemsize, wide_bytes, pairs)
     return Workspace(copied + torch.get_num_threads() * block_bytes)
 

@@ -8,11 +8,10 @@ result.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from effops.pytorch.calls import tree_leaves
-from effops.pytorch.operators import aten
+from effops.pytorch.operators import aten, is_elementwise
 from effops.pytorch.prediction import flop_registry, schema_of, sdpa_backward_flop_count, sdpa_flop_count
 
 CONTRACTION, REDUCTION, ELEMENTWISE, UNCOUNTED = CLASSES = (
@@ -36,7 +35,7 @@ def operations(func: Any, args: Sequence[Any], options: Mapping[str, Any], resul
         return CONTRACTION, int(formula(*args, **options, out_val=result))
     if func.namespace not in ("aten", "prim", "profiler"):
         return UNCOUNTED, 1
-    if func.namespace == "aten" and torch.Tag.pointwise in func.tags:
+    if is_elementwise(func):
         return ELEMENTWISE, _elements(result)
     if func.namespace == "aten" and any(part in schema_of(func).name for part in REDUCTIONS):
         return REDUCTION, PER_ELEMENT * _elements(args)

@@ -60,7 +60,7 @@ def profiled(cuda: bool = False, **options: Any) -> Iterator[torch.profiler.prof
         os.environ.setdefault(KINETO_LEVEL, KINETO_NOTHING)
         try:
             profiler = stack.enter_context(
-                torch.profiler.profile(activities=activities, profile_memory=True, **options)
+                torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True, **options)
             )
         finally:
             if not is_set:

@@ -63,3 +63,28 @@ class _Operators:
 
 aten: Any = _Operators("aten")
 onednn: Any = _Operators("mkldnn")
+
+
+# Each of these computes its elements one by one, though PyTorch does not say so; of the last ones torch 2.11 does not.
+_UNTAGGED = {
+    aten.eq_.packet,
+    aten.floor_divide.packet,
+    aten.floor_divide_.packet,
+    aten.ge_.packet,
+    aten.gt_.packet,
+    aten.le_.packet,
+    aten.lt_.packet,
+    aten.ne_.packet,
+    aten.celu_.packet,
+    aten.elu_.packet,
+    aten.hardsigmoid_.packet,
+    aten.hardtanh_.packet,
+    aten.leaky_relu.packet,
+    aten.leaky_relu_.packet,
+    aten.selu_.packet,
+}
+
+
+def is_elementwise(func: Any) -> bool:
+    """Whether an overload of an operator computes each element of its result from the elements at its place."""
+    return torch.Tag.pointwise in func.tags or func.overloadpacket in _UNTAGGED

@@ -305,6 +305,9 @@ CASES = [
 ]
 
 
+HEADS = head, head_of_a_layer, next_positions, classes_second
+
+
 @pytest.mark.usefixtures("one_thread")  # blocks of several threads are most of a tensor of these sizes
 @pytest.mark.parametrize(
     ("program", "arguments", "how", "code"),
@@ -314,6 +317,8 @@ CASES = [
     ],
 )
 def test_fix(program, arguments, how, code, monkeypatch):
+    if program in HEADS and not hasattr(functional, "linear_cross_entropy"):
+        pytest.skip("before torch 2.13 there is no linear_cross_entropy")
     if how == LOOP:  # where the function cannot be put into tiles
         monkeypatch.setattr(proposals, "in_tiles", lambda found: None)
     torch.manual_seed(0)

@@ -93,9 +93,12 @@ def test_reduction(name, values):
     """Both axes are cut: the one that is reduced, and the other."""
     if values == "-inf" and name in INFINITE:
         pytest.skip("gradients may be NaN instead of infinite")
+    given = [copies(VALUES[values])]
+    if name == "aminmax" and torch.__version__ < "2.12":
+        given = [one.detach() for one in given]  # torch 2.11 has no derivative of it
     for axis, keepdim in ((0, False), (-1, True)):
         function = functools.partial(of_sum, REDUCTIONS[name], axis, keepdim)
-        cut, blocked = hold(function, [copies(VALUES[values])])
+        cut, blocked = hold(function, given)
         assert cut == [0, 1], blocked
 
 

@@ -56,6 +56,9 @@ class Factors(NamedTuple):
 
 @pytest.mark.parametrize("wrong", ["shape", "dtype", "strides", "strides of a gradient", None])
 def test_a_wrong_fake_is_noticed(wrong):
+    if "strides" in (wrong or "") and torch.__version__ < "2.13":
+        pytest.skip("before torch 2.13 opcheck compares no strides")
+
     def forward(call):
         return (call.a * call.b).mT.contiguous().mT
 

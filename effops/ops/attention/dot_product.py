@@ -35,7 +35,7 @@ add_custom_op(
     in_sdpa,
     "sdpa",
     cost=lambda call: None if sdpa.requires_one_dtype(call) else allocated(op, in_sdpa, call),
-    requires=[sdpa.requires_one_dtype, sdpa.requires_ordinary_scale, sdpa.requires_upper_left],
+    requires=[sdpa.requires_one_dtype, sdpa.requires_ordinary_scale, sdpa.requires_upper_left, sdpa.requires_features],
     automatic=sdpa.is_fused,
 )
 

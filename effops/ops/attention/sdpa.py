@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from effops.blocks.plan import Shape
 from effops.dispatch.custom_op import Gradients, is_plain, requires_grad
 from effops.numerics.layout import without_overlap
-from effops.numerics.shapes import is_known
+from effops.numerics.shapes import is_certain, is_known
 from effops.ops.attention.call import AttentionCall
 from effops.ops.attention.variants import Fused, in_blocks_backward, scaled_dots
 from effops.pytorch.calls import _fused_sdp_choice
@@ -155,6 +155,11 @@ def requires_ordinary_scale(call: AttentionCall) -> str:
 
 def requires_upper_left(call: AttentionCall) -> str:
     return "needs the upper left corner, for PyTorch's is_causal means that" if call.is_lower_right else ""
+
+
+def requires_features(call: AttentionCall) -> str:
+    is_empty = is_certain(call.tensors[0].shape[-1] == 0)
+    return "needs features, for PyTorch 2.12 returns zeros without any" if is_empty else ""
 
 
 def is_fused(call: AttentionCall) -> bool:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-import torch
 from torch.fx import Node
 
 from effops.programs.rules import draws, elementwise, image, index, linalg, product, reduction, scan, view
 from effops.programs.rules.binding import Binding, aligned, is_item, is_operator, moved, operands_of, shape_of
+from effops.pytorch.operators import is_elementwise
 
 RULES = {
     rule_of: rule
@@ -26,7 +26,7 @@ def why_none(node: Node) -> str:
         return ""
     if not is_operator(node):
         return "is no operator of PyTorch"
-    return "" if torch.Tag.pointwise in node.target.tags else "has no rule"  # type: ignore[union-attr]
+    return "" if is_elementwise(node.target) else "has no rule"
 
 
 def _bindings(node: Node) -> Iterable[Binding]:
