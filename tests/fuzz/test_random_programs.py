@@ -14,7 +14,7 @@ def pytest_generate_tests(metafunc):
 
 def test_random_programs(part, request):
     option = request.config.option
-    count = PROGRAMS if option.exhaustive else 300 if option.ci else 8
+    count = PROGRAMS if option.exhaustive else 100 if option.ci else 8
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcomes = [hold(number)[0] for number in range(part * PROGRAMS, part * PROGRAMS + count)]
