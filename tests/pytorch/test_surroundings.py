@@ -306,6 +306,14 @@ def test_a_scale_that_is_no_number_gives_nan():
         effops.attention(q, q, q, scale=float("nan"), variant="sdpa")
 
 
+def test_without_features_each_key_has_the_same_weight():
+    """PyTorch 2.12 gives zeros in place of the mean of the values."""
+    q, k, v = torch.ones(1, 2, 5, 0), torch.ones(1, 2, 7, 0), torch.randn(1, 2, 7, 3)
+    assert torch.allclose(effops.attention(q, k, v), v.mean(-2, keepdim=True), rtol=1e-6, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="needs features"):
+        effops.attention(q, k, v, variant="sdpa")
+
+
 def test_checkpointed_attention_takes_the_memory_that_pytorch_takes():
     """Four layers, each checkpointed: the largest activation is one layer's."""
 
