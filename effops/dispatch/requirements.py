@@ -25,7 +25,7 @@ def on_cuda(call: Call) -> bool:
 
 def requires_torchscript(call: Call) -> str:
     if sys.version_info >= (3, 14):
-        return "needs torch.jit.script, which does not work on Python 3.14 and later"
+        return "needs torch.jit.script, which PyTorch does not support on Python 3.14 and later"
     if is_compiling():
         return "cannot be traced by torch.compile: call it outside of the compiled function"
     return ""
