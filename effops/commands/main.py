@@ -149,7 +149,7 @@ class Parser(argparse.ArgumentParser):
         given = [*self.given, "", ""]
         flag = re.fullmatch(r"argument (--[\w-]+): expected one argument", message)
         value = given[given.index(flag[1]) + 1] if flag and flag[1] in given else ""
-        if flag and re.match(r"-\.?\d", value):  # from Python 3.14 on, argparse takes it for the value
+        if flag and re.match(r"-\.?\d", value):  # before Python 3.14, where argparse takes it for an option
             return f", not below 0; got {value!r}; write it without the sign"
         for number, unit in itertools.pairwise(given):
             is_apart = re.fullmatch(r"[\d.e]*\d", number) and re.fullmatch(r"([kmgt]i?)?b?", unit.lower()) and unit

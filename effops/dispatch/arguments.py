@@ -122,7 +122,7 @@ def _check_subclass(function: str, argument: str, cls: type[Tensor]) -> None:
     name = f"{cls.__module__}.{cls.__qualname__}"
     if name in _KNOWN_SUBCLASSES:
         return
-    overridden = [
+    overridden = [  # by identity: before torch 2.13 Dynamo cannot compare methods
         method
         for method in ("__torch_function__", "__torch_dispatch__")
         if _implementation(cls, method) is not _implementation(Tensor, method)

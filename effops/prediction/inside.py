@@ -129,7 +129,7 @@ def _attention(args: Sequence[Any], result: tuple[Tensor, ...]) -> Workspace:
     masks = (one for one in args[3:] if isinstance(one, Tensor) and one.shape[-1] > 1 and one.stride(-1) > 1)
     copied = sum(math.prod(mask.shape[:-2]) * queries * keys * mask.element_size() for mask in masks)
     rows, pairs = _attention_block(queries, keys)
-    itemsize, wide_bytes = args[0].element_size(), torch.promote_types(args[0].dtype, torch.float32).itemsize
+    itemsize, wide_bytes = args[0].element_size(), sums_of_attention(args[0]).itemsize
     block_bytes = (pairs + rows * (2 + features)) * wide_bytes + _rounded_weights_bytes(itemsize, wide_bytes, pairs)
     return Workspace(copied + torch.get_num_threads() * block_bytes)
 
@@ -139,11 +139,16 @@ def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Work
 
     The gradient from above is copied if its layout is another one.
     """
-    upstream, query, key, wide_bytes = args[0], args[1], args[2], args[5].element_size()
+    upstream, query, key, wide_bytes = args[0], args[1], args[2], sums_of_attention(args[1]).itemsize
     rows, pairs = _attention_block(query.shape[2], key.shape[2])
     thread_bytes = 2 * (pairs * wide_bytes + _rounded_weights_bytes(query.element_size(), wide_bytes, pairs))
     copied = 0 if upstream.transpose(1, 2).is_contiguous() else upstream.nbytes
     return Workspace(torch.get_num_threads() * thread_bytes + rows * wide_bytes + copied)
+
+
+def sums_of_attention(query: Tensor) -> torch.dtype:
+    """The dtype of the sums of exponentials. In torch 2.11 and 2.12 those of fake tensors are always in float32."""
+    return torch.promote_types(query.dtype, torch.float32)
 
 
 def _attention_block(queries: int, keys: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch.random import get_rng_state, set_rng_state
 
 from effops.prediction.allocations import Allocations, Workspace
 from effops.prediction.convolutions import CONVOLUTIONS
-from effops.prediction.inside import FLASH_ATTENTION, workspace
+from effops.prediction.inside import FLASH_ATTENTION, sums_of_attention, workspace
 from effops.prediction.known_values import NEW_CONSTANTS
 from effops.prediction.observed_forms import Formulas
 from effops.prediction.operations import operations
@@ -77,7 +77,7 @@ def _log_sigmoid(input: Tensor) -> tuple[Tensor, Tensor]:
 
 def _attention(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     output, logsumexp = FLASH_ATTENTION(query, *args, **kwargs)
-    return output, logsumexp.to(torch.promote_types(query.dtype, torch.float32))
+    return output, logsumexp.to(sums_of_attention(query))
 
 
 # Fake tensors do otherwise than real ones: PyTorch's grouped product takes the dtypes and strides of CUDA alone, and
@@ -97,7 +97,7 @@ RESULTS: dict[Any, Callable[..., Any]] = {
     aten.rrelu_with_noise_backward.default: _contiguous(0),
     aten.channel_shuffle.default: _as_first,
     aten.native_channel_shuffle.default: _as_first,
-    FLASH_ATTENTION: _attention,  # torch 2.11 and 2.12 have sums in float32 also for float64
+    FLASH_ATTENTION: _attention,
     aten._grouped_mm.default: lambda left, right, offs=None, bias=None, out_dtype=None: (
         _create_grouped_mm_output_tensor(left, right, offs, out_dtype)
     ),

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity
 
 from effops.prediction.allocations import Allocations
 from effops.pytorch.missing import present
-from effops.pytorch.prediction import _get_current_dispatch_mode_stack, library_path
+from effops.pytorch.prediction import KEEPS_EVENTS, _get_current_dispatch_mode_stack, library_path
 
 KINETO_LEVEL, KINETO_NOTHING = "KINETO_LOG_LEVEL", "99"
 ERRORS = 2  # the level of PyTorch's C++ code that is above warnings
@@ -60,7 +60,7 @@ def profiled(cuda: bool = False, **options: Any) -> Iterator[torch.profiler.prof
         os.environ.setdefault(KINETO_LEVEL, KINETO_NOTHING)
         try:
             profiler = stack.enter_context(
-                torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True, **options)
+                torch.profiler.profile(activities=activities, profile_memory=True, acc_events=KEEPS_EVENTS, **options)
             )
         finally:
             if not is_set:

@@ -65,7 +65,7 @@ aten: Any = _Operators("aten")
 onednn: Any = _Operators("mkldnn")
 
 
-# Each of these computes its elements one by one, though PyTorch does not say so; of the last ones torch 2.11 does not.
+# Each of these computes its elements one by one, though PyTorch does not say so.
 _UNTAGGED = {
     aten.eq_.packet,
     aten.floor_divide.packet,
@@ -75,6 +75,7 @@ _UNTAGGED = {
     aten.le_.packet,
     aten.lt_.packet,
     aten.ne_.packet,
+    # of the others torch 2.11 alone does not say so
     aten.celu_.packet,
     aten.elu_.packet,
     aten.hardsigmoid_.packet,

@@ -1,5 +1,7 @@
 """Interfaces of predictions of memory."""
 
+import torch
+
 from effops.pytorch.missing import PREDICTIONS, caller, getter, reader, take_apart
 
 try:
@@ -46,3 +48,6 @@ try:
     tensor_use_count = Tensor._use_count  # type: ignore[attr-defined]
 except (AttributeError, ImportError):
     take_apart(__name__, PREDICTIONS)
+
+# Before torch 2.13 a profile warns unless it keeps the events of all its cycles, with which it ends more slowly.
+KEEPS_EVENTS = torch.__version__ < "2.13"

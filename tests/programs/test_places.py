@@ -26,7 +26,7 @@ def raising(tmp_path, body):
     file = tmp_path / "program.py"
     indented = body.replace("\n", "\n    ")
     file.write_text(f"def program(x):\n    {indented}\n", encoding="utf-8")
-    with pytest.raises(TypeError) as error:
+    with pytest.raises((AttributeError, TypeError)) as error:
         runpy.run_path(str(file))["program"](None)
     return raised_at(error.value)
 
@@ -44,11 +44,19 @@ def test_an_expression_that_python_3_10_cannot_tell_from_another(tmp_path):
     assert raising(tmp_path, line).source == ("y - x" if sys.version_info >= (3, 11) else line)
 
 
-def test_a_file_that_is_not_the_source_of_its_code(tmp_path):
+@pytest.mark.parametrize("text", ["y = x * 1\n", "await x\n", "y = x +\n", f"y = {'x + ' * 5000}x\n", ""])
+def test_a_file_that_is_not_the_source_of_its_code(text, tmp_path):
     """As one that was written anew after it was imported, or that is empty or holds no Python."""
-    for text in ("y = x * 1\n", "await x\n", "y = x +\n", ""):
-        file = tmp_path / f"{len(text)}.py"
-        file.write_text(text)
-        with pytest.raises(TypeError) as error:
-            exec(compile("y = None + x", str(file), "exec"), {"x": 1})
-        assert raised_at(error.value).line == 1
+    file = tmp_path / "program.py"
+    file.write_text(text)
+    with pytest.raises(TypeError) as error:
+        exec(compile("y = None + x", str(file), "exec"), {"x": 1})
+    place = raised_at(error.value)
+    assert place.line == 1
+    assert sys.version_info >= (3, 11) or place.source == text.strip()
+
+
+def test_a_name_with_a_large_number(tmp_path):
+    """Python 3.10 says that its instruction is the one before, which extends the number."""
+    names = "; ".join(f"x.name_{number}" for number in range(300))
+    assert raising(tmp_path, f"if x: {names}\nreturn x, x.last").source == "x.last"

@@ -32,7 +32,7 @@ def interpreted(variant, device):
 
 
 def on_this_python(variants):
-    """The variants without `torchscript` where PyTorch has no TorchScript: it works on no Python from 3.14 on."""
+    """The variants without `torchscript` where PyTorch does not support it: on Python 3.14 and later."""
     return [name for name in variants if name != "torchscript" or not requires_torchscript(None)]
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import dis
 import functools
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any, NamedTuple
 
-# Where the compiler adds these, and which of the jumps it takes, also depends on the lines of expressions.
+# Whether the compiler adds these, and which kind of jump it takes, depends on the lines of expressions too.
 ADDED = {dis.opmap[name] for name in ("NOP", "EXTENDED_ARG", "JUMP_FORWARD", "JUMP_ABSOLUTE") if name in dis.opmap}
 JUMPS = {*dis.hasjrel, *dis.hasjabs} - ADDED
 JUMP = -1
@@ -31,6 +32,8 @@ class Span(NamedTuple):
 
 def span_of(code: CodeType, offset: int, source: str) -> Span | None:
     """Find the expression of an instruction in the source of its file; None if the source does not tell it."""
+    while code.co_code[offset] == dis.EXTENDED_ARG:  # a frame stands at this one where an argument is large
+        offset += 2
     line = next((number for at, _, number in _instructions(code) if at == offset), 0)
     own = [(at, operation) for at, operation, number in _instructions(code) if number == line]
     alike = [
@@ -49,8 +52,10 @@ def _lines(source: str) -> dict[tuple[str, int], list[list[tuple[int, Span]]]]:
     try:
         tree = ast.parse(source)
         meant = _with_lines_of_their_own(tree)
-        codes = [compile(tree, "<source>", "exec", dont_inherit=True)]
-    except (SyntaxError, ValueError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler warned when the program was compiled, of its own lines
+            codes = [compile(tree, "<source>", "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError, RecursionError):
         return found
     for code in codes:
         codes += [one for one in code.co_consts if isinstance(one, CodeType)]

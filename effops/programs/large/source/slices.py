@@ -331,7 +331,7 @@ def is_plain(statement: ast.stmt) -> bool:
 def _tree(file: str) -> ast.Module | None:
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError):
         return None
 
 
