@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from packaging.version import Version
 
 import effops
 from effops.measure import Pass, memory
@@ -460,6 +461,7 @@ def test_a_model_that_cuts_queries_off_its_mask(device, generator):
     torch.testing.assert_close(found[2], found[1])
     queries = [call.shapes["query"][-2] for call in calls]
     if queries == [LENGTH] * 3:
+        assert Version(hf.__version__) < Version("5.23")
         pytest.skip("all layers see all queries in Gemma 4 of this transformers")
     with pytest.raises(NotImplementedError, match="got none for 3 queries and 9 keys"):
         one(tokens, logits_to_keep=3)

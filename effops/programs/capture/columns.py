@@ -34,8 +34,9 @@ def span_of(code: CodeType, offset: int, source: str) -> Span | None:
     """Find the expression of an instruction in the source of its file; None if the source does not tell it."""
     while code.co_code[offset] == dis.EXTENDED_ARG:  # a frame stands at this one where an argument is large
         offset += 2
-    line = next((number for at, _, number in _instructions(code) if at == offset), 0)
-    own = [(at, operation) for at, operation, number in _instructions(code) if number == line]
+    instructions = list(_instructions(code))
+    line = next((number for at, _, number in instructions if at == offset), 0)
+    own = [(at, operation) for at, operation, number in instructions if number == line]
     alike = [
         [span for _, span in one]
         for one in _lines(source).get((code.co_name, line), [])
