@@ -25,6 +25,7 @@ from effops.prediction.cpu_kernels import (
     elements_bytes,
     matrix_copies,
 )
+from effops.prediction.fake_results import FLASH_ATTENTION, result_of, sums_of_attention
 from effops.prediction.outcomes import OperatorCall, Outcome
 from effops.prediction.probes import PROBED, UNKNOWN
 from effops.pytorch.calls import FakeTensor, tree_leaves
@@ -32,7 +33,6 @@ from effops.pytorch.operators import aten, onednn
 from effops.pytorch.prediction import schema_of
 from effops.text import format_bytes
 
-FLASH_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 KNOWN_NAMESPACES = "aten", "prim", "prims", "profiler", "effops"
 
@@ -144,11 +144,6 @@ def _attention_backward(args: Sequence[Any], result: tuple[Tensor, ...]) -> Work
     thread_bytes = 2 * (pairs * wide_bytes + _rounded_weights_bytes(query.element_size(), wide_bytes, pairs))
     copied = 0 if upstream.transpose(1, 2).is_contiguous() else upstream.nbytes
     return Workspace(torch.get_num_threads() * thread_bytes + rows * wide_bytes + copied)
-
-
-def sums_of_attention(query: Tensor) -> torch.dtype:
-    """The dtype of the sums of exponentials. In torch 2.11 and 2.12 those of fake tensors are always in float32."""
-    return torch.promote_types(query.dtype, torch.float32)
 
 
 def _attention_block(queries: int, keys: int) -> tuple[int, int]:
@@ -309,7 +304,7 @@ class Inside(Allocations):
                     result = func.decompose(*args, **call.kwargs)
                 if result is not NotImplemented:
                     return result
-            result = func(*args, **call.kwargs)
+            result = result_of(func, args, call.kwargs)
             allocated = workspace(func, args, call.kwargs, result, self.cuda)
             made = call.outcome(result) if func.namespace == "aten" else None  # our operators have settings besides
             if made is not None:

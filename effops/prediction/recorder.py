@@ -15,7 +15,8 @@ from torch.random import get_rng_state, set_rng_state
 
 from effops.prediction.allocations import Allocations, Workspace
 from effops.prediction.convolutions import CONVOLUTIONS
-from effops.prediction.inside import FLASH_ATTENTION, sums_of_attention, workspace
+from effops.prediction.fake_results import result_of
+from effops.prediction.inside import workspace
 from effops.prediction.known_values import NEW_CONSTANTS
 from effops.prediction.observed_forms import Formulas
 from effops.prediction.operations import operations
@@ -29,7 +30,6 @@ from effops.pytorch.operators import aten
 from effops.pytorch.prediction import (
     DataDependentOutputException,
     FakeTensorMode,
-    _create_grouped_mm_output_tensor,
     _no_grad_trunc_normal_,
     clear_cached_data,
     schema_of,
@@ -37,71 +37,6 @@ from effops.pytorch.prediction import (
 
 ITEM = aten._local_scalar_dense.default
 STATE_BYTES = get_rng_state().nbytes  # of the CPU's random number generator
-
-
-def _normalisation_backward(operator: Any) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The gradient of the input has its dtype and layout."""
-
-    def results(upstream: Tensor, input: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-        gradient, *parameters = operator(upstream, input, *others)
-        return None if gradient is None else torch.empty_like(input), *parameters
-
-    return results
-
-
-def _group_norm(input: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    """Its statistics have the dtype of the weight, which under autocast has more digits than the input."""
-    output, *statistics = aten.native_group_norm.default(input, weight, *others)
-    dtype = input.dtype if weight is None else weight.dtype
-    return output, *(one.to(dtype) for one in statistics)
-
-
-def _elementwise(place: int) -> Callable[..., Tensor]:
-    """A result with the layout of an elementwise operation on the first argument and on the one at a place."""
-    return lambda *args, **kwargs: torch.add(args[0], args[place])
-
-
-def _as_first(*args: Any) -> Tensor:
-    return torch.empty_like(args[0])
-
-
-def _contiguous(place: int) -> Callable[..., Tensor]:
-    """A contiguous result of the shape of the argument at a place."""
-    return lambda *args, **kwargs: torch.empty_like(args[place], memory_format=torch.contiguous_format)
-
-
-def _log_sigmoid(input: Tensor) -> tuple[Tensor, Tensor]:
-    output, buffer = aten.log_sigmoid_forward.default(input.contiguous())
-    return output, buffer
-
-
-def _attention(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    output, logsumexp = FLASH_ATTENTION(query, *args, **kwargs)
-    return output, logsumexp.to(sums_of_attention(query))
-
-
-# Fake tensors do otherwise than real ones: PyTorch's grouped product takes the dtypes and strides of CUDA alone, and
-# other results, mostly gradients where two memory formats meet, have another layout or dtype.
-RESULTS: dict[Any, Callable[..., Any]] = {
-    aten.native_batch_norm_backward.default: _normalisation_backward(aten.native_batch_norm_backward.default),
-    aten.native_group_norm.default: _group_norm,
-    aten.native_group_norm_backward.default: _normalisation_backward(aten.native_group_norm_backward.default),
-    aten.elu_backward.default: _elementwise(5),
-    aten.hardsigmoid_backward.default: _elementwise(1),
-    aten.hardswish_backward.default: _elementwise(1),
-    aten.hardtanh_backward.default: _elementwise(1),
-    aten.softplus_backward.default: _elementwise(1),
-    aten.log_sigmoid_forward.default: _log_sigmoid,
-    aten.glu_backward.default: _contiguous(1),
-    aten.rrelu_with_noise.default: _contiguous(0),
-    aten.rrelu_with_noise_backward.default: _contiguous(0),
-    aten.channel_shuffle.default: _as_first,
-    aten.native_channel_shuffle.default: _as_first,
-    FLASH_ATTENTION: _attention,
-    aten._grouped_mm.default: lambda left, right, offs=None, bias=None, out_dtype=None: (
-        _create_grouped_mm_output_tensor(left, right, offs, out_dtype)
-    ),
-}
 
 
 Observer = Callable[[OperatorCall, Any, Workspace, tuple[str, int]], None]
@@ -213,7 +148,7 @@ class Recorder(Allocations):
                 f"anatomy: tensors must be dense; got a nested one from {schema_of(func).name}; leave padding in "
                 "place, as `enable_nested_tensor=False` does in nn.TransformerEncoder"
             )
-        result = RESULTS.get(func, func)(*args, **kwargs)
+        result = result_of(func, args, kwargs)
         allocated = workspace(func, args, kwargs, result, self.cuda)
         # Convolutions depend on the CPU in many ways.
         if self.probe and (not allocated.known or func in CONVOLUTIONS or lies_otherwise(call, result)):

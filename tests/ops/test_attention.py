@@ -511,6 +511,16 @@ def test_fused_kernels_save_what_pytorch_saves(device):
     assert saved <= plain + 64
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_explained_bytes_of_what_fused_kernels_save(dtype, device, generator):
+    """The sums of float64 were explained at half of their bytes, where PyTorch's fake tensors have them in float32."""
+    if device != "cpu":
+        pytest.skip("the rules are those of the CPU")
+    args = [torch.randn(2, 3, 100, 16, dtype=dtype, generator=generator).requires_grad_() for _ in range(3)]
+    report = effops.explain("attention", *args).variants["sdpa"]
+    assert report.saved_bytes == memory(Pass(sdpa, args)).saved_bytes
+
+
 def test_fused_kernels_allocate_for_fake_tensors_what_pytorch_allocates():
     """Saved bytes and peaks of a training step, so that predictions of its memory hold."""
 
