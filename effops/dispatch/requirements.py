@@ -8,6 +8,9 @@ import importlib
 import os
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
 
 from torch.compiler import is_compiling
 
@@ -15,7 +18,6 @@ from effops.dispatch.op import Call
 from effops.numerics.precision import CPU
 from effops.pytorch.calls import FakeTensor, _are_functorch_transforms_active, dual_level
 
-COMPILER_REMEDY = "install one or name it in CXX"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests
 
 
@@ -38,8 +40,8 @@ def requires_inductor(call: Call) -> str:
         return "needs tensors in memory, got fake ones"
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "needs torch.compile, which TORCH_COMPILE_DISABLE=1 turns off"
-    if call.device.type == "cpu" and compiler_error():
-        return f"needs a C++ compiler, and {compiler_error()}; {COMPILER_REMEDY}"
+    if call.device.type == "cpu" and (lack := lack_of_compiler()):
+        return f"needs {lack.what}; {lack.remedy}"
     if call.device.type == "cuda" and _import_error("triton"):
         return f"needs triton for TorchInductor, which cannot be imported: {_import_error('triton')}"
     if dual_level() >= 0:
@@ -99,10 +101,31 @@ def kernels_error() -> str:
     return _import_error("effops.kernels.pairs")
 
 
+class Lack(NamedTuple):
+    """What is missing, as "needs" goes on, and what to do about it."""
+
+    what: str
+    remedy: str
+
+
 @functools.cache
-def compiler_error() -> str:
-    """Why TorchInductor cannot call its C++ compiler; empty if it can."""
+def lack_of_compiler() -> Lack | None:
+    """What TorchInductor lacks to compile for CPUs: it runs a C++ compiler on code that includes Python's header."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    error = _compiler_error(compiler)
+    if error:
+        return Lack(f"a C++ compiler, and {error}", "install one or name it in CXX")
+    folder = Path(sysconfig.get_path("include"))
+    if (folder / "Python.h").exists() or _includes_header(compiler, folder):
+        return None
+    return Lack(
+        f"Python.h, which is not in {folder}",
+        f"install the headers of Python {sys.version_info[0]}.{sys.version_info[1]}",
+    )
+
+
+def _compiler_error(compiler: str) -> str:
+    """Why it cannot be run; empty if it can."""
     try:
         told = subprocess.run([compiler, "--version"], capture_output=True, stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError:
@@ -110,6 +133,12 @@ def compiler_error() -> str:
     except OSError as error:
         return f"{compiler} cannot be run: {error.strerror}"
     return f"`{compiler} --version` ended with status {told.returncode}" if told.returncode else ""
+
+
+def _includes_header(compiler: str, folder: Path) -> bool:
+    """Whether it finds Python's header elsewhere, as where CPATH names a folder."""
+    command = [compiler, "-E", "-I", str(folder), "-x", "c++", "-"]
+    return subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True, check=False).returncode == 0
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -466,7 +467,20 @@ def test_a_compiler_that_inductor_cannot_call_is_told(
         compiler.write_text(script)
         compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(requirements, "compiler_error", requirements.compiler_error.__wrapped__)
+    monkeypatch.setattr(requirements, "lack_of_compiler", requirements.lack_of_compiler.__wrapped__)
     expected = reason.format(compiler)
     call = OP.prepare(torch.ones(2, 3), torch.ones(2, 3))
     assert requires_inductor(call) == f"needs a C++ compiler, and {expected}; install one or name it in CXX"
+
+
+def test_a_compiler_without_the_header_of_python_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It counted as one that compiles: the call raised what Inductor says. A folder in CPATH may have the header."""
+    include = sysconfig.get_path("include")
+    monkeypatch.setattr(requirements, "lack_of_compiler", requirements.lack_of_compiler.__wrapped__)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    call = OP.prepare(torch.ones(2, 3), torch.ones(2, 3))
+    version = "{}.{}".format(*sys.version_info)
+    expected = f"needs Python.h, which is not in {tmp_path}; install the headers of Python {version}"
+    assert requires_inductor(call) == expected
+    monkeypatch.setenv("CPATH", include)
+    assert requires_inductor(call) == ""

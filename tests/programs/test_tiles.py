@@ -18,6 +18,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.flop_counter import FlopCounterMode
 
 import effops
+from effops.dispatch import requirements
 from effops.measure import Pass, memory
 from effops.programs.rules import scan
 from effops.programs.rules.binding import all_but
@@ -340,7 +341,8 @@ def test_compiled_tiles(generator):
 
 def test_tiles_are_not_compiled_without_a_compiler(monkeypatch):
     """It said that the function cannot be captured, and to put less into it."""
-    monkeypatch.setattr(module, "compiler_error", lambda: "g++ was not found")
+    lack = requirements.Lack("a C++ compiler, and g++ was not found", "install one or name it in CXX")
+    monkeypatch.setattr(module, "lack_of_compiler", lambda: lack)
     x, y = torch.ones(300, 8), torch.ones(200, 8)
     tiled = effops.tiled(log_sum, budget=BUDGET // 4, compile=True)
     expected = (

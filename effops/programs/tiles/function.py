@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
-from effops.dispatch.requirements import COMPILER_REMEDY, compiler_error
+from effops.dispatch.requirements import lack_of_compiler
 from effops.programs.capture.captured import Captured
 from effops.programs.capture.places import raised_at
 from effops.programs.rules.draws import give_seeds
@@ -173,11 +173,9 @@ class Tiled:
 
 
 def _refuse_without_compiler(args: Sequence[Any]) -> None:
-    if compiler_error() and any(isinstance(one, Tensor) and one.device.type == "cpu" for one in args):
-        raise CannotTile(
-            f"compile=True needs a C++ compiler, and {compiler_error()}",
-            remedy=f"{COMPILER_REMEDY}, or leave out compile=True",
-        )
+    lack = lack_of_compiler()
+    if lack and any(isinstance(one, Tensor) and one.device.type == "cpu" for one in args):
+        raise CannotTile(f"compile=True needs {lack.what}", remedy=f"{lack.remedy}, or leave out compile=True")
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
