@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import effops
 from effops.dispatch import requirements
 from effops.measure import Pass, memory
+from effops.prediction.operations import ELEMENTWISE, operations
 from effops.programs.rules import scan
 from effops.programs.rules.binding import all_but
 from effops.programs.tiles import function as module
@@ -337,6 +338,19 @@ def test_compiled_tiles(generator):
     tiled(x, y).sum().backward()
     assert metrics.generated_cpp_vec_kernel_count == count  # nothing was compiled again
     assert memory(Pass(tiled, (x, y), backward=True)).temporary_bytes <= BUDGET // 4
+
+
+def test_division_without_remainder_is_elementwise():
+    """PyTorch does not tag it so, and it was refused."""
+    x, y = torch.randn(300, 8), torch.rand(200, 8) + 0.1
+
+    def quotients(x, y):
+        return (x[:, None] // y).sum(-1)
+
+    tiled = effops.tiled(quotients, budget=BUDGET // 4)
+    assert torch.equal(tiled(x, y), quotients(x, y))
+    assert memory(Pass(tiled, (x, y))).temporary_bytes <= BUDGET // 4
+    assert operations(torch.ops.aten.floor_divide.default, (x, x), {}, x) == (ELEMENTWISE, x.numel())
 
 
 def test_tiles_are_not_compiled_without_a_compiler(monkeypatch):
