@@ -38,6 +38,10 @@ def test_checkpoint(op, how, device, generator):
 OF_FLOAT32 = [param for param in OPS if param.id != "einsum"]
 
 
+def choice(op, args):
+    return choose(op, op.prepare(*args), None).name
+
+
 @pytest.mark.turns(5)
 @pytest.mark.parametrize(
     "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.compiled)]
@@ -51,7 +55,8 @@ def test_autocast_rounds_no_operand(op, compiled, device, generator):
     torch._dynamo.reset()
     # That for 16-bit operands throughout: in float32, or compiled, the automatic choice may be another.
     rounded = arguments(op, device, generator, dtype=torch.bfloat16)
-    run = functools.partial(call, op, variant=choose(op, op.prepare(*rounded), None).name)
+    chosen = torch.compile(choice, backend="eager", fullgraph=True) if compiled else choice
+    run = functools.partial(call, op, variant=chosen(op, rounded))
     for dtype in (torch.float32, torch.bfloat16):
         args = arguments(op, device, generator, dtype=dtype)
         with torch.autocast(device, dtype=torch.bfloat16):
