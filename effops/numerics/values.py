@@ -18,7 +18,7 @@ def observed(number: Tensor, ordinary: float) -> float:
 def is_captured(device: torch.device) -> bool:
     """Whether work on a device goes into a CUDA graph now.
 
-    What the host reads or draws meanwhile is the same in every replay. A device other than CUDA is not asked about, so
-    that CUDA is not initialised.
+    What the host reads or draws meanwhile is the same in every replay. Where CUDA is not initialised it is not asked:
+    fake tensors may be on a device that is not there.
     """
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

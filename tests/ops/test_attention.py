@@ -303,10 +303,13 @@ def test_only_cuda_is_asked_whether_it_captures(monkeypatch):
         return device.type == "cuda" or pytest.fail("asked on a CPU, which may initialise CUDA")
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", ask)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     found = {}
     for device in map(torch.device, ("cpu", "meta", "cuda", "cuda:1")):
         found[str(device)] = is_captured(device)
     assert found == {"cpu": False, "meta": False, "cuda": True, "cuda:1": True}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not is_captured(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("variant", [*DRAWN_BY_THE_HOST, "einsum", "naive"])

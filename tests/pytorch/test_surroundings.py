@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -17,7 +18,7 @@ import effops.memory
 from effops import broadcast_dot
 from effops.reference import reference_of, tried_ops
 
-from ..support.calls import on_this_python, same
+from ..support.calls import OPS, arguments, on_this_python, same
 
 pytestmark = pytest.mark.turns(6, interpreted=3)  # what is compiled takes half a minute
 torch.fx.wrap("broadcast_dot")
@@ -354,6 +355,18 @@ def test_checkpointed_attention_takes_the_memory_that_pytorch_takes():
     of_pytorch, measured_of_pytorch = peaks(scaled_dot_product_attention)
     assert predicted <= of_pytorch
     assert measured <= measured_of_pytorch
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fake_tensors_on_a_device_that_is_not_there(op, generator):
+    """Attention raised in a build of PyTorch without CUDA: an index asks for the device of its tensor."""
+    for case in reference_of(op).cases:
+        args = arguments(op, "cpu", generator, case, torch.float32)
+        expected = op(*args)
+        with FakeTensorMode():
+            fakes = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cuda") for one in args]
+            out = op(*fakes)
+        assert (out.device.type, out.shape, out.dtype) == ("cuda", expected.shape, expected.dtype)
 
 
 def test_symbolic_trace_takes_a_wrapped_function():

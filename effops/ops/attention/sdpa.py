@@ -43,7 +43,7 @@ class _FourAxes:
         tensor = tensor.expand(*batch, *tensor.shape[-2:])
         if self.grouped:
             return tensor.flatten(-4, -3)
-        return tensor.flatten(0, -4) if len(batch) > 2 else tensor[(None,) * (2 - len(batch))]
+        return tensor.flatten(0, -4) if len(batch) > 2 else _with_axes(tensor, 2 - len(batch))
 
     @property
     def are_expanded(self) -> bool:
@@ -58,7 +58,7 @@ class _FourAxes:
         mask = self.call.mask
         if mask.dtype != torch.bool:
             mask = mask.to(self.query.dtype)
-        mask = mask[(None,) * (max(4, len(self.batch) + 2) - mask.ndim)]
+        mask = _with_axes(mask, max(4, len(self.batch) + 2) - mask.ndim)
         if len(self.batch) <= 2:
             return mask
         if self.grouped and _size(mask, -3) == _size(mask, -4) == 1:
@@ -89,6 +89,13 @@ class _FourAxes:
             return result.view(self.call.shape)
         axis, sizes = (1, self.batch[1:]) if self.grouped else (0, self.batch[:-1])
         return torch.unflatten(result, axis, sizes)
+
+
+def _with_axes(tensor: Tensor, count: int) -> Tensor:
+    """A view with so many axes of size 1 in front. An index would ask for the device, which fake tensors may lack."""
+    for _ in range(count):
+        tensor = tensor.unsqueeze(0)
+    return tensor
 
 
 def _size(tensor: Tensor, axis: int) -> int:
