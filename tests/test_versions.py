@@ -112,6 +112,10 @@ def test_a_step_has_the_last_line_of_what_fails(tmp_path: Path) -> None:
     (environment.programs / "python").symlink_to(sys.executable)
     failed = environment.step("-c", "import no_such_module")
     assert (failed["ok"], failed["error"]) == (False, "ModuleNotFoundError: No module named 'no_such_module'")
+    verdict = "import sys; print('checking', file=sys.stderr); print('1 failed'); sys.exit(1)"
+    assert environment.step("-c", verdict)["error"] == "1 failed"
+    after_output = environment.step("-c", "print('checked'); import no_such_module")
+    assert after_output["error"] == failed["error"]
     passed = environment.step("-c", "import os; assert os.environ['TRITON_INTERPRET'] == '0'", TRITON_INTERPRET="0")
     assert passed["ok"]
     assert "error" not in passed

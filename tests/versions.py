@@ -151,7 +151,9 @@ class Environment:
     def programs(self) -> Path:
         return self.folder / "environment" / "bin"
 
-    def run(self, *command: str | Path, hours: float = 1, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str | Path, hours: float = 1, stderr: int = subprocess.PIPE, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command in the clone to its end, or until its time is over, with the programs of the environment."""
         own = {name: value for name, value in os.environ.items() if name not in NOT_OF_THE_ROW}
         own["PATH"] = os.pathsep.join([str(self.programs), own.get("PATH", os.defpath)])
@@ -161,7 +163,13 @@ class Environment:
             own[name] = str(place)
         try:
             return subprocess.run(
-                command, cwd=self.checkout, env=own | variables, capture_output=True, text=True, timeout=hours * HOUR
+                command,
+                cwd=self.checkout,
+                env=own | variables,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                timeout=hours * HOUR,
             )
         except subprocess.TimeoutExpired:
             return subprocess.CompletedProcess(command, 1, "", f"stopped after {hours} hours")
@@ -170,9 +178,11 @@ class Environment:
         return self.run(self.programs / "python", *arguments)
 
     def step(self, *arguments: str | Path, hours: float = 1, **variables: str) -> Outcome:
-        """Whether Python exits with 0, and if not, its last line."""
+        """Whether Python exits with 0, and if not, its last line: of an error, or of a verdict after progress."""
         start = time.perf_counter()
-        done = self.run(self.programs / "python", *arguments, hours=hours, **variables)
+        # Without a buffer, lines of both streams come in the order in which they were written.
+        command = self.programs / "python", "-u", *arguments
+        done = self.run(*command, hours=hours, stderr=subprocess.STDOUT, **variables)
         outcome: Outcome = {"ok": done.returncode == 0, "seconds": round(time.perf_counter() - start, 1)}
         return outcome if outcome["ok"] else {**outcome, "error": self.last_line(done.stderr or done.stdout)}
 

@@ -33,7 +33,7 @@ from effops.text import frames_of, line_of_program
 HERE = "cpu", "meta"  # fake tensors of the prediction, and tensors without memory
 MODULES = {kind: os.path.join(os.path.dirname(torch.__file__), kind, "") for kind in ("cuda", "mps", "mtia", "xpu")}
 # PyTorch says so where a tensor goes to a device that is not there; those errors have no class of their own.
-LACKING = re.compile("from the '(CUDA|HIP|XPU|MPS|XLA|HPU)' backend|not linked with support for (\\w+) devices")
+MISSING_BACKEND = re.compile("from the '(CUDA|HIP|XPU|MPS|XLA|HPU)' backend|not linked with support for (\\w+) devices")
 NO_INDEX = "Cannot access accelerator device"  # of a device that is named by its index alone
 LACKS_CUDA = "not compiled with CUDA", "without ATen_cuda library", NO_INDEX
 IN_PYTORCH = "in PyTorch"
@@ -63,7 +63,7 @@ def missing_device(error: BaseException) -> str | None:
     if isinstance(error, MissingDeviceError):
         return error.kind
     said = str(error)
-    lacking = LACKING.search(said)
+    lacking = MISSING_BACKEND.search(said)
     if lacking:
         return str(next(filter(None, lacking.groups()))).lower()
     if any(text in said for text in LACKS_CUDA):
@@ -173,7 +173,7 @@ def missing_devices_named(recorder: OneDeviceRecorder) -> Iterator[None]:
         if kind is None:
             raise
         place = line_of_program(frames_of(error)) or IN_PYTORCH
-        if LACKING.search(str(error)) or NO_INDEX in str(error):
+        if MISSING_BACKEND.search(str(error)) or NO_INDEX in str(error):
             raise recorder.refusal(kind, place, MOVED) from error
         own = str(_own_error(error)).partition("\n")[0].partition(". ")[0]
         raise NotImplementedError(
