@@ -70,7 +70,9 @@ class Allocations(TorchDispatchMode):
         storage = tensor.untyped_storage()
         reference = weakref.ref(storage, self.release)
         if reference not in self.storages:
-            self.allocate(reference, storage.nbytes() if nbytes is None else nbytes)
+            if nbytes is None:
+                nbytes = 0 if tensor.device.type == "meta" else storage.nbytes()
+            self.allocate(reference, nbytes)
 
     def allocate(self, reference: weakref.ref[Any], nbytes: int) -> None:
         self.storages[reference] = nbytes

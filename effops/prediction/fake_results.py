@@ -80,6 +80,7 @@ RESULTS: dict[Any, Callable[..., Any]] = {
     aten.rrelu_with_noise_backward.default: _contiguous(0),
     aten.channel_shuffle.default: _as_first,
     aten.native_channel_shuffle.default: _as_first,
+    aten._pin_memory.default: lambda tensor, device=None: torch.empty_like(tensor),
     FLASH_ATTENTION: _attention,
     aten._grouped_mm.default: lambda left, right, offs=None, bias=None, out_dtype=None: (
         _create_grouped_mm_output_tensor(left, right, offs, out_dtype)

@@ -21,8 +21,12 @@ from effops.prediction.cuda_forms import CudaForms
 from effops.prediction.recorder import Recorder
 from effops.prediction.shared import Shared
 from effops.pytorch.missing import present
+from effops.pytorch.operators import aten
 from effops.pytorch.prediction import (
+    DeviceContext,
+    _device_constructors,
     _get_current_dispatch_mode_stack,
+    _get_current_function_mode_stack,
     amp_definitely_not_available,
     autocast_enabled,
     autocast_mode,
@@ -93,16 +97,37 @@ def _module_of(error: BaseException) -> str | None:
     return None
 
 
+def device_asked_for(func: Any, options: Mapping[str, Any] | None) -> str | None:
+    """The kind of device that a call of an operator names, or pins memory for; None if it names none."""
+    options = options or {}
+    if func is aten._pin_memory.default or options.get("pin_memory"):
+        return "cuda"
+    device = options.get("device")
+    return None if device is None else str(device.type)
+
+
 def _on_predicted_device(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Function:
     """A function and its arguments, with the fake tensors' device in place of CUDA, which is predicted."""
     if func is Tensor.cuda:
         kept = {name: value for name, value in options.items() if name == "memory_format"}
         return Tensor.to, (args[0], "cpu"), kept
+    if func is Tensor.pin_memory:  # as a tensor that is moved: it counts once, on the device
+        return Tensor.to, (args[0], "cpu"), {}
     if func is Tensor.to and len(args) > 1 and _is_cuda(args[1]):
         args = (args[0], "cpu", *args[2:])
-    if func is not torch.device and _is_cuda(options.get("device")):
+    if options.get("pin_memory"):
+        options = {**options, "pin_memory": False}
+    named = options.get("device")
+    is_default = named is None and func in _device_constructors() and _cuda_is_default()
+    if is_default or (func is not torch.device and _is_cuda(named)):
         options = {**options, "device": "cpu"}
     return func, args, options
+
+
+def _cuda_is_default() -> bool:
+    """Whether PyTorch puts CUDA where no device is named. It does so behind all modes of functions."""
+    modes = _get_current_function_mode_stack()
+    return any(isinstance(mode, DeviceContext) and mode.device.type == "cuda" for mode in modes)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -142,9 +167,9 @@ class OneDeviceRecorder(Recorder):
         return self.cuda
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        device = kwargs.get("device") if kwargs else None
-        if device is not None:
-            self.check_device(device.type)
+        kind = device_asked_for(func, kwargs)
+        if kind is not None:
+            self.check_device(kind)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def check_device(self, kind: str, use: str = MOVED) -> None:

@@ -34,6 +34,8 @@ try:
     from torch.fx.node import map_arg
     from torch.nn.init import _no_grad_trunc_normal_
     from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext, _device_constructors
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 

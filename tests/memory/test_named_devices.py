@@ -195,6 +195,15 @@ def test_factories_in_a_device_context():
         anatomy(workload(batch=made), 8)
 
 
+def test_pinned_batches():
+    """They were an AssertionError of PyTorch's, which has no fake form of them."""
+    for made in (lambda size: batch(size).pin_memory(), lambda size: torch.randn(size, 256, pin_memory=True)):
+        expected = anatomy(workload(batch=lambda size: torch.randn(size, 256)), 8, device="cuda").peak_bytes
+        assert anatomy(workload(batch=made), 8, device="cuda").peak_bytes == expected
+        with pytest.raises(NotImplementedError, match=r'must name no other device; got "cuda" in .*, line \d+'):
+            anatomy(workload(batch=made), 8)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_tensors_on_other_devices(device):
     for made in (lambda size: batch(size).to("mps"), lambda size: torch.zeros(size, 256, device="xpu")):

@@ -257,6 +257,8 @@ def test_a_device_that_is_not_there(context: Callable[..., None]) -> None:
         lambda t: torch.cuda.synchronize(),
         lambda t: torch.cuda.set_device(0),
         lambda t: torch.Generator("cuda"),
+        lambda t: t.pin_memory(),
+        lambda t: torch.zeros(3, pin_memory=True),
     )
     told = rf'(lint|budget): a function must .*; got "cuda", .* at {__file__}:\d+: .*; .*`effops lint --device cuda'
     for program in programs:

@@ -374,6 +374,30 @@ def test_devices(script):
         run_script(path, name="lint")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_cuda_as_the_default_device(device, script):
+    """It was refused as a device other than the predicted one. Others are; on "meta" tensors take no memory."""
+    path = script("torch.set_default_device('cuda')\na = torch.rand(1000)\nb = torch.tensor([1.0, 2.0])\n")
+    try:
+        made = run_script(path, device=device).observed.calls
+        assert next(one.makes[0].nbytes for one in made if one.makes) == 4000
+        without_memory = run_script(script("torch.set_default_device('meta')\na = torch.rand(10**9)\n"), device=device)
+        assert without_memory.observed.recorder.peak_bytes == 0
+        with pytest.raises(NotImplementedError, match=r'must name no other device; got "mps" in .*, line 6'):
+            run_script(script("torch.set_default_device('mps')\na = torch.rand(1000)\n"), device=device)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pinned_memory(device, script):
+    """PyTorch has no fake form of it. What is pinned and then moved counts once."""
+    text = (
+        "a = torch.rand(1000).pin_memory().cuda(non_blocking=True)\nb = torch.empty(2000, pin_memory=True).to('cuda')\n"
+    )
+    assert [one.makes[0].nbytes for one in run_script(script(text), device=device).observed.calls] == [4000, 8000]
+
+
 def test_exits(script):
     path = script(
         "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('data')\nparser.parse_args()"

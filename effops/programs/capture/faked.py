@@ -19,6 +19,7 @@ from effops.prediction.named_devices import (
     NamedCuda,
     NamedCudaForms,
     OneDeviceRecorder,
+    device_asked_for,
     is_lacking,
     missing_device,
     missing_devices_named,
@@ -83,9 +84,9 @@ class LocalRecorder(VersionedRecorder):
     """Refuses tensors on devices that this machine lacks: a build of PyTorch may have fake ones of them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        device = kwargs.get("device") if kwargs else None
-        if device is not None and is_lacking(device.type):
-            raise MissingDeviceError(device.type)
+        kind = device_asked_for(func, kwargs)
+        if kind is not None and is_lacking(kind):
+            raise MissingDeviceError(kind)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
