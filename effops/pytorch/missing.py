@@ -112,14 +112,17 @@ def take_apart(module: str, feature: str) -> None:
     """Import the interfaces of a module one by one, after its own `try` has failed; put stand-ins for missing ones."""
     namespace = vars(sys.modules[module])
     loader: Any = sys.modules[module].__loader__
+    full_names: dict[str, str] = {}
     for statement in interfaces_of(loader.get_source(module)):
         target, interface = named_by(statement)
+        owner, _, rest = interface.partition(".")
+        full_names[target] = f"{full_names.get(owner, owner)}.{rest}"
         try:
             exec(compile(ast.Module([statement], []), module, "exec"), namespace)
         except MissingInterfaceError:
-            namespace[target] = namespace[interface.partition(".")[0]]  # of which it is a part
+            namespace[target] = namespace[owner]  # of which it is a part
         except (AttributeError, ImportError):
-            namespace[target] = stand_in(feature, interface)
+            namespace[target] = stand_in(feature, full_names[target])
 
 
 def interfaces_of(source: str) -> Iterator[ast.ImportFrom | ast.Assign]:
@@ -135,7 +138,7 @@ def interfaces_of(source: str) -> Iterator[ast.ImportFrom | ast.Assign]:
 
 
 def named_by(statement: ast.ImportFrom | ast.Assign) -> tuple[str, str]:
-    """The name that a statement gives an interface here, and the one that PyTorch gives it."""
+    """The name that a statement gives an interface here, and where it is: in a module, or in an earlier interface."""
     if isinstance(statement, ast.ImportFrom):
         (alias,) = statement.names
         return alias.asname or alias.name, f"{statement.module}.{alias.name}"
@@ -143,5 +146,12 @@ def named_by(statement: ast.ImportFrom | ast.Assign) -> tuple[str, str]:
     call = statement.value
     if isinstance(call, ast.Call):  # of a function above
         owner, name = call.args
-        return ast.unparse(target), f"{ast.unparse(owner)}.{ast.literal_eval(name)}"
-    return ast.unparse(target), ast.unparse(call)
+        return ast.unparse(target), f"{_dotted(owner)}.{ast.literal_eval(name)}"
+    return ast.unparse(target), _dotted(call)
+
+
+def _dotted(node: ast.expr) -> str:
+    """The name of a module, a class or an attribute; of an object that is made for its attributes, its class."""
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return _dotted(node.func) if isinstance(node, ast.Call) else ast.unparse(node)
