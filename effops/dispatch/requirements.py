@@ -116,7 +116,8 @@ def lack_of_compiler() -> Lack | None:
     if error:
         return Lack(f"a C++ compiler, and {error}", "install one or name it in CXX")
     folder = Path(sysconfig.get_path("include"))
-    if (folder / "Python.h").exists() or _includes_header(compiler, folder):
+    # A framework of macOS has its headers elsewhere, where TorchInductor finds them.
+    if sys.platform == "darwin" or (folder / "Python.h").exists() or _includes_header(compiler, folder):
         return None
     return Lack(
         f"Python.h, which is not in {folder}",

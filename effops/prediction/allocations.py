@@ -70,9 +70,7 @@ class Allocations(TorchDispatchMode):
         storage = tensor.untyped_storage()
         reference = weakref.ref(storage, self.release)
         if reference not in self.storages:
-            if nbytes is None:
-                nbytes = 0 if tensor.device.type == "meta" else storage.nbytes()
-            self.allocate(reference, nbytes)
+            self.allocate(reference, storage.nbytes() if nbytes is None else nbytes)
 
     def allocate(self, reference: weakref.ref[Any], nbytes: int) -> None:
         self.storages[reference] = nbytes

@@ -58,6 +58,11 @@ def _log_sigmoid(input: Tensor) -> tuple[Tensor, Tensor]:
     return output, buffer
 
 
+def _pinned(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy with the same strides. PyTorch has no fake form of it."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
 def _attention(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     output, logsumexp = FLASH_ATTENTION(query, *args, **kwargs)
     return output, logsumexp.to(sums_of_attention(query))
@@ -80,7 +85,7 @@ RESULTS: dict[Any, Callable[..., Any]] = {
     aten.rrelu_with_noise_backward.default: _contiguous(0),
     aten.channel_shuffle.default: _as_first,
     aten.native_channel_shuffle.default: _as_first,
-    aten._pin_memory.default: lambda tensor, device=None: torch.empty_like(tensor),
+    aten._pin_memory.default: _pinned,
     FLASH_ATTENTION: _attention,
     aten._grouped_mm.default: lambda left, right, offs=None, bias=None, out_dtype=None: (
         _create_grouped_mm_output_tensor(left, right, offs, out_dtype)

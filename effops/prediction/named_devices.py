@@ -41,7 +41,7 @@ MISSING_BACKEND = re.compile("from the '(CUDA|HIP|XPU|MPS|XLA|HPU)' backend|not 
 NO_INDEX = "Cannot access accelerator device"  # of a device that is named by its index alone
 LACKS_CUDA = "not compiled with CUDA", "without ATen_cuda library", NO_INDEX
 IN_PYTORCH = "in PyTorch"
-MOVED = "a tensor is made there, or moved to it"
+MOVED, PINNED = "a tensor is made there, or moved to it", "memory is pinned for it"
 Function = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a function and its arguments
 
 
@@ -99,11 +99,15 @@ def _module_of(error: BaseException) -> str | None:
 
 def device_asked_for(func: Any, options: Mapping[str, Any] | None) -> str | None:
     """The kind of device that a call of an operator names, or pins memory for; None if it names none."""
-    options = options or {}
-    if func is aten._pin_memory.default or options.get("pin_memory"):
+    if _pins(func, options):
         return "cuda"
-    device = options.get("device")
+    device = options.get("device") if options else None
     return None if device is None else str(device.type)
+
+
+def _pins(func: Any, options: Mapping[str, Any] | None) -> bool:
+    """Whether a call of an operator pins memory, so that copies to a device are quick."""
+    return func is aten._pin_memory.default or bool(options and options.get("pin_memory"))
 
 
 def _on_predicted_device(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Function:
@@ -169,7 +173,7 @@ class OneDeviceRecorder(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = device_asked_for(func, kwargs)
         if kind is not None:
-            self.check_device(kind)
+            self.check_device(kind, PINNED if _pins(func, kwargs) else MOVED)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def check_device(self, kind: str, use: str = MOVED) -> None:

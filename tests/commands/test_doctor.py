@@ -476,6 +476,8 @@ def test_a_compiler_that_inductor_cannot_call_is_told(
 def test_a_compiler_without_the_header_of_python_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It counted as one that compiles: the call raised what Inductor says. A folder in CPATH may have the header."""
     include = sysconfig.get_path("include")
+    for name in ("CPATH", "CPLUS_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(requirements, "lack_of_compiler", requirements.lack_of_compiler.__wrapped__)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     call = OP.prepare(torch.ones(2, 3), torch.ones(2, 3))

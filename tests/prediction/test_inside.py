@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import effops
 from effops.memory import Workload, anatomy
+from effops.prediction import fake_results, inside
 
 functional = nn.functional
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -361,3 +364,26 @@ def test_all_is_exact_as_on_avx2():
     assert process.returncode == 0, process.stdout
     assert OF_AVX2 not in process.stdout
     assert " passed" in process.stdout
+
+
+def test_corrected_results_of_fake_tensors_are_those_of_explain_too(monkeypatch):
+    """It took PyTorch's own, which torch 2.11 and 2.12 give sums of attention in float64 at half of their bytes."""
+    args = [torch.randn(2, 3, 100, 16, requires_grad=True) for _ in range(3)]
+    before = effops.explain("attention", *args).variants["sdpa"].saved_bytes
+    corrected = fake_results.RESULTS[fake_results.FLASH_ATTENTION]
+
+    def wider(*args, **kwargs):
+        output, sums = corrected(*args, **kwargs)
+        return output, sums.double()
+
+    monkeypatch.setitem(fake_results.RESULTS, fake_results.FLASH_ATTENTION, wider)
+    monkeypatch.setattr(inside, "_remembered", {})
+    assert effops.explain("attention", *args).variants["sdpa"].saved_bytes == before + 4 * 2 * 3 * 100
+
+
+def test_pinned_memory_has_the_strides_of_what_is_copied():
+    with FakeTensorMode():
+        given = torch.rand(10, 20)[:, ::2]
+        found = fake_results.result_of(torch.ops.aten._pin_memory.default, (given,), {})
+    assert (found.shape, found.stride()) == (given.shape, given.stride())
+    assert found.untyped_storage().nbytes() == 4 * (20 * 9 + 2 * 9 + 1)

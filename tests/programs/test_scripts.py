@@ -376,17 +376,33 @@ def test_devices(script):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_cuda_as_the_default_device(device, script):
-    """It was refused as a device other than the predicted one. Others are; on "meta" tensors take no memory."""
+    """It was refused as a device other than the predicted one, as others are. The default is as before afterwards."""
     path = script("torch.set_default_device('cuda')\na = torch.rand(1000)\nb = torch.tensor([1.0, 2.0])\n")
+    made = run_script(path, device=device).observed.calls
+    assert next(one.makes[0].nbytes for one in made if one.makes) == 4000
+    assert torch.rand(2).device.type == "cpu"
+    with pytest.raises(NotImplementedError, match=r'must name no other device; got "mps" in .*, line 6'):
+        run_script(script("torch.set_default_device('mps')\na = torch.rand(1000)\n"), device=device)
+    assert torch.rand(2).device.type == "cpu"
+    run_script(script("torch.set_default_device('meta')\ntorch.set_default_dtype(torch.float64)\n"), device=device)
+    assert (torch.rand(2).device.type, torch.rand(2).dtype) == ("cpu", torch.float32)
+    with torch.device("meta"):
+        run_script(path, device=device)
+        assert torch.rand(2).device.type == "meta"
+    torch.set_default_device("meta")
     try:
-        made = run_script(path, device=device).observed.calls
-        assert next(one.makes[0].nbytes for one in made if one.makes) == 4000
-        without_memory = run_script(script("torch.set_default_device('meta')\na = torch.rand(10**9)\n"), device=device)
-        assert without_memory.observed.recorder.peak_bytes == 0
-        with pytest.raises(NotImplementedError, match=r'must name no other device; got "mps" in .*, line 6'):
-            run_script(script("torch.set_default_device('mps')\na = torch.rand(1000)\n"), device=device)
+        run_script(path, device=device)
+        assert torch.rand(2).device.type == "meta"
     finally:
         torch.set_default_device(None)
+
+
+def test_a_fix_where_cuda_is_the_default_device(script, capsys):
+    """Its statements were run alone on the device that the script had left behind, which is not there."""
+    text = "x, y = torch.randn(4096, 64), torch.randn(4096, 64)\nd = (x[:, None] * y[None]).sum(-1)\n"
+    path = script(f"torch.set_default_device('cuda')\n{text}")
+    assert main(["lint", "--device", "cuda", path]) == 0
+    assert "broadcast_dot" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -359,7 +359,7 @@ def test_checkpointed_attention_takes_the_memory_that_pytorch_takes():
 
 @pytest.mark.parametrize("op", OPS)
 def test_fake_tensors_on_a_device_that_is_not_there(op, generator):
-    """Attention raised in a build of PyTorch without CUDA: an index asks for the device of its tensor."""
+    """Attention raised in a build of PyTorch without CUDA: an index starts the device of its tensor."""
     for case in reference_of(op).cases:
         args = arguments(op, "cpu", generator, case, torch.float32)
         expected = op(*args)

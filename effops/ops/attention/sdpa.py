@@ -92,7 +92,7 @@ class _FourAxes:
 
 
 def _with_axes(tensor: Tensor, count: int) -> Tensor:
-    """A view with so many axes of size 1 in front. An index would ask for the device, which fake tensors may lack."""
+    """A view with so many axes of size 1 in front. An index would start CUDA, which may not be there for fake ones."""
     for _ in range(count):
         tensor = tensor.unsqueeze(0)
     return tensor

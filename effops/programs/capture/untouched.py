@@ -26,7 +26,7 @@ from effops.programs.capture.ended import EndingMode
 from effops.programs.capture.tracked import tracked
 from effops.pytorch.calls import FakeTensor, _get_dispatch_mode, _TorchDispatchModeKey
 from effops.pytorch.capture import _unsafe_set_version_counter, is_functorch_wrapped_tensor, version_of
-from effops.pytorch.prediction import FakeTensorMode
+from effops.pytorch.prediction import DeviceContext, FakeTensorMode, _get_current_function_mode_stack
 
 
 @contextmanager
@@ -92,6 +92,7 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
     holders = [(one, _kept(one)) for one in objects if not isinstance(one, Tensor)]
     del objects
     states = random.getstate(), numpy.random.get_state(), _torch_states()
+    default_device, default_dtype = _default_device(), torch.get_default_dtype()
     stepped: list[Any] = []
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.append(optimizer) if _runs(mode) else None)
     work_before = _work_of_others()
@@ -99,6 +100,7 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
         yield
     finally:
         hook.remove()
+        _set_default_device(default_device)
         alone = alone or _work_of_others() == work_before
         seen = {id(real) for real, _ in recorder.fakes.values()}
         dropped = {id(one) for holder in mode.zeroed for one in _parameters(holder)}
@@ -117,6 +119,7 @@ def untouched(mode: EndingMode, recorder: VersionedRecorder, alone: bool) -> Ite
             touched = alone or _is_touched(holder, stepped, seen, mode)
             _put_back(holder, kept, mode, touched)
         if alone:
+            torch.set_default_dtype(default_dtype)
             random.setstate(states[0])
             numpy.random.set_state(states[1])
             _set_torch_states(states[2])
@@ -171,6 +174,19 @@ def _work_of(number: int | None) -> str:
     if (tasks / str(threading.get_native_id())).exists() and not (tasks / str(number)).exists():
         return "ended"
     return (tasks / str(number) / "schedstat").read_text().split()[0]
+
+
+def _default_device() -> DeviceContext | None:
+    """What gives tensors of this thread a device where none is named: it is below all other modes of functions."""
+    modes = _get_current_function_mode_stack()
+    return modes[0] if modes and isinstance(modes[0], DeviceContext) else None
+
+
+def _set_default_device(before: DeviceContext | None) -> None:
+    if _default_device() is not before:
+        torch.set_default_device(None)  # this puts back a context that was entered before
+    if before is not None and _default_device() is not before:
+        torch.set_default_device(before.device)
 
 
 def _torch_states() -> tuple[Tensor, list[Tensor]]:
