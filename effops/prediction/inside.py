@@ -25,8 +25,7 @@ from effops.prediction.cpu_kernels import (
     elements_bytes,
     matrix_copies,
 )
-from effops.prediction.fake_results import FLASH_ATTENTION, result_of, sums_of_attention
-from effops.prediction.outcomes import OperatorCall, Outcome
+from effops.prediction.outcomes import FLASH_ATTENTION, OperatorCall, Outcome, result_of, sums_of_attention
 from effops.prediction.probes import PROBED, UNKNOWN
 from effops.pytorch.calls import FakeTensor, tree_leaves
 from effops.pytorch.operators import aten, onednn

@@ -15,12 +15,11 @@ from torch.random import get_rng_state, set_rng_state
 
 from effops.prediction.allocations import Allocations, Workspace
 from effops.prediction.convolutions import CONVOLUTIONS
-from effops.prediction.fake_results import result_of
 from effops.prediction.inside import workspace
 from effops.prediction.known_values import NEW_CONSTANTS
 from effops.prediction.observed_forms import Formulas
 from effops.prediction.operations import operations
-from effops.prediction.outcomes import OperatorCall, Outcome
+from effops.prediction.outcomes import OperatorCall, Outcome, result_of
 from effops.prediction.probes import lies_otherwise, probed
 from effops.prediction.shared import Shared
 from effops.prediction.timeline import Allocation, Timeline

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import effops
 from effops.memory import Workload, anatomy
-from effops.prediction import fake_results, inside
+from effops.prediction import inside, outcomes
 
 functional = nn.functional
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -370,13 +370,13 @@ def test_corrected_results_of_fake_tensors_are_those_of_explain_too(monkeypatch)
     """It took PyTorch's own, which torch 2.11 and 2.12 give sums of attention in float64 at half of their bytes."""
     args = [torch.randn(2, 3, 100, 16, requires_grad=True) for _ in range(3)]
     before = effops.explain("attention", *args).variants["sdpa"].saved_bytes
-    corrected = fake_results.RESULTS[fake_results.FLASH_ATTENTION]
+    corrected = outcomes.RESULTS[outcomes.FLASH_ATTENTION]
 
     def wider(*args, **kwargs):
         output, sums = corrected(*args, **kwargs)
         return output, sums.double()
 
-    monkeypatch.setitem(fake_results.RESULTS, fake_results.FLASH_ATTENTION, wider)
+    monkeypatch.setitem(outcomes.RESULTS, outcomes.FLASH_ATTENTION, wider)
     monkeypatch.setattr(inside, "_remembered", {})
     assert effops.explain("attention", *args).variants["sdpa"].saved_bytes == before + 4 * 2 * 3 * 100
 
@@ -384,6 +384,6 @@ def test_corrected_results_of_fake_tensors_are_those_of_explain_too(monkeypatch)
 def test_pinned_memory_has_the_strides_of_what_is_copied():
     with FakeTensorMode():
         given = torch.rand(10, 20)[:, ::2]
-        found = fake_results.result_of(torch.ops.aten._pin_memory.default, (given,), {})
+        found = outcomes.result_of(torch.ops.aten._pin_memory.default, (given,), {})
     assert (found.shape, found.stride()) == (given.shape, given.stride())
     assert found.untyped_storage().nbytes() == 4 * (20 * 9 + 2 * 9 + 1)
