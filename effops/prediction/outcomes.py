@@ -1,4 +1,4 @@
-"""What operators return for fake tensors: as for real ones, and remembered, which FakeTensorMode takes long to find."""
+"""What operators return for fake tensors: as for real ones, and remembered, since FakeTensorMode takes longer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
