@@ -119,10 +119,8 @@ def lack_of_compiler() -> Lack | None:
     # A framework of macOS has its headers elsewhere, where TorchInductor finds them.
     if sys.platform == "darwin" or (folder / "Python.h").exists() or _includes_header(compiler, folder):
         return None
-    return Lack(
-        f"Python.h, which is not in {folder}",
-        f"install the headers of Python {sys.version_info[0]}.{sys.version_info[1]}",
-    )
+    headers = f"the headers of Python {sysconfig.get_python_version()}"
+    return Lack(f"Python.h, which is not in {folder}", f"install {headers}")
 
 
 def _compiler_error(compiler: str) -> str:
