@@ -435,11 +435,16 @@ def cells(row: Row) -> tuple[str, ...]:
         {"forward": "fwd", "both": "f+b"}[row.pass_name],
         str(row.threads),
         {"float32": "f32", "bfloat16": "bf16"}[row.dtype],
-        f"{row.time_ms:.4g}",
+        f"{row.time_ms:.4g}" if row.time_ms < 1e4 else f"{row.time_ms:.0f}",
         row.best_peer[:16],
-        "-" if row.ratio is None else f"{row.ratio:.2f}",
-        f"{row.control:.2f}",
+        "-" if row.ratio is None else _factor(row.ratio),
+        _factor(row.control),
     )
+
+
+def _factor(value: float) -> str:
+    """A factor in five columns, whose decimals are fewer where it is large, as on a machine that is busy."""
+    return f"{value:.2f}" if value < 99.995 else f"{value:.0f}"
 
 
 def print_summary(console: Console, rows: Sequence[Row], left_out: int) -> None:

@@ -77,6 +77,17 @@ def test_rows(ratios: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(len(line) <= 100 for line in lines[start : start + 1 + len(rows)])
 
 
+@pytest.mark.parametrize("factor", [0.004, 1.0, 99.999, 102.53, 1234.56, 99998.7])
+def test_a_line_fits_whatever_was_measured(ratios: ModuleType, factor: float) -> None:
+    row = ratios.Row(
+        "o" * 40, "c" * 20, "both", 2, "bfloat16", {}, "auto", "cpp", 10 * factor, factor, {"p" * 20: 10.0}
+    )
+    line = ratios.LINE.format(*ratios.cells(row))
+    assert len(line) == 100
+    assert line.split()[-1] == line.split()[-2]
+    assert float(line.split()[-1]) == pytest.approx(factor, abs=0.5 if factor > 100 else 0.005)
+
+
 def test_what_comes_too_late_is_told(ratios: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     ratios.main(["--op", "broadcast_dot", "--quick", "--minutes", "0", "--json", str(path)])
