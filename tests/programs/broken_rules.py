@@ -25,7 +25,8 @@ import torch
 from effops.programs.rules import table
 from effops.programs.rules.binding import Binding, Place, is_item, operands_of, shape_of, value_of
 from effops.programs.tiles import cuts
-from effops.programs.tiles.plans import program_of, taken_bytes
+from effops.programs.tiles.plans import program_of
+from effops.programs.tiles.program import taken_bytes
 from effops.programs.tiles.refusals import CannotTile, TilesDiffer
 from effops.programs.tiles.traced import traced
 

@@ -6,7 +6,8 @@ from torch import fx
 from effops.programs.rules.binding import nbytes_of, shape_of
 from effops.programs.tiles.cuts import Blocked, follow, stages_of
 from effops.programs.tiles.loops import Loop
-from effops.programs.tiles.plans import Program, refuse_randomness
+from effops.programs.tiles.plans import refuse_randomness
+from effops.programs.tiles.program import Program
 from effops.programs.tiles.regions import regions
 from effops.programs.tiles.traced import traced
 

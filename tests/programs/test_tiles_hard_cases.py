@@ -177,7 +177,7 @@ def test_methods_and_copies():
 
 def test_a_difference_is_told_again(monkeypatch):
     """The second call gave the wrong result without a word."""
-    monkeypatch.setattr("effops.programs.tiles.plans.check", raises)
+    monkeypatch.setattr("effops.programs.tiles.checks.Check.__call__", raises)
     tiled = effops.tiled(all_without_gradients, budget=BUDGET)
     for _ in range(2):
         with pytest.raises(effops.TilesDiffer):

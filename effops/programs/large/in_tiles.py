@@ -38,7 +38,8 @@ from effops.programs.large.source.trials import (
 )
 from effops.programs.rules.binding import nbytes_of
 from effops.programs.tiles.function import Planned, Tiled
-from effops.programs.tiles.plans import DEEPEST, Program, program_of
+from effops.programs.tiles.plans import DEEPEST, program_of
+from effops.programs.tiles.program import Program
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.traced import refuse_what_autograd_would_lose, traced
 from effops.pytorch.missing import IN_TILES, obstacle
@@ -254,13 +255,12 @@ def forced(function: Function) -> Function:
         found = traced(graph, args)
         most = max((nbytes_of(node) for node in found.graph.nodes if node.op == "call_function"), default=0)
         try:
-            program = program_of(found, args, most // TILES, backward=True, depth=DEEPEST)
+            program = program_of(found, args, most // TILES, backward=True, verify=False, depth=DEEPEST)
         except CannotTile:
             found = traced(graph, args, takes_softmax_apart=True)
-            program = program_of(found, args, most // TILES, backward=True, depth=DEEPEST)
+            program = program_of(found, args, most // TILES, backward=True, verify=False, depth=DEEPEST)
         if not program.loops:
             raise CannotTile("nothing is large enough for a cut")
-        program.unchecked.clear()
         return program(*args)  # type: ignore[no-any-return]
 
     return Captured(function, run)

@@ -72,6 +72,23 @@ def follow(region: Sequence[Node], start: Node, axis: int) -> Cut:
     return following.cut
 
 
+def follow_binding(region: Sequence[Node], node: Node, binding: Binding) -> Cut:
+    """The cut along a binding of a node, likewise: that may be an axis which it reduces."""
+    following = _Following(region, length_of(node, binding))
+    following.bind(node, binding, 1)
+    while following.todo:
+        following.pass_on(following.todo.pop())
+    return following.cut
+
+
+def length_of(node: Node, binding: Binding) -> int:
+    """How many indices a binding of a node has."""
+    if binding.axis is not None:
+        return shape_of(node)[binding.axis] // binding.stretch
+    place = binding.operands[0]
+    return shape_of(operands_of(node)[place.operand])[place.axis] // place.stretch
+
+
 class _Following:
     """A cut that grows from node to node.
 

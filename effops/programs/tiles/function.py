@@ -22,7 +22,8 @@ from effops.programs.capture.captured import Captured
 from effops.programs.capture.places import raised_at
 from effops.programs.rules.draws import give_seeds
 from effops.programs.tiles.modes import ModesAside, watched
-from effops.programs.tiles.plans import Program, program_of, taken_bytes, with_less_again
+from effops.programs.tiles.plans import fit_checks, program_of, with_less_again
+from effops.programs.tiles.program import Program, taken_bytes
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.report import TilesReport, report_of
 from effops.programs.tiles.traced import has_softmax, refuse_what_autograd_would_lose, traced
@@ -149,20 +150,20 @@ class Tiled:
         refuse_what_autograd_would_lose(graph)
         if self.compiles:
             _refuse_without_compiler(args)
+        how = {"backward": backward, "compiles": self.compiles, "verify": self.verify}
         try:
-            program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
+            program = program_of(found, args, self.budget, **how)
         except CannotTile as error:
             if not has_softmax(found):
                 raise
             try:
                 found = self._traced(graph, args, takes_softmax_apart=True)
-                program = program_of(found, args, self.budget, backward=backward, compiles=self.compiles)
+                program = program_of(found, args, self.budget, **how)
             except CannotTile as other:  # tells more where a larger budget is all that it needs
                 raise error if other.operator else other from None
         if backward:
             program = with_less_again(program, args, self.budget, as_it_is_bytes)
-        if not self.verify:
-            program.unchecked.clear()
+        fit_checks(program, self.budget, backward=backward)
         return program, as_it_is_bytes
 
     def _traced(self, graph: GraphModule, args: Sequence[Any], **options: bool) -> GraphModule:

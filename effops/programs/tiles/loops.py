@@ -387,7 +387,7 @@ class Loop:
                 made = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             made.meta["custom"] = node.meta.get("custom", {})
             if node in stage.cut.placed and node.target in SIZES:
-                _set_size(made, node, stage.cut.placed[node], length)
+                set_size(made, node, stage.cut.placed[node], length)
             seed = seed_of(node)
             if seed is not None:
                 seeded(node, made, slots[seed, None])
@@ -482,7 +482,7 @@ def device_of(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if tensors else CPU
 
 
-def _set_size(made: Node, node: Node, along: Along, length: int) -> None:
+def set_size(made: Node, node: Node, along: Along, length: int) -> None:
     """Put the size of a tile among the sizes that an operator is given."""
     name = SIZES[node.target]
     sizes = list(argument(node, name))

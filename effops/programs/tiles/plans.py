@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from effops.dispatch.native import without_hooks
-from effops.numerics.precision import CPU, without_autocast
 from effops.prediction.allocations import fake_mode
-from effops.prediction.inside import InsideUntilReturned
-from effops.programs.rules.binding import is_without_gradients, nbytes_of, operands_of, shape_of
+from effops.programs.rules.binding import nbytes_of, operands_of, shape_of
 from effops.programs.rules.draws import draws_of, seed_of
 from effops.programs.rules.table import why_none
-from effops.programs.tiles.checks import check
+from effops.programs.tiles.checks import LARGEST, Check
 from effops.programs.tiles.cuts import Blocked, Cut, down_to_a_number, follow, stages_of
-from effops.programs.tiles.loops import BOTH, GRADIENTS, RESULTS, Body, Loop, Tiles
+from effops.programs.tiles.loops import BOTH, GRADIENTS, RESULTS, Body, Loop
+from effops.programs.tiles.program import Program, faked, taken_bytes
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.regions import Region, regions
 from effops.programs.tiles.results import shape_for
 from effops.programs.tiles.traced import refused_at
-from effops.pytorch.calls import FakeTensor
-from effops.pytorch.prediction import DynamicOutputShapeException, _disable_current_modes, map_arg
+from effops.pytorch.prediction import (
+    _disable_current_modes,
+)
 from effops.text import format_bytes
 
 TILE_BYTES = 2**22  # of a tile at most, since smaller ones stay in the cache
@@ -37,136 +37,39 @@ NEARLY = 0.9  # of a budget that is used
 MARGIN = 1.03  # for what does not grow in proportion
 LEAST_SHARE = 0.03  # of the tiles that are worth another try
 SEEDS = 4  # the largest nodes of a region whose axes are tried
-
-
-class Program:
-    """The steps of a graph: nodes, and loops over tiles. `taken_bytes` are those of a call, as predicted."""
-
-    def __init__(self, graph: GraphModule, loops: Sequence[Loop]) -> None:
-        self.module, self.loops, self.taken_bytes = graph, loops, 0
-        self.unchecked = {loop.pattern for loop in loops}  # each is compared with the whole when it runs first
-        self.steps: list[Node | Loop] = []
-        self.placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        (self.output,) = (node for node in graph.graph.nodes if node.op == "output")
-        made_by = {node: loop for loop in loops for node in loop.stage.outputs}
-        self._order(made_by)
-        last_use = {read: number for number, step in enumerate(self.steps) for read in _read_by(step)}
-        self.released: list[list[Node]] = [[] for _ in self.steps]  # what no later step reads
-        for node, number in last_use.items():
-            self.released[number].append(node)
-
-    def _order(self, made_by: dict[Node, Loop]) -> None:
-        """Steps in an order in which each comes after what it reads."""
-        done: set[Node] = set(self.placeholders)
-        todo: list[Node] = [self.output]
-        while todo:
-            node = todo[-1]
-            step = made_by.get(node, node)
-            missing = [one for one in _read_by(step) if one not in done]
-            if node in done:
-                todo.pop()
-            elif missing:
-                todo += missing
-            else:
-                todo.pop()
-                self.steps.append(step)
-                done.update(step.stage.outputs if isinstance(step, Loop) else [node])
-
-    def __call__(self, *args: Any) -> Any:
-        device = next((one.device for one in args if isinstance(one, Tensor)), CPU)
-        with without_autocast(device):  # its casts are nodes of the graph
-            return self._run(args)
-
-    def _run(self, args: Sequence[Any]) -> Any:
-        values = dict(zip(self.placeholders, args))
-        for number, step in enumerate(self.steps):
-            if isinstance(step, Loop):
-                tensors = [values[node] for node, _ in step.stage.inputs]
-                if step.pattern in self.unchecked and not any(map(_has_no_values, tensors)):
-                    with without_hooks():  # which would see them once, and not when a checkpoint runs again
-                        check(step, tensors)
-                    self.unchecked.discard(step.pattern)
-                found = Tiles.apply(step, *tensors)
-                values.update(zip(step.stage.outputs, found))
-                del found, tensors
-            elif step is self.output:
-                return map_arg(step.args[0], values.__getitem__)
-            else:
-                values[step] = self._computed(step, values)
-            for node in self.released[number]:
-                del values[node]
-        raise AssertionError
-
-    def _computed(self, node: Node, values: dict[Node, Any]) -> Any:
-        if node.op == "get_attr":
-            return getattr(self.module, str(node.target))
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_without_gradients(node)):
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _has_no_values(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) or tensor.is_meta
-
-
-def _read_by(step: Node | Loop) -> list[Node]:
-    if isinstance(step, Loop):
-        return list(dict.fromkeys(node for node, _ in step.stage.inputs))
-    return list(dict.fromkeys(operands_of(step)))
-
-
-def taken_bytes(function: Any, args: Sequence[Any], *, backward: bool, with_results: bool = False) -> int:
-    """The highest sum, at any moment, of what a call and its backward pass allocate on fake memory, and keep inside.
-
-    Results count `with_results`: those of a tile are copied to where they belong.
-    """
-    with _disable_current_modes(), torch.inference_mode(False), fake_mode(allow_non_fake_inputs=True):
-        fakes = [_fake(one, backward) for one in args]
-        tensors = [one for one in fakes if isinstance(one, Tensor)]
-        allocations = InsideUntilReturned()
-        with torch.set_grad_enabled(backward), without_hooks(), allocations:
-            for one in tensors:
-                allocations.count(one, nbytes=0)
-            results = [one for one in _flat(function(*fakes)) if isinstance(one, Tensor)]
-        outputs = [one for one in results if one.requires_grad]
-        leaves = [one for one in tensors if one.requires_grad]
-        gradients: Sequence[Tensor | None] = ()
-        if outputs and leaves:
-            upstream = [torch.empty_like(one) for one in outputs]
-            with without_hooks(), allocations:
-                for one in upstream:
-                    allocations.count(one, nbytes=0)
-                try:
-                    gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-                except DynamicOutputShapeException as error:
-                    raise CannotTile(
-                        f"a shape must not depend on values: in a gradient, that of {error.func} does",
-                        remedy="call the function without tiled, or under torch.no_grad()",
-                    ) from None
-        return int(allocations.most_bytes_without([*([] if with_results else results), *gradients]))
-
-
-def _flat(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
-
-
-def _fake(one: Any, backward: bool) -> Any:
-    if not isinstance(one, Tensor):
-        return one
-    fake = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cpu")
-    return fake.requires_grad_(backward and one.requires_grad)
+SHARES = 8, 32, 128  # of the room for a check, which its part may take
 
 
 def program_of(
-    graph: GraphModule, args: Sequence[Any], budget: int, *, backward: bool, compiles: bool = False, depth: int = 0
+    graph: GraphModule,
+    args: Sequence[Any],
+    budget: int,
+    *,
+    backward: bool,
+    compiles: bool = False,
+    verify: bool = True,
+    depth: int = 0,
 ) -> Program:
     """A program of a graph that keeps the budget, for arguments like these. The graph's nodes have fake values.
 
-    What draws random numbers has been given seeds, or the graph is refused.
+    What draws random numbers has been given seeds, or the graph is refused. Where it is to `verify`, each loop is
+    compared with the whole when it runs first.
     """
     refuse_randomness(graph)
     if depth:
-        return _program(graph, budget, budget, budget, backward=backward, compiles=compiles, depth=depth)
+        sizes = budget, budget, budget
+        program = _program(graph, *sizes, backward=backward, compiles=compiles, verify=verify, depth=depth)
+    else:
+        program = _within(graph, args, budget, backward=backward, compiles=compiles, verify=verify)
+    if verify:
+        program.checks = {loop.pattern: Check(loop) for loop in reversed(program.loops)}
+    return program
+
+
+def _within(
+    graph: GraphModule, args: Sequence[Any], budget: int, *, backward: bool, compiles: bool, verify: bool
+) -> Program:
+    """The program with the longest tiles that keeps the budget."""
     # Sizes are powers of two, so that a larger budget tries those of a smaller one again.
     least = 2 ** int(math.log2(max(LEAST_TILE_BYTES, min(TILE_BYTES, budget // 4))))  # of nodes that are cut
     # What is compiled makes few nodes beside products: the cache holds longer tiles, whose calls take less time.
@@ -187,7 +90,7 @@ def program_of(
             sizes = size, most * size // target, threshold
             given = leaves if ends else ()
             try:
-                program = _program(graph, *sizes, backward=backward, compiles=compiles, leaves=given)
+                program = _program(graph, *sizes, backward=backward, compiles=compiles, verify=verify, leaves=given)
             except CannotTile:
                 if not found:
                     raise
@@ -245,13 +148,46 @@ def with_less_again(program: Program, args: Sequence[Any], budget: int, as_it_is
         if count == few or few_bytes > NEARLY * budget:
             break
         left_out = cuts[-count:]
-        other = Program(program.module, [one for one in program.loops if id(one.stage.cut) not in left_out])
+        other = program.with_loops([one for one in program.loops if id(one.stage.cut) not in left_out])
         other.taken_bytes = taken_bytes(other, args, backward=True)
         if other.taken_bytes <= budget:
             program, few, few_bytes = other, count, other.taken_bytes
         else:
             many, many_bytes = count, other.taken_bytes
     return program if few else _with_kept_tiles(program, args, budget, as_it_is_bytes)
+
+
+def fit_checks(program: Program, budget: int, *, backward: bool) -> None:
+    """Choose parts that the first call has room to check, of loops and of those within their tiles."""
+    program.first_call_bytes = program.taken_bytes
+    for one in _with_nested(program):
+        for pattern, check in [*one.checks.items()]:
+            live_bytes = one.live_bytes.get(pattern, 0)
+            taken = _fit(check, budget - live_bytes, backward=backward)
+            if taken:
+                program.first_call_bytes = max(program.first_call_bytes, live_bytes + taken)
+            else:
+                del one.checks[pattern]
+                program.unchecked += 1
+
+
+def _with_nested(program: Program) -> Iterator[Program]:
+    yield program
+    for body in {id(body): body for loop in program.loops for body in loop.bodies.values()}.values():
+        if isinstance(body, Program):
+            yield from _with_nested(body)
+
+
+def _fit(check: Check, room: int, *, backward: bool) -> int:
+    """Choose the largest part whose check takes at most `room`; returns what it takes, 0 if there is none."""
+    for share in SHARES:
+        check.choose(min(LARGEST, room // share))
+        graph, args = check.in_float64(backward=backward)
+        exact_bytes = taken_bytes(graph, args, backward=backward, with_results=True)
+        taken = check.taken_bytes(exact_bytes, backward=backward)
+        if taken <= room:
+            return taken
+    return 0
 
 
 def _with_kept_tiles(program: Program, args: Sequence[Any], budget: int, as_it_is_bytes: int) -> Program:
@@ -281,6 +217,7 @@ def _program(
     *,
     backward: bool,
     compiles: bool,
+    verify: bool,
     leaves: Collection[Node] = (),
     depth: int = 0,
 ) -> Program:
@@ -301,7 +238,12 @@ def _program(
     for loop in loops:
         first = alike.setdefault(loop.pattern, loop)
         if first is loop:
-            _set_lengths(loop, max(target, min(most, loop.read_whole_bytes)), backward, depth)
+            own_target = max(target, min(most, loop.read_whole_bytes))
+            _set_lengths(loop, own_target, backward)
+            if depth < DEEPEST and _tile_bytes(loop, loop.length, False) > 2 * own_target:
+                loop.nested = functools.partial(
+                    _nested, target=own_target, compiles=compiles, verify=verify, depth=depth + 1
+                )
         else:
             loop.run_like(first)
     _draw_alike(loops)
@@ -404,7 +346,7 @@ def _run(cut: Cut, target: int) -> int:
     return length * stretch * math.prod(shape[axis + 1 :])
 
 
-def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
+def _set_lengths(loop: Loop, target: int, backward: bool) -> None:
     """The longest tiles, forward and backward, that take at most `target` bytes."""
 
     def length_within(is_backward: bool) -> int:
@@ -425,8 +367,6 @@ def _set_lengths(loop: Loop, target: int, backward: bool, depth: int) -> None:
     loop.backward_length = length_within(True) if backward else loop.length
     if loop.keeps_lengths:
         loop.length = loop.backward_length = min(loop.length, loop.backward_length)
-    if depth < DEEPEST and _tile_bytes(loop, loop.length, False) > 2 * target:
-        loop.nested = lambda graph, parts: _nested(graph, parts, target, loop.compiles, depth + 1)
 
 
 def _tile_bytes(loop: Loop, length: int, backward: bool) -> int:
@@ -453,12 +393,14 @@ def _tile_of(value: Tensor, along: Any, length: int, backward: bool) -> Tensor:
     return like.requires_grad_(backward and value.is_floating_point())
 
 
-def _nested(graph: GraphModule, parts: Sequence[Tensor], target: int, compiles: bool, depth: int) -> Body:
+def _nested(
+    graph: GraphModule, parts: Sequence[Tensor], *, target: int, compiles: bool, verify: bool, depth: int
+) -> Body:
     """The program of a tile that is too large itself."""
     with _disable_current_modes(), torch.no_grad(), fake_mode(allow_non_fake_inputs=True):
-        _Valued(graph).run(*(_fake(one, False) for one in parts))
+        _Valued(graph).run(*(faked(one, False) for one in parts))
     backward = any(one.requires_grad for one in parts)
-    return program_of(graph, parts, target, backward=backward, compiles=compiles, depth=depth)
+    return program_of(graph, parts, target, backward=backward, compiles=compiles, verify=verify, depth=depth)
 
 
 class _Valued(Interpreter):

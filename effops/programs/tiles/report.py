@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from effops.programs.rules.binding import shape_of
 from effops.programs.tiles.loops import Loop
-from effops.programs.tiles.plans import Program
+from effops.programs.tiles.program import Program
 from effops.programs.tiles.traced import lines_of
 from effops.text import aligned, counted, format_bytes
 
@@ -42,11 +42,15 @@ class TilesReport:
         budget_bytes: the most that it may take besides arguments, results and gradients
         as_it_is_bytes: what the function takes as it is
         taken_bytes: what the call takes
+        first_call_bytes: what the first one takes at most, which checks parts of the loops
+        unchecked: how many loops it has no room to check
     """
 
     budget_bytes: int
     as_it_is_bytes: int
     taken_bytes: int
+    first_call_bytes: int
+    unchecked: int
     loops: tuple[LoopReport, ...]
 
     def __str__(self) -> str:
@@ -71,13 +75,18 @@ class TilesReport:
         ]
         count = counted(len(self.loops), "loops")
         title = f"{count} over tiles: {taken} within {budget}; as it is {as_it_is}"
+        if self.first_call_bytes > self.taken_bytes:
+            title += f"; the first call takes {format_bytes(self.first_call_bytes)}, with its check"
+        if self.unchecked:
+            title += f"; it has no room to check {counted(self.unchecked, 'loops')}"
         return f"{title}\n{aligned([header, *rows], left=len(header))}"
 
 
 def report_of(program: Program | None, as_it_is_bytes: int, budget: int) -> TilesReport:
     if program is None:
-        return TilesReport(budget, as_it_is_bytes, as_it_is_bytes, ())
-    return TilesReport(budget, as_it_is_bytes, program.taken_bytes, tuple(map(_loop_report, program.loops)))
+        return TilesReport(budget, as_it_is_bytes, as_it_is_bytes, as_it_is_bytes, 0, ())
+    taken = program.taken_bytes, program.first_call_bytes, program.unchecked
+    return TilesReport(budget, as_it_is_bytes, *taken, tuple(map(_loop_report, program.loops)))
 
 
 def _loop_report(loop: Loop) -> LoopReport:

@@ -18,9 +18,8 @@ from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import fake_mode
 from effops.programs.capture.places import kind_of
 from effops.programs.rules.binding import WITHOUT_GRADIENTS, value_of
-from effops.programs.tiles.apart import taken_apart
-from effops.programs.tiles.products import with_products
 from effops.programs.tiles.refusals import CannotTile
+from effops.programs.tiles.substitutes import taken_apart, with_products
 from effops.pytorch.missing import present
 from effops.pytorch.operators import aten
 from effops.pytorch.prediction import (
