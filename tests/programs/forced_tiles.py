@@ -9,7 +9,7 @@ from effops.programs.tiles.loops import Loop
 from effops.programs.tiles.plans import refuse_randomness
 from effops.programs.tiles.program import Program
 from effops.programs.tiles.regions import regions
-from effops.programs.tiles.traced import traced
+from effops.programs.tiles.traced import OF_SOFTMAX, traced
 
 
 def graph_of(function, args):
@@ -25,7 +25,7 @@ def forced(function, args, length):
     """(axis, program) of each axis along which all that a function computes can be cut, and why others cannot."""
     found, blocked = _forced(traced(graph_of(function, args), args), length)
     if blocked and not found:  # as plans do
-        found, _ = _forced(traced(graph_of(function, args), args, takes_softmax_apart=True), length)
+        found, _ = _forced(traced(graph_of(function, args), args, apart=OF_SOFTMAX), length)
     return found, blocked
 
 

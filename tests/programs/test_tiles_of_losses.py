@@ -203,3 +203,58 @@ def test_no_gradient_of_the_loss(generator):
     (Stop.apply(effops.tiled(head, budget=BUDGET)(hidden, weight, target)) + hidden.sum()).backward()
     assert weight.grad is None
     assert torch.equal(hidden.grad, torch.ones_like(hidden))
+
+
+def symmetric(scores, index, **options):
+    return (
+        functional.cross_entropy(scores, index, **options) + functional.cross_entropy(scores.mT, index, **options)
+    ) / 2
+
+
+def with_ignored(a, b, factor, index):
+    scores = a @ b.mT * factor.exp()
+    rows, columns = (torch.where(index % step == 0, -100, index) for step in (7, 5))
+    return functional.cross_entropy(scores, rows) + functional.cross_entropy(scores.mT, columns)
+
+
+def sigmoid_loss(a, b, factor, index):
+    signs = 2 * torch.eye(len(a)) - 1
+    return -functional.logsigmoid(signs * (a @ b.mT * factor.exp() - 10)).sum() / len(a)
+
+
+def cosines(a, b):
+    return functional.normalize(a, dim=-1) @ functional.normalize(b, dim=-1).mT
+
+
+SYMMETRIC = {
+    "plain": lambda a, b, factor, index: symmetric(a @ b.mT / 0.3, index),
+    "temperature": lambda a, b, factor, index: symmetric(a @ b.mT * factor.exp(), index),
+    "normalised": lambda a, b, factor, index: symmetric(cosines(a, b) / 0.1, index),
+    "gathered": lambda a, b, factor, index: symmetric(a @ torch.cat([b[:200], b[200:]]).mT, index),
+    "smoothed": lambda a, b, factor, index: symmetric(a @ b.mT, index, label_smoothing=0.1),
+    "weighted": lambda a, b, factor, index: symmetric(a @ b.mT, index, weight=a[:, 0].detach().abs()),
+    "of each": lambda a, b, factor, index: symmetric(a @ b.mT, index, reduction="none"),
+    "ignored": with_ignored,
+    "diagonals": lambda a, b, factor, index: (
+        -(functional.log_softmax(a @ b.mT, 0).diag() + functional.log_softmax(a @ b.mT, 1).diag()).mean()
+    ),
+    "both weights": lambda a, b, factor, index: torch.softmax(a @ b.mT, 0) * torch.softmax(a @ b.mT, 1),
+    "probabilities": lambda a, b, factor, index: sum(
+        functional.cross_entropy(scores, torch.eye(len(a))) for scores in (a @ b.mT, b @ a.mT)
+    ),
+    "sigmoid": sigmoid_loss,
+}
+
+
+@pytest.mark.parametrize("name", SYMMETRIC)
+def test_both_softmaxes_of_a_matrix(name, generator):
+    """Each axis of the scores is the one that a softmax needs: the other's is taken apart, with what it picks."""
+    a, b = (torch.randn(500, 16, generator=generator).requires_grad_() for _ in range(2))
+    factor, index = torch.tensor(0.5, requires_grad=True), torch.randperm(500, generator=generator)
+    args = a, b, factor, index
+    tiled = effops.tiled(SYMMETRIC[name], budget="512 KiB")
+    assert effops.explain(tiled, *args).loops
+    expected = SYMMETRIC[name](*args)
+    torch.testing.assert_close(tiled(*args), expected)
+    leaves = [a, b]
+    check(torch.autograd.grad(tiled(*args).sum(), leaves), torch.autograd.grad(expected.sum(), leaves))

@@ -38,10 +38,10 @@ from effops.programs.large.source.trials import (
 )
 from effops.programs.rules.binding import nbytes_of
 from effops.programs.tiles.function import Planned, Tiled
-from effops.programs.tiles.plans import DEEPEST, program_of
+from effops.programs.tiles.plans import DEEPEST, first_program, program_of
 from effops.programs.tiles.program import Program
 from effops.programs.tiles.refusals import CannotTile
-from effops.programs.tiles.traced import refuse_what_autograd_would_lose, traced
+from effops.programs.tiles.traced import refuse_what_autograd_would_lose, tracings
 from effops.pytorch.missing import IN_TILES, obstacle
 
 MOST_BUDGET, LEAST_BUDGET = 2**26, 2**16  # of a fix
@@ -252,13 +252,12 @@ def forced(function: Function) -> Function:
 
     def run(graph: GraphModule, args: Sequence[Any]) -> Sequence[Any]:
         refuse_what_autograd_would_lose(graph)
-        found = traced(graph, args)
-        most = max((nbytes_of(node) for node in found.graph.nodes if node.op == "call_function"), default=0)
-        try:
-            program = program_of(found, args, most // TILES, backward=True, verify=False, depth=DEEPEST)
-        except CannotTile:
-            found = traced(graph, args, takes_softmax_apart=True)
-            program = program_of(found, args, most // TILES, backward=True, verify=False, depth=DEEPEST)
+
+        def plan(found: GraphModule) -> Program:
+            most = max((nbytes_of(node) for node in found.graph.nodes if node.op == "call_function"), default=0)
+            return program_of(found, args, most // TILES, backward=True, verify=False, depth=DEEPEST)
+
+        program = first_program(tracings(graph, args), plan)
         if not program.loops:
             raise CannotTile("nothing is large enough for a cut")
         return program(*args)  # type: ignore[no-any-return]

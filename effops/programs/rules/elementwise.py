@@ -21,6 +21,8 @@ RULES = {
     aten.full_like.default: aligned,
     aten.empty_like.default: aligned,
     aten.fill.Scalar: aligned,
+    aten.fill.Tensor: aligned,
+    aten.zero.default: aligned,
     aten.masked_fill.Scalar: aligned,
     aten.masked_fill.Tensor: aligned,
     aten.where.self: aligned,

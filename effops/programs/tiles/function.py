@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -22,11 +23,11 @@ from effops.programs.capture.captured import Captured
 from effops.programs.capture.places import raised_at
 from effops.programs.rules.draws import give_seeds
 from effops.programs.tiles.modes import ModesAside, watched
-from effops.programs.tiles.plans import fit_checks, program_of, with_less_again
+from effops.programs.tiles.plans import first_program, fit_checks, program_of, with_less_again
 from effops.programs.tiles.program import Program, taken_bytes
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.report import TilesReport, report_of
-from effops.programs.tiles.traced import has_softmax, refuse_what_autograd_would_lose, traced
+from effops.programs.tiles.traced import refuse_what_autograd_would_lose, tracings
 from effops.pytorch.calls import (
     FakeTensor,
     _are_functorch_transforms_active,
@@ -36,6 +37,7 @@ from effops.pytorch.calls import (
     dual_level,
 )
 from effops.pytorch.dynamo import stance
+from effops.pytorch.prediction import DynamicOutputShapeException
 from effops.pytorch.tiles import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
@@ -142,35 +144,33 @@ class Tiled:
         """The program for arguments like these, or None if the function keeps the budget as it is, and its bytes so."""
         if any(isinstance(one, Tensor) and not _is_ordinary(one) for one in args):
             raise _not_dense(args)
-        found = self._traced(graph, args)
         backward = torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in args)
-        as_it_is_bytes = taken_bytes(graph.forward, args, backward=backward)
+        graphs = self._tracings(graph, args)
+        found = next(graphs)
+        try:
+            as_it_is_bytes = taken_bytes(graph.forward, args, backward=backward)
+            whole = None
+        except (CannotTile, DynamicOutputShapeException):  # where a mask selects, of which the trace has all
+            as_it_is_bytes = taken_bytes(found.forward, args, backward=backward)
+            whole = Program(found, [])
         if as_it_is_bytes <= self.budget:
-            return None, as_it_is_bytes
+            return whole, as_it_is_bytes
         refuse_what_autograd_would_lose(graph)
         if self.compiles:
             _refuse_without_compiler(args)
         how = {"backward": backward, "compiles": self.compiles, "verify": self.verify}
-        try:
-            program = program_of(found, args, self.budget, **how)
-        except CannotTile as error:
-            if not has_softmax(found):
-                raise
-            try:
-                found = self._traced(graph, args, takes_softmax_apart=True)
-                program = program_of(found, args, self.budget, **how)
-            except CannotTile as other:  # tells more where a larger budget is all that it needs
-                raise error if other.operator else other from None
+        every = itertools.chain([found], graphs)
+        program = first_program(every, lambda found: program_of(found, args, self.budget, **how))
         if backward:
             program = with_less_again(program, args, self.budget, as_it_is_bytes)
-        fit_checks(program, self.budget, backward=backward)
+        fit_checks(program, args, self.budget, backward=backward)
         return program, as_it_is_bytes
 
-    def _traced(self, graph: GraphModule, args: Sequence[Any], **options: bool) -> GraphModule:
-        found = traced(graph, args, **options)
-        if self.randomness == "different":
-            give_seeds(found.graph)
-        return found
+    def _tracings(self, graph: GraphModule, args: Sequence[Any]) -> Iterator[GraphModule]:
+        for found in tracings(graph, args):
+            if self.randomness == "different":
+                give_seeds(found.graph)
+            yield found
 
 
 def _refuse_without_compiler(args: Sequence[Any]) -> None:

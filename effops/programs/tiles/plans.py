@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,19 @@ MARGIN = 1.03  # for what does not grow in proportion
 LEAST_SHARE = 0.03  # of the tiles that are worth another try
 SEEDS = 4  # the largest nodes of a region whose axes are tried
 SHARES = 8, 32, 128  # of the room for a check, which its part may take
+
+
+def first_program(graphs: Iterable[GraphModule], plan: Callable[[GraphModule], Program]) -> Program:
+    """The program of the first of the graphs of a call that can be cut; raises why the first graph cannot be."""
+    refused: CannotTile | None = None
+    for graph in graphs:
+        try:
+            return plan(graph)
+        except CannotTile as error:
+            if refused is None or not error.operator:  # one that needs a larger budget alone tells more
+                refused = error
+    assert refused is not None
+    raise refused
 
 
 def program_of(
@@ -157,10 +170,13 @@ def with_less_again(program: Program, args: Sequence[Any], budget: int, as_it_is
     return program if few else _with_kept_tiles(program, args, budget, as_it_is_bytes)
 
 
-def fit_checks(program: Program, budget: int, *, backward: bool) -> None:
+def fit_checks(program: Program, args: Sequence[Any], budget: int, *, backward: bool) -> None:
     """Choose parts that the first call has room to check, of loops and of those within their tiles."""
     program.first_call_bytes = program.taken_bytes
-    for one in _with_nested(program):
+    with_nested = [*_with_nested(program)]
+    if any(live > program.taken_bytes for one in with_nested for live in one.live_bytes.values()):
+        taken_bytes(program, args, backward=backward)  # since the last run was one that kept more tiles
+    for one in with_nested:
         for pattern, check in [*one.checks.items()]:
             live_bytes = one.live_bytes.get(pattern, 0)
             taken = _fit(check, budget - live_bytes, backward=backward)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from effops.programs.rules.binding import WITHOUT_GRADIENTS, value_of
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.substitutes import taken_apart, with_products
 from effops.pytorch.missing import present
-from effops.pytorch.operators import aten
+from effops.pytorch.operators import aten, is_elementwise
 from effops.pytorch.prediction import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     OpOverload,
+    TorchDispatchMode,
     handle_of,
+    map_arg,
     schema_of,
 )
 from effops.pytorch.tiles import (
@@ -40,14 +43,27 @@ from effops.pytorch.tiles import (
 )
 
 
-def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: bool = False) -> GraphModule:
+def tracings(captured: GraphModule, args: Sequence[Any]) -> Iterator[GraphModule]:
+    """The graphs of a call, in which more and more is taken apart, so that more axes can be cut, and more computed."""
+    found = traced(captured, args)
+    yield found
+    targets = {node.target for node in found.graph.nodes}
+    if not targets.isdisjoint(OF_SOFTMAX):
+        yield traced(captured, args, apart=OF_SOFTMAX)
+    if not targets.isdisjoint(OF_PICKS):
+        yield traced(captured, args, apart=OF_SOFTMAX | OF_PICKS)
+
+
+def traced(captured: GraphModule, args: Sequence[Any], *, apart: Mapping[Any, Callable[..., Any]] = {}) -> GraphModule:
     """The graph of a call with arguments, which may be real. Nothing is computed.
 
     Means, variances and extrema of all elements are taken apart into what can be combined, and masks into what depends
-    on one index of each axis. So is what has no rule and PyTorch takes apart. A softmax too, if it is asked for; its
-    axis can be cut then. Nodes that a function computes without gradients are marked.
+    on one index of each axis. So are what has no rule and PyTorch takes apart, and what is asked for in `apart`. Nodes
+    that a function computes without gradients are marked.
     """
-    decompositions = _of_pytorch() | DECOMPOSITIONS | (OF_SOFTMAX if takes_softmax_apart else {})
+    # Views may be written to: they are taken apart when nothing is.
+    views = {one: taken for one, taken in apart.items() if _is_view(one)}
+    decompositions = {**_of_pytorch(), **DECOMPOSITIONS, **{one: apart[one] for one in apart if one not in views}}
     mode = fake_mode(allow_non_fake_inputs=True)
     with mode:
         fakes = [_fake(one) if isinstance(one, Tensor) else one for one in args]
@@ -65,16 +81,16 @@ def traced(captured: GraphModule, args: Sequence[Any], *, takes_softmax_apart: b
                 raise refused_at(
                     marking.running,
                     f"a shape must not depend on values: that of {error.func} does",
-                    "compute it outside of the function, or by a mask, as torch.where in place of x[mask]",
+                    "compute it outside of the function, or by a mask: torch.where or masked_fill in place of x[mask]",
                 ) from None
             if any(_is_mutable(node) for node in graph.graph.nodes):
                 _refuse_mutation_of_inputs(graph)
                 pure = torch.func.functionalize(Interpreter(graph).run, remove="mutations")
                 graph = make_fx(pure, decompositions, _allow_non_fake_inputs=True)(*fakes)
             others = taken_apart(graph.graph)
-            if others:
-                run = Interpreter(graph).run
-                graph = make_fx(run, others | decompositions, _allow_non_fake_inputs=True)(*fakes)
+            if others or any(node.target in views for node in graph.graph.nodes):
+                run, table = Interpreter(graph).run, {**others, **views, **decompositions}
+                graph = make_fx(run, table, _allow_non_fake_inputs=True)(*fakes)
         _cast_bools_at_once(graph.graph)
         graph.graph.eliminate_dead_code()
         with_products(graph)
@@ -131,6 +147,10 @@ def _is_mutable(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
+def _is_view(operator: Any) -> bool:
+    return any(one.alias_info is not None for one in schema_of(operator).returns)
+
+
 def _cast_bools_at_once(graph: Graph) -> None:
     """Leave out the dtype between, where 0 and 1 are cast twice: `one_hot(..).to(..)` makes int64 first."""
     for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
@@ -140,8 +160,31 @@ def _cast_bools_at_once(graph: Graph) -> None:
             node.args = between.args
 
 
+class _OfElements(TorchDispatchMode):
+    """Notes whether all operators compute each element from the elements at its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_all = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.are_all = self.are_all and (is_elementwise(func) or func.namespace == "prim")  # which asks for devices
+        return func(*args, **(kwargs or {}))
+
+
 class _Marking(Interpreter):
-    """Runs a graph, and marks what it computes without gradients. A checkpoint inside is left out."""
+    """Runs a graph, and marks what it computes without gradients. A checkpoint inside is left out.
+
+    What `x[mask]` selects has the shape of `x` here, with ones elsewhere. It is followed through operators of elements
+    to where `x[mask] = ..` puts it back.
+
+    Attributes:
+        selected: the nodes that have what a mask selects, or a number of it; and the node of the mask
+    """
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.selected: dict[Node, Node] = {}
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is present(tag_activation_checkpoint):
@@ -153,7 +196,80 @@ class _Marking(Interpreter):
     def run_node(self, n: Node) -> Any:
         n.meta["custom"] = {WITHOUT_GRADIENTS: not torch.is_grad_enabled()}
         self.running = n  # so that an error can be told with its lines
-        return super().run_node(n)
+        if n.target is operator.getitem and isinstance(n.args[1], Node) and self._selects(*self._values(n)):
+            (x, mask), (_, self.selected[n]) = self._values(n), n.args
+            return torch.where(_like_axes_of(x, mask), x, 1)
+        masks = [self.selected[one] for one in n.all_input_nodes if one in self.selected]
+        return self._run_on_selected(n, masks) if masks else super().run_node(n)
+
+    def _values(self, n: Node) -> tuple[Any, ...]:
+        return map_arg(n.args, self.env.__getitem__)  # type: ignore[no-any-return]
+
+    def _selects(self, x: Any, mask: Any) -> bool:
+        are_tensors = isinstance(x, Tensor) and isinstance(mask, Tensor)
+        return are_tensors and mask.dtype == torch.bool and mask.dim() > 0 and x.shape[: mask.dim()] == mask.shape
+
+    def _run_on_selected(self, n: Node, masks: Sequence[Node]) -> Any:
+        """Run a node that reads what masks select."""
+        if n.target in (aten.sym_size.int, operator.ge, aten._assert_scalar.default):  # Dynamo's check of the count
+            self.selected[n] = masks[0]
+            return True
+        values = self._values(n)
+        if n.target is operator.setitem and n.args[0] not in self.selected and _is_same(n.args[1], masks[0]):  # type: ignore[arg-type]
+            target, mask, value = values
+            target.copy_(torch.where(_like_axes_of(target, mask), value, target))
+            return None
+        others = [self.env[one] for one in n.all_input_nodes if one not in self.selected]
+        own = [self.env[one] for one in n.all_input_nodes if one in self.selected]
+        is_alike = all(_is_same(one, masks[0]) for one in masks) and all(isinstance(one, Tensor) for one in own)
+        if is_alike and not any(isinstance(one, Tensor) and one.numel() != 1 for one in others):
+            with _OfElements() as of_elements:
+                found = super().run_node(n)
+            if of_elements.are_all and isinstance(found, Tensor) and found.shape == own[0].shape:
+                self.selected[n] = masks[0]
+                return found
+        raise refused_at(
+            n,
+            "a shape must not depend on values: that of x[mask] does, where it is read",
+            "use torch.where(mask, x, 0) or x.masked_fill(~mask, 0) in its place",
+        )
+
+
+def _like_axes_of(x: Tensor, mask: Tensor) -> Tensor:
+    """A mask of the first axes, which broadcasts with all."""
+    return mask.reshape([*mask.shape, *[1] * (x.dim() - mask.dim())])
+
+
+def _is_same(one: Node, other: Node) -> bool:
+    """Whether two nodes are masks that are written alike, and nothing is changed in place between them."""
+    if one is other:
+        return True
+    between = False
+    for node in one.graph.nodes:
+        if between and node is not one and node is not other and _may_change(node):
+            return False
+        if node is one or node is other:
+            if between:
+                break
+            between = True
+    alike = one.op == other.op != "placeholder" and one.target == other.target
+    return alike and (one.args, one.kwargs) == (other.args, other.kwargs)
+
+
+def _may_change(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = name.endswith("_") or name in (
+        "setitem",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+    )
+    return node.op in ("call_function", "call_method") and is_in_place
 
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in ')
@@ -298,6 +414,44 @@ def _triangle(keeps: Callable[[Tensor, int], Tensor]) -> Callable[..., Tensor]:
     return masked
 
 
+def _gathered_by_mask(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    """One element of each row, as a sum of the row in which all others are 0: its axis can be cut."""
+    axis = dim % x.dim() if x.dim() else 0
+    shape = [1 if own == axis else size for own, size in enumerate(x.shape)]
+    if not x.is_floating_point() or list(index.shape) != shape or not shape:
+        return NotImplemented  # type: ignore[no-any-return]
+    places = torch.arange(x.shape[axis], device=x.device)
+    return _picked(x, index == places.reshape([-1 if own == axis else 1 for own in range(x.dim())]), axis, keepdim=True)
+
+
+def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    """A sum of each row, in which all but one element are 0."""
+    axes = dim1 % x.dim(), dim2 % x.dim()
+    rows, columns = (x.shape[axis] for axis in axes)
+    if not x.is_floating_point() or offset or rows != columns:
+        return NotImplemented  # type: ignore[no-any-return]
+    last = torch.movedim(x, axes, (-2, -1))
+    places = torch.arange(rows, device=x.device)
+    return _picked(last, places[:, None] == places, x.dim() - 1, keepdim=False)
+
+
+def _picked(x: Tensor, mask: Tensor, axis: int, *, keepdim: bool) -> Tensor:
+    return torch.where(mask, x, 0).sum(axis, keepdim)
+
+
+def _put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """Values where a mask holds, which are the same wherever it does."""
+    places = [place for place, one in enumerate(indices) if one is not None]
+    mask = indices[places[0]] if len(places) == 1 else None
+    if mask is None or mask.dtype != torch.bool:
+        return NotImplemented  # type: ignore[no-any-return]
+    behind = x.dim() - places[0] - mask.dim()
+    if values.dim() > behind and values.shape[: values.dim() - behind].numel() != 1:
+        return NotImplemented  # type: ignore[no-any-return]
+    given = values.reshape(values.shape[max(0, values.dim() - behind) :]).to(x.dtype)
+    return torch.where(mask.reshape([*mask.shape, *[1] * behind]), x + given if accumulate else given, x)
+
+
 @functools.cache
 def _of_pytorch() -> dict[Any, Callable[..., Any]]:
     return get_decompositions([aten.nll_loss_forward.packet, aten.native_dropout.packet])
@@ -321,6 +475,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.min.default: lambda x: torch.amin(x, tuple(range(x.dim()))),
     aten.max.default: lambda x: torch.amax(x, tuple(range(x.dim()))),
     aten.repeat.default: _repeated,
+    aten.index_put.default: _put,
     aten.copy.default: lambda target, source, non_blocking=False: source.to(target.dtype).expand(target.shape),
     aten.eye.default: _eye,
     aten.eye.m: _eye,
@@ -331,8 +486,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.squeeze.dims: _squeezed,
 }
 OF_SOFTMAX: dict[Any, Callable[..., Any]] = {aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax}
-
-
-def has_softmax(graph: GraphModule) -> bool:
-    """Whether a graph would be another one if softmax were taken apart."""
-    return any(node.target in OF_SOFTMAX for node in graph.graph.nodes)
+OF_PICKS: dict[Any, Callable[..., Any]] = {aten.gather.default: _gathered_by_mask, aten.diagonal.default: _diagonal}

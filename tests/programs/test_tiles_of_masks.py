@@ -1,0 +1,193 @@
+"""What a mask selects: `x[mask] = ..` is an operator of elements, and `x[mask]` that is read has no shape."""
+
+import pytest
+import torch
+
+import effops
+
+BUDGET = 2**18
+
+
+def pairs(a, b):
+    return (a[:, None] - b).square().sum(-1)
+
+
+def number(d, a, b):
+    d[d > 3] = 0.0
+
+
+def tensor(d, a, b):
+    d[d > 3] = a.sum()
+
+
+def one_element(d, a, b):
+    d[d > 3] = a[:1, 0]
+
+
+def infinite(d, a, b):
+    d[torch.arange(len(a))[:, None] == torch.arange(len(b))] = float("inf")
+
+
+def rows(d, a, b):
+    d[a[:, 0] > 0] = 0.0
+
+
+def rows_by_a_row(d, a, b):
+    d[a[:, 0] > 0] = b[:, 0]
+
+
+def columns(d, a, b):
+    d[..., b[:, 0] > 0] = 0.0
+
+
+def added(d, a, b):
+    d[d > 3] += 2.0
+
+
+def multiplied(d, a, b):
+    d[d > 3] *= a.mean()
+
+
+def without_infinite_gradients(d, a, b):
+    """Elsewhere the root of 0 has an infinite gradient."""
+    d -= 3
+    d.clamp_(min=0)
+    mask = d > 0
+    d[mask] = d[mask].sqrt()
+
+
+def of_another_tensor(d, a, b):
+    root = (d + 1).sqrt()
+    mask = d > 3
+    d[mask] = root[mask] * 2
+
+
+def twice_written(d, a, b):
+    d[d > 3] = torch.log(d[d > 3])
+
+
+def accumulated(d, a, b):
+    d.index_put_((d > 3,), a.sum(), accumulate=True)
+
+
+def filled(d, a, b):
+    d[:, 3:9] = 5.0
+    d.select(1, 1).zero_()
+
+
+CHANGES = [
+    number,
+    tensor,
+    one_element,
+    infinite,
+    rows,
+    rows_by_a_row,
+    columns,
+    added,
+    multiplied,
+    without_infinite_gradients,
+    of_another_tensor,
+    twice_written,
+    accumulated,
+    filled,
+]
+
+
+def operands(generator):
+    return [torch.randn(size, 4, generator=generator).requires_grad_() for size in (400, 300)]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda one: one.__name__)
+def test_what_is_changed_where_a_mask_holds(change, generator):
+    def function(a, b):
+        d = pairs(a, b)
+        change(d, a, b)
+        return torch.exp(-d).sum(1)
+
+    a, b = operands(generator)
+    tiled = effops.tiled(function, budget=BUDGET)
+    assert effops.explain(tiled, a, b).loops
+    found, expected = tiled(a, b), function(a, b)
+    torch.testing.assert_close(found, expected)
+    leaves = [a, b]
+    gradients = torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
+    for own, other in zip(*gradients):
+        assert other.isfinite().all()
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda d: d[d > 3].sum(),
+        lambda d: len(d[d > 3]) * d.sum(1),
+        lambda d: d[d > 3].sqrt() - d[d > 3].mean(),
+        lambda d: d[d > 3],
+        lambda d: d.masked_fill(d > 3, 0).sum(1) + d[d > 3].sum(),
+        lambda d: (d > 3).nonzero(),
+        lambda d: torch.where(d > 3)[0],
+    ],
+)
+def test_what_is_read_is_refused(read, generator):
+    refusal = effops.explain(effops.tiled(lambda a, b: read(pairs(a, b)), budget=BUDGET), *operands(generator))
+    assert isinstance(refusal, effops.CannotTile)
+    assert "a shape must not depend on values" in str(refusal)
+    assert "masked_fill" in refusal.remedy
+    assert "torch.where" in refusal.remedy
+
+
+def test_another_mask_is_refused(generator):
+    """The numbers that two masks select do not lie at the same places."""
+
+    def function(a, b):
+        d = pairs(a, b)
+        d[d > 3] = d[d.flip(1) > 3]
+        return d.sum(1)
+
+    assert isinstance(effops.explain(effops.tiled(function, budget=BUDGET), *operands(generator)), effops.CannotTile)
+
+
+def test_a_mask_that_was_changed_is_another_one(generator):
+    def function(a, b):
+        d = pairs(a, b)
+        selected = d[d > 3]
+        d += 1
+        d[d > 3] = selected
+        return d.sum(1)
+
+    assert isinstance(effops.explain(effops.tiled(function, budget=BUDGET), *operands(generator)), effops.CannotTile)
+
+
+def test_a_function_that_keeps_the_budget(generator):
+    """It runs as its trace, whose bytes are known."""
+
+    def function(a, b):
+        d = pairs(a, b)
+        d[d > 3] += 1
+        return d.sum(1)
+
+    a, b = operands(generator)
+    tiled = effops.tiled(function, budget="64 MiB")
+    assert not effops.explain(tiled, a, b).loops
+    torch.testing.assert_close(tiled(a, b), function(a, b))
+
+
+@pytest.mark.parametrize("name", ["fill", "add", "copy"])
+def test_a_diagonal_that_is_written_to(name, generator):
+    """It is a view, until nothing is written to it."""
+
+    def function(a):
+        d = pairs(a, a)
+        diagonal = d.diagonal()
+        if name == "fill":
+            diagonal.fill_(5.0)
+        elif name == "add":
+            diagonal.add_(5.0)
+        else:
+            diagonal.copy_(a[:, 0])
+        return torch.log_softmax(d, 0).exp().sum(1) + torch.log_softmax(d, 1).diagonal()
+
+    a, _ = operands(generator)
+    tiled = effops.tiled(function, budget=BUDGET)
+    if not isinstance(effops.explain(tiled, a), effops.CannotTile):
+        torch.testing.assert_close(tiled(a), function(a))
