@@ -237,7 +237,8 @@ def why_not_bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
     if len(args) > len(positional) and not takes_any:
         by_name = [name for name in parameters if name not in positional]
         others = f"; give {' and '.join(by_name)} by name" if by_name else ""
-        return f"it takes {', '.join(positional)} by position; got {len(args)} arguments{others}"
+        taken = f"{', '.join(positional)} by position" if parameters else "no arguments"
+        return f"it takes {taken}; got {counted(len(args), 'arguments')}{others}"
     if twice := [name for name in positional[: len(args)] if name in kwargs]:
         return f"it takes `{twice[0]}` once; got it by position and by name; leave one out"
     required = [

@@ -1,11 +1,11 @@
 """Record which ops were called, by which variants, and what these calls need."""
 
 import dataclasses
+import functools
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from effops.dispatch.op import Call, Cost, Op, Variant, find_op
 from effops.numerics.precision import without_autocast
 from effops.prediction.allocations import fake_mode
 from effops.prediction.inside import told_temporary_bytes
-from effops.text import EnteredWhenCalled, aligned, format_bytes
+from effops.text import EnteredWhenCalled, aligned, format_bytes, tells_wrong_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RecordedCall:
     _outline: Call = dataclasses.field(repr=False)
     _grad: bool = dataclasses.field(repr=False)
 
-    @cached_property
+    @functools.cached_property
     def cost(self) -> Cost | None:
         """What the forward pass of the call is predicted to need beyond its inputs; None where nothing predicts it."""
         if any(type(size) is not int for shape in self.shapes.values() for size in shape):  # traced, of any size
@@ -128,6 +128,7 @@ class record(metaclass=EnteredWhenCalled):
     ...
     """
 
+    @functools.partial(tells_wrong_arguments, remedy="; write `with effops.record() as calls:` around the calls")
     def __init__(self) -> None:
         if is_compiling():
             raise _not_compiled()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from effops.measure import Pass, memory, tensors_of, times
 from effops.numerics.precision import in_float64
 from effops.pytorch.calls import tree_map_only
-from effops.text import aligned, format_bytes, tells_wrong_arguments
+from effops.text import aligned, format_bytes, tells_wrong_arguments, why_not_bound
 
 REPEATS, SECONDS = 5, 2.0  # of each time
 
@@ -98,6 +98,9 @@ def compare(fn: Callable[..., Any], other: Callable[..., Any], *args: Any) -> Co
                 f"compare: `{name}` must be a function or a module; got {type(one).__name__}; give both functions "
                 "first, and then their arguments"
             )
+    missing = why_not_bound(fn, args, {})
+    if missing:
+        raise TypeError(f"compare: `fn`: {missing}; give the arguments of both behind them")
     wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
     converted: dict[int, Tensor] = {}  # a tensor that is given twice stays one
     doubled = tree_map_only(Tensor, lambda one: converted.setdefault(id(one), in_float64(one)), args)

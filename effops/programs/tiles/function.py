@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from effops.dispatch.requirements import lack_of_compiler
 from effops.programs.capture.captured import Captured
 from effops.programs.capture.places import raised_at
+from effops.programs.capture.uncaptured import why_not_captured
 from effops.programs.rules.draws import give_seeds
 from effops.programs.tiles.modes import ModesAside, watched
 from effops.programs.tiles.plans import first_program, fit_checks, program_of, with_less_again
@@ -50,6 +51,7 @@ from effops.text import check_flags, parse_bytes, tells_wrong_arguments
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 BUDGET = "64 MiB"
 RANDOMNESS = "error", "different"
+LEAST_WITHOUT_UNIT = 2**10  # no tile is that small: somebody means another unit
 
 
 class Planned(NamedTuple):
@@ -88,7 +90,19 @@ class Tiled:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, CannotTile):
                 raise inner from None
-            raise _not_captured(error, self.compiles) from error
+            raise self._not_captured(error, args, kwargs) from error
+
+    def _not_captured(self, error: Exception, args: Any, kwargs: Any) -> CannotTile:
+        """Why Dynamo could not capture a call, with the user's line; or why Inductor could not compile a tile."""
+        if self.compiles:
+            from effops.pytorch.compiled import InductorError  # takes seconds, unless tiles are compiled
+
+            if isinstance(error, InductorError):
+                return _not_compiled(error)
+        user, place = re.search(r'File "([^"]*)", line (\d+)', str(error)), raised_at(error)
+        line = f"{user[1]}:{user[2]}" if user else str(place or "")
+        reason, remedy = why_not_captured(error, self.fn, args, kwargs)
+        return CannotTile(reason, line=line, remedy=remedy)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -243,25 +257,6 @@ def _not_compiled(error: Exception) -> CannotTile:
     )
 
 
-def _not_captured(error: Exception, compiles: bool) -> CannotTile:
-    """Why Dynamo could not capture a function, with the user's line; or why Inductor could not compile a tile."""
-    if compiles:
-        from effops.pytorch.compiled import InductorError  # takes seconds, unless tiles are compiled
-
-        if isinstance(error, InductorError):
-            return _not_compiled(error)
-    place = raised_at(error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    user = re.search(r'File "([^"]*)", line (\d+)', str(error))
-    return CannotTile(
-        f"the function cannot be captured: {lines[0] if lines else type(error).__name__}",
-        line=f"{user[1]}:{user[2]}" if user else str(place or ""),
-        remedy="call it without tiled, which raises PyTorch's own error"
-        if isinstance(error, TorchRuntimeError)
-        else "put only what computes with tensors into the function",
-    )
-
-
 @overload
 def tiled(
     fn: FunctionT, *, budget: str | float = ..., compile: bool = ..., verify: bool = ..., randomness: str = ...
@@ -323,4 +318,10 @@ def tiled(
         )
     if fn is None:
         return functools.partial(tiled, budget=budget, compile=compile, verify=verify, randomness=randomness)
-    return Tiled(fn, parse_bytes(budget, "tiled: `budget`"), compile, verify, randomness)
+    budget_bytes = parse_bytes(budget, "tiled: `budget`")
+    if isinstance(budget, (int, float)) and budget_bytes < LEAST_WITHOUT_UNIT:
+        raise ValueError(
+            f"tiled: `budget`: expected a unit behind so small a number; got {budget!r}, which is {budget_bytes} "
+            f'bytes; write "{budget!r} MiB"'
+        )
+    return Tiled(fn, budget_bytes, compile, verify, randomness)

@@ -196,14 +196,16 @@ class _Marking(Interpreter):
     def run_node(self, n: Node) -> Any:
         n.meta["custom"] = {WITHOUT_GRADIENTS: not torch.is_grad_enabled()}
         self.running = n  # so that an error can be told with its lines
-        if n.target is operator.getitem and isinstance(n.args[1], Node) and self._selects(*self._values(n)):
-            (x, mask), (_, self.selected[n]) = self._values(n), n.args
+        index = n.args[1] if n.target is operator.getitem else None
+        if isinstance(index, Node) and self._selects(*self._values(n)):
+            self.selected[n] = index
+            x, mask = self._values(n)
             return torch.where(_like_axes_of(x, mask), x, 1)
         masks = [self.selected[one] for one in n.all_input_nodes if one in self.selected]
         return self._run_on_selected(n, masks) if masks else super().run_node(n)
 
     def _values(self, n: Node) -> tuple[Any, ...]:
-        return map_arg(n.args, self.env.__getitem__)  # type: ignore[no-any-return]
+        return map_arg(n.args, self.env.__getitem__)
 
     def _selects(self, x: Any, mask: Any) -> bool:
         are_tensors = isinstance(x, Tensor) and isinstance(mask, Tensor)
