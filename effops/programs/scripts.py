@@ -30,8 +30,8 @@ from effops.programs.capture.assumed_values import AssumedValues
 from effops.programs.capture.faked import faked
 from effops.programs.capture.observed import Observed
 from effops.programs.capture.places import EFFOPS, Place, raised_at
+from effops.programs.capture.writes import watched
 from effops.programs.unreached import Stopped, stopped_at
-from effops.programs.writes import watched
 from effops.pytorch.calls import FakeTensor
 from effops.pytorch.capture import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 from effops.pytorch.prediction import _disable_current_modes, _get_current_dispatch_mode_stack

@@ -556,3 +556,32 @@ def test_imports_stand_apart(imports, tmp_path, monkeypatch):
     mended: dict[str, Any] = {}
     exec("\n".join([*finding.fix.imports, *rows]), mended)
     torch.testing.assert_close(mended["pairs"](*given), pairs(*given))
+
+
+def test_files_are_not_written_by_trials(tmp_path):
+    """A helper that appends to a file ran once for each trial of a fix, in throw-away folders too."""
+    file = tmp_path / "notes"
+
+    def note(x):
+        with file.open("a") as opened:
+            opened.write("ran\n")
+        return x
+
+    def distances(x, y):
+        d = note((x[:, None] - y).square().sum(-1))
+        return torch.exp(-d).sum(1)
+
+    (finding,) = effops.lint(distances, torch.empty(4096, 32), torch.empty(2048, 32)).findings
+    assert file.read_text() == "ran\n"
+    assert finding.fix is None
+
+
+def test_what_ran_once_has_no_turns():
+    def nearest(e, i, j):
+        d = (e[i][:, None] - e[j]).abs()
+        return d.sum(-1).amin(1)
+
+    i, j = torch.zeros(2000, dtype=torch.int64), torch.zeros(3000, dtype=torch.int64)
+    (finding,) = effops.lint(nearest, torch.empty(5000, 64), i, j).findings
+    assert finding.fix is not None
+    assert "turns" not in finding.fix.why

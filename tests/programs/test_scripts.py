@@ -17,10 +17,10 @@ import effops
 from effops.commands.main import main
 from effops.programs.capture import places
 from effops.programs.capture.assumed_values import CannotFollow
+from effops.programs.capture.writes import RefusedWriteError
 from effops.programs.large.findings import LintReport
 from effops.programs.large_lines import report_of_block
 from effops.programs.scripts import ScriptEndedError, run_script
-from effops.programs.writes import RefusedWriteError
 
 IMPORTS = "import math, os, sys\nimport torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
 STEP = """

@@ -15,6 +15,7 @@ from effops.prediction.timeline import highest
 from effops.programs.capture.observed import TURNS, Call, Observed
 from effops.programs.capture.places import Place, place_of, source_line
 from effops.programs.capture.unknown_numbers import UNSEEN
+from effops.programs.capture.writes import watched
 from effops.programs.large import humps
 from effops.programs.large.proposals import Fix, fix_or_hint
 from effops.programs.large.source.slices import statement_lines
@@ -220,11 +221,13 @@ def report_of(
     assert observed.recorder is not None
     peak, tick = highest(observed.recorder.records)
     findings, accepted = [], []
-    for one in found:
-        if _is_accepted(one):
-            accepted.append(_finding(one, tick, peak, None, ""))
-        else:
-            findings.append(_finding(one, tick, peak, *(fix_or_hint(one) if with_fixes else (None, ""))))
+    # Fixes are tried with the user's statements: one that writes to a file raises there, and is not tried.
+    with watched("lint", allow=False, throw_away=False):
+        for one in found:
+            if _is_accepted(one):
+                accepted.append(_finding(one, tick, peak, None, ""))
+            else:
+                findings.append(_finding(one, tick, peak, *(fix_or_hint(one) if with_fixes else (None, ""))))
     branches = [place for what, place in assumed if what in UNSEEN and place is not None]
     unseen = list({(one.file, one.line): one for one in branches}.values())
     rest = {key: count for key, count in assumed.items() if key[0] not in UNSEEN or key[1] is None}

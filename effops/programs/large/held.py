@@ -6,6 +6,7 @@ results those that the rest of the program holds at once, as a list of logits th
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from effops.prediction.timeline import Allocation, highest
@@ -43,6 +44,12 @@ def results_held(found: Found, one: Slice) -> int:
         elif outside:
             held.append(storage.allocation)
     return highest(held)[0]
+
+
+def has_turns(found: Found, one: Slice) -> bool:
+    """Whether a slice ran more than once: an operator at one place in its code did."""
+    sites = Counter((call.site, call.name) for call in _calls_inside(found, one).values())
+    return max(sites.values(), default=0) > 1
 
 
 def _calls_inside(found: Found, one: Slice) -> dict[int, Call]:

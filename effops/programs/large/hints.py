@@ -11,7 +11,10 @@ OF_LIBRARY = "a library makes it, and lint rewrites statements of yours alone"
 NOT_TOGETHER = (
     "what makes it and what reduces it do not stand side by side in one function, in statements that make tensors alone"
 )
-NOT_TRIED = "its statements could not be run alone on small tensors, as where they call modules or methods of yours"
+NOT_TRIED = (
+    "its statements could not be run alone on small tensors, as where they call modules or methods of yours, or write "
+    "files"
+)
 NONE_IS_LESS = "nothing that was tried gives the same results and gradients in half the bytes"
 
 

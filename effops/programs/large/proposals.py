@@ -16,7 +16,7 @@ from typing import Any
 
 from effops.programs.capture.observed import TURNS
 from effops.programs.capture.scopes import Scope
-from effops.programs.large.held import bytes_after, results_held
+from effops.programs.large.held import bytes_after, has_turns, results_held
 from effops.programs.large.hints import hint
 from effops.programs.large.humps import Found
 from effops.programs.large.in_tiles import InTiles, in_tiles
@@ -201,7 +201,7 @@ def _measured(found: Found, one: Slice, rewrite: Rewrite) -> Fix | None:
 
 def _told_of_results(found: Found, one: Slice, after: int) -> str:
     """That what turns of a loop give stays, where a finding counts one tensor alone."""
-    held = 0 if found.is_loop else results_held(found, one)
+    held = results_held(found, one) if has_turns(found, one) and not found.is_loop else 0
     return f"; the results of all turns, {format_bytes(held)}, stay" if held > after else ""
 
 

@@ -66,10 +66,14 @@ class RefusedWriteError(PermissionError):
 
 @dataclass(eq=False)
 class Writes:
-    """What a script wrote and what was skipped, with the places. `name` begins the errors."""
+    """What a script wrote and what was skipped, with the places.
+
+    `name` begins the errors. `may_throw_away` tells whether it may write to throw-away folders.
+    """
 
     name: str
     is_allowed: bool = False
+    may_throw_away: bool = True
     skipped: list[tuple[str, Place | None]] = field(default_factory=list)
     written: list[tuple[str, Place | None]] = field(default_factory=list)
     has_ended: bool = False
@@ -120,7 +124,7 @@ class Writes:
     def _is_throw_away(self, path: str) -> bool:
         if path.startswith(DEVICES) or f"{os.sep}__pycache__{os.sep}" in path + os.sep:
             return True
-        return path.startswith(os.path.join(self.throw_away, ""))
+        return self.may_throw_away and path.startswith(os.path.join(self.throw_away, ""))
 
 
 WATCH: contextvars.ContextVar[Writes | None] = contextvars.ContextVar("effops_writes", default=None)
@@ -137,14 +141,20 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def watched(name: str, allow: bool) -> Iterator[Writes]:
-    """A context in which what this thread writes is watched, and what threads write that it starts."""
+def watched(name: str, allow: bool, *, throw_away: bool = True) -> Iterator[Writes]:
+    """A context in which what this thread writes is watched, and what threads write that it starts.
+
+    Args:
+        name: begins the errors
+        allow: whether it may write, and start programs
+        throw_away: whether it may write to throw-away folders
+    """
     global _is_installed
     with _installed:
         if not _is_installed:
             sys.addaudithook(_hook)
             _is_installed = True
-    writes = Writes(name, allow)
+    writes = Writes(name, allow, throw_away)
     token = WATCH.set(writes)
     try:
         with SAVES_SKIPPED, THREADS_WATCHED:
