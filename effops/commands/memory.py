@@ -354,8 +354,7 @@ COMMANDS: Mapping[str, tuple[Run, str, Sequence[tuple[str, str, dict[str, Any]]]
             _argument(
                 "--budget-means",
                 choices=MEANINGS,
-                default="tensors",
-                help="what tensors take, or what a CUDA device holds",
+                help="what tensors take, or what a CUDA device holds, which is the default for CUDA",
             ),
             _argument("--mode", choices=MODES, default="predict", help="probe runs the steps"),
             _argument(

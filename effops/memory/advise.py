@@ -5,6 +5,7 @@ Each method is predicted by the anatomy of the step with it.
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -22,6 +23,7 @@ from effops.memory.swapped import Swapped, is_swappable
 from effops.memory.workload import Workload, check_step
 from effops.prediction.inside import caution
 from effops.prediction.known_values import KnownValues
+from effops.prediction.named_devices import NamedCudaForms
 from effops.prediction.operations import CONTRACTION, UNCOUNTED
 from effops.prediction.timeline import Timeline
 from effops.pytorch.prediction import FakeTensorMode, _BatchNorm
@@ -183,7 +185,7 @@ def advise(
     predict = _Predictor(devices, device, probe, progress)
     start = _Setting(workload, batch_size)
     present = predict(start, "the step as it is")
-    model = fake_model(workload)
+    model = fake_model(workload, device)
     options = _options(start, present.anatomy, model, devices, alternatives or {})
     tried = [(option, option.predicted(start, present, predict)) for option in options]
     methods = [
@@ -251,7 +253,7 @@ class _Predictor:
         found = self.known[key]
         if not setting.stage:
             return found
-        model = fake_model(setting.workload)
+        model = fake_model(setting.workload, self.device)
         module_bytes = max(_total_bytes(module.parameters(recurse=False)) for module in model.modules())
         peak_bytes = sharded_peak_bytes(
             found.anatomy.timeline, setting.stage, self.devices, module_bytes, _total_bytes(model.buffers())
@@ -439,12 +441,13 @@ def sharded_peak_bytes(timeline: Timeline, stage: int, devices: int, module_byte
     return max(map(sum, zip(*curves.values())))
 
 
-def fake_model(workload: Workload) -> nn.Module:
-    """The workload's model without any memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = StepRecorder(mode)
+def fake_model(workload: Workload, device: str) -> nn.Module:
+    """The workload's model without any memory, which may name the device that is predicted."""
+    mode, is_cuda = FakeTensorMode(allow_non_fake_inputs=True), device == "cuda"
+    recorder = StepRecorder(mode, is_cuda)
     recorder.enter("setup")
-    with isolated_from_caller(), mode, recorder, KnownValues():
+    forms = NamedCudaForms(recorder.unknown) if is_cuda else nullcontext()
+    with isolated_from_caller(), mode, forms, recorder, KnownValues():
         return build_model(workload.model)
 
 

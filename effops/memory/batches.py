@@ -78,7 +78,7 @@ def max_batch_size(
     workload: Workload,
     budget: str | float | None = None,
     *,
-    budget_means: str = "tensors",
+    budget_means: str | None = None,
     device: str = "cpu",
     mode: str = "predict",
     multiple_of: int = 1,
@@ -91,18 +91,17 @@ def max_batch_size(
 
     Args:
         workload: what a step runs
-        budget: bytes, as a number such as 6e9, or as a text such as "6G" or "6 GiB". It may be None only where `mode`
-            is "probe" and the device is CUDA: the memory of the device is the limit then
-        budget_means: "tensors", what tensors take; or "device", what a CUDA device holds, its overheads included. What
-            its allocator keeps may jump from one batch size to the next, by gigabytes. Then sizes above the one that is
-            found may fit too, and some below may not: `anatomy(..).device_bytes` tells
+        budget: bytes, as a number such as 6e9, or as a text such as "6G" or "6 GiB". It may be None only to "probe" a
+            CUDA device: its memory is the limit then
+        budget_means: "tensors", what tensors take; or "device", what a CUDA device holds, its overheads included: the
+            default for CUDA. What its allocator keeps may jump from one size to the next, by gigabytes. Then sizes
+            above the one that is found may fit too, and some below not: `anatomy(..).device_bytes` tells
         device: "cpu" or "cuda", the device to predict for; probing runs on PyTorch's default device
-        mode: "predict" runs no step. The peak is nearly affine in the batch size, so that a few predictions lead to a
-            size that fits beside a next one that does not. "probe" runs steps on PyTorch's default device. It doubles
-            the size until memory runs out or the budget is exceeded, and then halves the gap
-        multiple_of: only multiples of it are tried
-        power_of_two: the batch size is a power of two
-        probe: as in `anatomy`, where `mode` is "predict"
+        mode: "predict" runs no step. The peak is nearly affine in the batch size, so that a few predictions suffice.
+            "probe" runs steps on PyTorch's default device. It doubles the size until memory runs out or the budget is
+            exceeded, and then halves the gap
+        multiple_of, power_of_two: only such sizes are tried
+        probe: as in `anatomy`
         context_bytes: what a CUDA device holds before there are tensors, as a number or as a text such as "600 MiB"
         progress: is told of each batch size before it is tried
 
@@ -116,6 +115,7 @@ def max_batch_size(
         1019
     """
     check_step("max_batch_size", workload)
+    budget_means = budget_means or _meaning_on(device if mode == "predict" else torch.get_default_device().type)
     _check_choices(budget_means=(budget_means, MEANINGS), mode=(mode, MODES))
     check_device("max_batch_size", device)
     check_flags("max_batch_size", power_of_two=power_of_two, probe=probe)
@@ -127,13 +127,12 @@ def max_batch_size(
             f"{2 ** (multiple_of.bit_length() - 1)}, or leave one out"
         )
     budget_bytes = None if budget is None else parse_bytes(budget, "max_batch_size: `budget`")
-    cuda_context_bytes = parse_bytes(context_bytes, "max_batch_size: `context_bytes`")
-    anatomy_of = functools.partial(anatomy, workload, device=device, probe=probe, context_bytes=cuda_context_bytes)
-    unknown: set[str] = set()
+    cuda_bytes, unknown = parse_bytes(context_bytes, "max_batch_size: `context_bytes`"), set[str]()
+    anatomy_of = functools.partial(anatomy, workload, device=device, probe=probe, context_bytes=cuda_bytes)
     if mode == "predict":
         peak_of = _predictor(anatomy_of, budget_bytes, budget_means, device, unknown)
     else:
-        peak_of = _prober(workload, budget_bytes, budget_means, cuda_context_bytes)
+        peak_of = _prober(workload, budget_bytes, budget_means, cuda_bytes)
 
     def told_peak_of(size: int) -> int | None:
         progress(f"{'predicting' if mode == 'predict' else 'running'} a step of batch size {size:,}")
@@ -141,9 +140,10 @@ def max_batch_size(
 
     search = _Search(told_peak_of, _Sizes(multiple_of, power_of_two), budget_bytes)
     if not search.try_index(0):
-        smallest, is_number = search.sizes.at(0), not isinstance(budget, str)
-        parts = anatomy_of(smallest).instants["peak"] if mode == "predict" else {}
-        raise BudgetTooSmallError(_too_small_text(smallest, search.tried[smallest], budget_bytes, parts, is_number))
+        least = search.sizes.at(0)
+        parts = _parts_of(anatomy_of(least), budget_means) if mode == "predict" else {}
+        text = _too_small_text(least, search.tried[least], budget_bytes, parts, not isinstance(budget, str))
+        raise BudgetTooSmallError(text)
     largest, following = search.run(LINE_TRIALS if mode == "predict" else 0)
     return MaxBatch(
         largest,
@@ -152,8 +152,19 @@ def max_batch_size(
         budget_bytes,
         budget_means,
         search.tried,
-        tuple(sorted(unknown)),
+        unknown=tuple(sorted(unknown)),
     )
+
+
+def _meaning_on(device: str) -> str:
+    """What a budget means on a device, if that is not said."""
+    return "device" if device == "cuda" else "tensors"
+
+
+def _parts_of(found: Anatomy, budget_means: str) -> Mapping[str, int]:
+    """What takes a budget at the peak of a step."""
+    overheads = found.overheads if budget_means == "device" else {}
+    return {**found.instants["peak"], **overheads}
 
 
 def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:

@@ -86,15 +86,16 @@ def test_max_batch(memory, content):
 
 @pytest.mark.slow
 def test_max_batch_predicts_the_forms_of_cuda(content):
-    written = content("max-batch", *ARCHITECTURE, "--device", "cuda", "--budget", "600KiB", "--power-of-two")
+    arguments = "--device", "cuda", "--budget", "600KiB", "--budget-means", "tensors", "--power-of-two"
+    written = content("max-batch", *ARCHITECTURE, *arguments)
     assert written["predicted_peak_bytes"] == anatomy(workload(), written["batch_size"], device="cuda").peak_bytes
     assert written["predicted_peak_bytes"] < anatomy(workload(), written["batch_size"]).peak_bytes  # of dropout's masks
 
 
 def test_max_batch_counts_what_a_device_holds(content, own):
     arguments = ["max-batch", "--workload", "own_workloads:given", "--device", "cuda", "--power-of-two"]
-    device = content(*arguments, "--budget", "40MiB", "--budget-means", "device", "--context", "10MiB")
-    tensors = content(*arguments, "--budget", "40MiB")
+    device = content(*arguments, "--budget", "40MiB", "--context", "10MiB")
+    tensors = content(*arguments, "--budget", "40MiB", "--budget-means", "tensors")
     assert 10 * 2**20 < device["predicted_peak_bytes"] <= 40 * 2**20
     assert device["batch_size"] < tensors["batch_size"]
 

@@ -279,6 +279,24 @@ def test_an_alternative_that_cannot_be_predicted_says_why():
     assert found.note.startswith("cannot be predicted: anatomy: module `model` (Branches) must not depend on")
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).cuda(),
+        lambda: nn.Sequential(nn.Linear(64, 64, device="cuda"), nn.ReLU(), nn.Linear(64, 1).to("cuda:0")),
+    ],
+)
+def test_models_that_are_moved_to_cuda(model):
+    """The model alone, whose parameters ZeRO divides, was built without the device that is predicted."""
+    workload = Workload(model, lambda size: torch.randn(size, 64, device="cuda"))
+    elsewhere = Workload(
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), lambda size: torch.randn(size, 64)
+    )
+    found, expected = (advise(one, 8, devices=2, device="cuda") for one in (workload, elsewhere))
+    assert [one.name for one in found.methods] == [one.name for one in expected.methods]
+    assert [one.peak_bytes for one in found.methods] == [one.peak_bytes for one in expected.methods]
+
+
 def test_too_few_devices_are_an_error():
     with pytest.raises(ValueError, match="`devices` must be at least 1; got 0"):
         advise(workload(), 2, devices=0)

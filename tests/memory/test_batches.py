@@ -106,7 +106,7 @@ def test_a_probe_runs_what_it_returns():
 
 @pytest.mark.slow
 def test_a_device_holds_more_than_tensors():
-    tensors = max_batch_size(perceptron(), "700 MiB").batch_size
+    tensors = max_batch_size(perceptron(), "700 MiB", budget_means="tensors", device="cuda").batch_size
     device = max_batch_size(perceptron(), "700 MiB", budget_means="device", device="cuda")
     assert 0 < device.batch_size < tensors
     assert device.predicted_peak_bytes > 600 * MIB
@@ -114,6 +114,22 @@ def test_a_device_holds_more_than_tensors():
         perceptron(), "700 MiB", budget_means="device", device="cuda", context_bytes=300 * MIB
     ).batch_size
     assert device.batch_size < more < tensors
+
+
+@pytest.mark.parametrize(("device", "means"), [("cpu", "tensors"), ("cuda", "device")])
+def test_what_a_budget_means_by_default(device, means):
+    options = {"device": device, "power_of_two": True, "context_bytes": "1 MiB"}
+    found = max_batch_size(perceptron(), "20 MiB", **options)
+    assert found.budget_means == means
+    assert f"({means})" in str(found)
+    assert found.tried == max_batch_size(perceptron(), "20 MiB", budget_means=means, **options).tried
+    if device == "cuda":
+        assert found.tried != max_batch_size(perceptron(), "20 MiB", budget_means="tensors", **options).tried
+
+
+def test_what_a_device_holds_beside_tensors_is_told():
+    with pytest.raises(batches.BudgetTooSmallError, match=r"at its peak context 600\.0 MiB"):
+        max_batch_size(perceptron(), "400 MiB", device="cuda")
 
 
 @pytest.mark.parametrize(
