@@ -14,7 +14,13 @@ try:
     from torch._decomp import get_decompositions
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import lookup_backend, optimize
-    from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchRuntimeError, Unsupported
+    from torch._dynamo.exc import (
+        BackendCompilerFailed,
+        FailOnRecompileLimitHit,
+        TorchRuntimeError,
+        Unsupported,
+        UserError,
+    )
     from torch._guards import tracing
     from torch._higher_order_ops.wrap import TagActivationCheckpoint, tag_activation_checkpoint
     from torch._ops import HigherOrderOperator

@@ -258,3 +258,13 @@ def test_both_softmaxes_of_a_matrix(name, generator):
     torch.testing.assert_close(tiled(*args), expected)
     leaves = [a, b]
     check(torch.autograd.grad(tiled(*args).sum(), leaves), torch.autograd.grad(expected.sum(), leaves))
+
+
+def test_a_label_out_of_range_raises(generator):
+    """A sum by a mask finds no element there, and would give 0."""
+    a, b = (torch.randn(500, 16, generator=generator) for _ in range(2))
+    for label in (-1, 500):
+        index = torch.arange(500)
+        index[7] = label
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+            effops.tiled(SYMMETRIC["plain"], budget="512 KiB")(a, b, torch.tensor(0.5), index)

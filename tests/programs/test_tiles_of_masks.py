@@ -75,7 +75,23 @@ def filled(d, a, b):
     d.select(1, 1).zero_()
 
 
+def root_of_a_threshold(d, a, b):
+    """Elsewhere the gradient of the threshold is NaN."""
+    threshold = a.mean() + 2
+    mask = d < threshold
+    d[mask] = torch.sqrt(threshold - d[mask])
+
+
+def arc_of_a_scale(d, a, b):
+    """At 1 the gradient of the scale is infinite."""
+    scale = 1 + b.detach().mean() * 0 + a.sum() * 0
+    mask = d > 1
+    d[mask] = (d[mask] / scale).acosh()
+
+
 CHANGES = [
+    root_of_a_threshold,
+    arc_of_a_scale,
     number,
     tensor,
     one_element,
@@ -191,3 +207,98 @@ def test_a_diagonal_that_is_written_to(name, generator):
     tiled = effops.tiled(function, budget=BUDGET)
     if not isinstance(effops.explain(tiled, a), effops.CannotTile):
         torch.testing.assert_close(tiled(a), function(a))
+
+
+def inverted(d):
+    near, mask = d > 3, d > 1
+    near[mask] = ~near[mask]
+    return near.sum(1)
+
+
+def compared(d):
+    near, mask = d > 3, d > 1
+    near[mask] = d[mask] >= 2
+    return near.sum(1)
+
+
+def integers(d):
+    counts = d.int()
+    mask = counts > 1
+    counts[mask] = counts[mask] * 3 - 1
+    return counts.sum(1)
+
+
+@pytest.mark.parametrize("function", [inverted, compared, integers], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("budget", [BUDGET, "64 MiB"])
+def test_dtypes_without_gradients(function, budget, generator):
+    a, b = (one.detach() for one in operands(generator))
+    found = effops.tiled(lambda a, b: function(pairs(a, b)), budget=budget)(a, b)
+    assert torch.equal(found, function(pairs(a, b)))
+
+
+def mask_changed(d):
+    mask = d > 3
+    selected = d[mask]
+    mask.copy_(d.flip(0) > 3)
+    d[mask] = selected
+
+
+def source_changed(d):
+    selected = d[d > 3]
+    torch.neg(d, out=d)
+    d[d > 3] = selected
+
+
+def of_fewer_axes(d):
+    rows = d.sum(1)
+    mask = rows == rows.max()
+    d[mask] = rows[mask]
+
+
+def divided(d):
+    counts = d.int()
+    mask = counts > 1
+    counts[mask] = 100 // (counts[mask] - 1)
+
+
+def of_another_dtype(d):
+    counts = d.int()
+    mask = counts > 1
+    counts[mask] = counts[mask] / 2
+
+
+def counted(d):
+    selected = d[d > 3]
+    if selected.shape[0] > 0:
+        d[d > 3] = selected * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [mask_changed, source_changed, of_fewer_axes, divided, of_another_dtype, counted],
+    ids=lambda one: one.__name__,
+)
+@pytest.mark.parametrize("budget", [BUDGET, "64 MiB"])
+def test_what_is_not_put_back_where_it_was_is_refused(change, budget, generator):
+    def function(a, b):
+        d = pairs(a, b)
+        change(d)
+        return d.sum(1)
+
+    with pytest.raises(effops.CannotTile, match=r"a shape must not depend|a branch must not depend"):
+        effops.tiled(function, budget=budget)(*(one.detach() for one in operands(generator)))
+
+
+def test_strides_are_those_of_what_is_changed(generator):
+    def function(a, b, mask):
+        d = torch.sin(a @ b.mT).mT
+        d[mask] = d[mask] + 2
+        d[mask] = 3.0
+        return d
+
+    a, b = (one.detach() for one in operands(generator))
+    mask = torch.rand(300, 400, generator=generator) > 0.5
+    for budget in ("600 KiB", "64 MiB"):
+        found = effops.tiled(function, budget=budget)(a, b, mask)
+        assert found.stride() == (1, 300)
+        assert torch.equal(found, function(a, b, mask))

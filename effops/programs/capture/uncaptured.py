@@ -25,6 +25,7 @@ OWN_ERRORS = (
     "Missing attribute",
     "Attribute",
 )
+BRANCHES = "Data-dependent branching", "Data-dependent assertion", "Could not guard on data-dependent expression"
 # What the function calls that is no computation, as the front end names it.
 CALLED = (
     r"builtin operator `([\w.]+)`",
@@ -52,7 +53,7 @@ def why_not_captured(
         if own is not None:
             message = f"{type(own).__name__}: {own}".replace("FakeTensor", "Tensor")
             return WhyNot(message, "the function itself raises that: mend it, or give it other arguments")
-    if first.startswith("Data-dependent branching") or first.startswith("Data-dependent assertion"):
+    if any(one in text for one in BRANCHES):
         return WhyNot(
             f"a branch must not depend on values of tensors: {READ}",
             "write torch.where(condition, one, other) in place of `if`, or branch outside of the function",

@@ -44,6 +44,7 @@ from effops.pytorch.tiles import (
     FailOnRecompileLimitHit,
     TorchRuntimeError,
     Unsupported,
+    UserError,
     _len_torch_function_stack,
 )
 from effops.text import check_flags, parse_bytes, tells_wrong_arguments
@@ -86,7 +87,7 @@ class Tiled:
             raise CannotTile(reason[0], remedy=reason[1])
         try:
             return self.captured(*args, **kwargs)
-        except (Unsupported, TorchRuntimeError, BackendCompilerFailed, FailOnRecompileLimitHit) as error:
+        except (Unsupported, UserError, TorchRuntimeError, BackendCompilerFailed, FailOnRecompileLimitHit) as error:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, CannotTile):
                 raise inner from None

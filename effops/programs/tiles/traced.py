@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,18 +17,17 @@ from effops.dispatch.native import without_hooks
 from effops.numerics.precision import arithmetic_dtype
 from effops.prediction.allocations import fake_mode
 from effops.programs.capture.places import kind_of
+from effops.programs.capture.selections import ReadSelectionError, Selections, where
 from effops.programs.rules.binding import WITHOUT_GRADIENTS, value_of
 from effops.programs.tiles.refusals import CannotTile
 from effops.programs.tiles.substitutes import taken_apart, with_products
 from effops.pytorch.missing import present
-from effops.pytorch.operators import aten, is_elementwise
+from effops.pytorch.operators import aten
 from effops.pytorch.prediction import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     OpOverload,
-    TorchDispatchMode,
     handle_of,
-    map_arg,
     schema_of,
 )
 from effops.pytorch.tiles import (
@@ -71,6 +69,12 @@ def traced(captured: GraphModule, args: Sequence[Any], *, apart: Mapping[Any, Ca
             marking = _Marking(captured)
             try:
                 graph = make_fx(marking.run, decompositions, _allow_non_fake_inputs=True)(*fakes)
+            except ReadSelectionError:
+                raise refused_at(
+                    marking.running,
+                    "a shape must not depend on values: that of x[mask] does, where it is read",
+                    "use torch.where(mask, x, 0) or x.masked_fill(~mask, 0) in its place",
+                ) from None
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 if error.func is aten._local_scalar_dense.default:
                     raise refused_at(
@@ -160,31 +164,8 @@ def _cast_bools_at_once(graph: Graph) -> None:
             node.args = between.args
 
 
-class _OfElements(TorchDispatchMode):
-    """Notes whether all operators compute each element from the elements at its place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.are_all = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.are_all = self.are_all and (is_elementwise(func) or func.namespace == "prim")  # which asks for devices
-        return func(*args, **(kwargs or {}))
-
-
-class _Marking(Interpreter):
-    """Runs a graph, and marks what it computes without gradients. A checkpoint inside is left out.
-
-    What `x[mask]` selects has the shape of `x` here, with ones elsewhere. It is followed through operators of elements
-    to where `x[mask] = ..` puts it back.
-
-    Attributes:
-        selected: the nodes that have what a mask selects, or a number of it; and the node of the mask
-    """
-
-    def __init__(self, module: GraphModule) -> None:
-        super().__init__(module)
-        self.selected: dict[Node, Node] = {}
+class _Marking(Selections):
+    """Runs a graph, and marks what it computes without gradients. A checkpoint inside is left out."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is present(tag_activation_checkpoint):
@@ -196,82 +177,7 @@ class _Marking(Interpreter):
     def run_node(self, n: Node) -> Any:
         n.meta["custom"] = {WITHOUT_GRADIENTS: not torch.is_grad_enabled()}
         self.running = n  # so that an error can be told with its lines
-        index = n.args[1] if n.target is operator.getitem else None
-        if isinstance(index, Node) and self._selects(*self._values(n)):
-            self.selected[n] = index
-            x, mask = self._values(n)
-            return torch.where(_like_axes_of(x, mask), x, 1)
-        masks = [self.selected[one] for one in n.all_input_nodes if one in self.selected]
-        return self._run_on_selected(n, masks) if masks else super().run_node(n)
-
-    def _values(self, n: Node) -> tuple[Any, ...]:
-        return map_arg(n.args, self.env.__getitem__)
-
-    def _selects(self, x: Any, mask: Any) -> bool:
-        are_tensors = isinstance(x, Tensor) and isinstance(mask, Tensor)
-        return are_tensors and mask.dtype == torch.bool and mask.dim() > 0 and x.shape[: mask.dim()] == mask.shape
-
-    def _run_on_selected(self, n: Node, masks: Sequence[Node]) -> Any:
-        """Run a node that reads what masks select."""
-        if n.target in (aten.sym_size.int, operator.ge, aten._assert_scalar.default):  # Dynamo's check of the count
-            self.selected[n] = masks[0]
-            return True
-        values = self._values(n)
-        if n.target is operator.setitem and n.args[0] not in self.selected and _is_same(n.args[1], masks[0]):  # type: ignore[arg-type]
-            target, mask, value = values
-            target.copy_(torch.where(_like_axes_of(target, mask), value, target))
-            return None
-        others = [self.env[one] for one in n.all_input_nodes if one not in self.selected]
-        own = [self.env[one] for one in n.all_input_nodes if one in self.selected]
-        is_alike = all(_is_same(one, masks[0]) for one in masks) and all(isinstance(one, Tensor) for one in own)
-        if is_alike and not any(isinstance(one, Tensor) and one.numel() != 1 for one in others):
-            with _OfElements() as of_elements:
-                found = super().run_node(n)
-            if of_elements.are_all and isinstance(found, Tensor) and found.shape == own[0].shape:
-                self.selected[n] = masks[0]
-                return found
-        raise refused_at(
-            n,
-            "a shape must not depend on values: that of x[mask] does, where it is read",
-            "use torch.where(mask, x, 0) or x.masked_fill(~mask, 0) in its place",
-        )
-
-
-def _like_axes_of(x: Tensor, mask: Tensor) -> Tensor:
-    """A mask of the first axes, which broadcasts with all."""
-    return mask.reshape([*mask.shape, *[1] * (x.dim() - mask.dim())])
-
-
-def _is_same(one: Node, other: Node) -> bool:
-    """Whether two nodes are masks that are written alike, and nothing is changed in place between them."""
-    if one is other:
-        return True
-    between = False
-    for node in one.graph.nodes:
-        if between and node is not one and node is not other and _may_change(node):
-            return False
-        if node is one or node is other:
-            if between:
-                break
-            between = True
-    alike = one.op == other.op != "placeholder" and one.target == other.target
-    return alike and (one.args, one.kwargs) == (other.args, other.kwargs)
-
-
-def _may_change(node: Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_in_place = name.endswith("_") or name in (
-        "setitem",
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-    )
-    return node.op in ("call_function", "call_method") and is_in_place
+        return super().run_node(n)
 
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in ')
@@ -423,6 +329,7 @@ def _gathered_by_mask(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool =
     if not x.is_floating_point() or list(index.shape) != shape or not shape:
         return NotImplemented  # type: ignore[no-any-return]
     places = torch.arange(x.shape[axis], device=x.device)
+    index = places.index_select(0, index.reshape(-1)).reshape(shape)  # raises for an index that is out of range
     return _picked(x, index == places.reshape([-1 if own == axis else 1 for own in range(x.dim())]), axis, keepdim=True)
 
 
@@ -450,8 +357,8 @@ def _put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate
     behind = x.dim() - places[0] - mask.dim()
     if values.dim() > behind and values.shape[: values.dim() - behind].numel() != 1:
         return NotImplemented  # type: ignore[no-any-return]
-    given = values.reshape(values.shape[max(0, values.dim() - behind) :]).to(x.dtype)
-    return torch.where(mask.reshape([*mask.shape, *[1] * behind]), x + given if accumulate else given, x)
+    given = values.reshape(values.shape[max(0, values.dim() - behind) :])
+    return where(mask.reshape([*mask.shape, *[1] * behind]), x + given if accumulate else given, x)
 
 
 @functools.cache
