@@ -184,8 +184,47 @@ def test_a_function_that_keeps_the_budget(generator):
 
     a, b = operands(generator)
     tiled = effops.tiled(function, budget="64 MiB")
-    assert not effops.explain(tiled, a, b).loops
+    report = effops.explain(tiled, a, b)
+    assert not report.loops
+    assert report.first_call_bytes == report.taken_bytes == report.as_it_is_bytes > 4 * 400 * 300
     torch.testing.assert_close(tiled(a, b), function(a, b))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return 2 * upstream
+
+
+@pytest.mark.parametrize("budget", [BUDGET, "64 MiB"])
+def test_a_gradient_of_its_own_is_not_lost(budget, generator):
+    def function(a, b):
+        d = Doubled.apply(pairs(a, b))
+        d[d > 3] += 1
+        return d.sum(1)
+
+    with pytest.raises(effops.CannotTile, match="a part with a graph of its own"):
+        effops.tiled(function, budget=budget)(*operands(generator))
+
+
+@pytest.mark.parametrize("budget", [BUDGET, "64 MiB"])
+@pytest.mark.parametrize("change", [None, added], ids=["plain", "masked"])
+def test_inference_mode(change, budget, generator):
+    """Its tensors count no writes."""
+
+    def function(a, b):
+        d = pairs(a, b)
+        if change is not None:
+            change(d, a, b)
+        return torch.exp(-d).sum(1)
+
+    with torch.inference_mode():
+        a, b = (torch.randn(size, 4, generator=generator) for size in (400, 300))
+        torch.testing.assert_close(effops.tiled(function, budget=budget)(a, b), function(a, b))
 
 
 @pytest.mark.parametrize("name", ["fill", "add", "copy"])

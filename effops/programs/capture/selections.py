@@ -60,11 +60,11 @@ class Selections(Interpreter):
         self.read: dict[Node, list[int]] = {}
 
     def run_node(self, n: Node) -> Any:
-        self.read[n] = [version_of(one) for one in map(self.env.get, n.all_input_nodes) if isinstance(one, Tensor)]
+        self.read[n] = [_writes_to(one) for one in map(self.env.get, n.all_input_nodes) if isinstance(one, Tensor)]
         index = n.args[1] if n.target is operator.getitem else None
         if isinstance(index, Node) and _selects(*self._values(n)):
             x, mask = self._values(n)
-            self.selected[n] = Selection(index, version_of(mask))
+            self.selected[n] = Selection(index, _writes_to(mask))
             return torch.where(_like_axes_of(x, mask), x, torch.ones((), dtype=x.dtype, device=x.device))
         if any(one in self.counts for one in n.all_input_nodes):
             return self._checked(n)
@@ -93,7 +93,7 @@ class Selections(Interpreter):
             target, mask, value = self._values(n)
             index = n.args[1]
             is_put = isinstance(index, Node) and _selects(target, mask) and isinstance(value, Tensor)
-            if not is_put or not self._are_alike(Selection(index, version_of(mask)), first):  # type: ignore[arg-type]
+            if not is_put or not self._are_alike(Selection(index, _writes_to(mask)), first):  # type: ignore[arg-type]
                 raise ReadSelectionError
             if value.shape != target.shape or value.dtype != target.dtype:
                 raise ReadSelectionError
@@ -142,6 +142,11 @@ class Selections(Interpreter):
             self._is_written_alike(a, b) if isinstance(a, Node) and isinstance(b, Node) else a == b
             for a, b in zip(one.args, other.args)
         )
+
+
+def _writes_to(tensor: Tensor) -> int:
+    """How often the memory of a tensor was written to. A constant of inference mode tells none, and is not changed."""
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _selects(x: Any, mask: Any) -> bool:

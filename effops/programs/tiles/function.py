@@ -163,14 +163,19 @@ class Tiled:
         graphs = self._tracings(graph, args)
         found = next(graphs)
         try:
-            as_it_is_bytes = taken_bytes(graph.forward, args, backward=backward)
-            whole = None
-        except (CannotTile, DynamicOutputShapeException):  # where a mask selects, of which the trace has all
-            as_it_is_bytes = taken_bytes(found.forward, args, backward=backward)
-            whole = Program(found, [])
-        if as_it_is_bytes <= self.budget:
-            return whole, as_it_is_bytes
+            as_it_is_bytes, is_known = taken_bytes(graph.forward, args, backward=backward), True
+        except (
+            CannotTile,
+            DynamicOutputShapeException,
+        ):  # a mask selects: the trace runs, whose shapes are known
+            as_it_is_bytes, is_known = taken_bytes(found.forward, args, backward=backward), False
+        if is_known and as_it_is_bytes <= self.budget:
+            return None, as_it_is_bytes
         refuse_what_autograd_would_lose(graph)
+        if as_it_is_bytes <= self.budget:
+            whole = Program(found, [])
+            whole.taken_bytes = whole.first_call_bytes = as_it_is_bytes
+            return whole, as_it_is_bytes
         if self.compiles:
             _refuse_without_compiler(args)
         how = {"backward": backward, "compiles": self.compiles, "verify": self.verify}

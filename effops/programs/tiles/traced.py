@@ -63,7 +63,7 @@ def traced(captured: GraphModule, args: Sequence[Any], *, apart: Mapping[Any, Ca
     views = {one: taken for one, taken in apart.items() if _is_view(one)}
     decompositions = {**_of_pytorch(), **DECOMPOSITIONS, **{one: apart[one] for one in apart if one not in views}}
     mode = fake_mode(allow_non_fake_inputs=True)
-    with mode:
+    with torch.inference_mode(False), mode:  # which counts no writes to tensors
         fakes = [_fake(one) if isinstance(one, Tensor) else one for one in args]
         with preserve_node_meta(), tracing(None), torch.enable_grad(), without_hooks():
             marking = _Marking(captured)
