@@ -127,12 +127,12 @@ def max_batch_size(
             f"{2 ** (multiple_of.bit_length() - 1)}, or leave one out"
         )
     budget_bytes = None if budget is None else parse_bytes(budget, "max_batch_size: `budget`")
-    cuda_bytes, unknown = parse_bytes(context_bytes, "max_batch_size: `context_bytes`"), set[str]()
-    anatomy_of = functools.partial(anatomy, workload, device=device, probe=probe, context_bytes=cuda_bytes)
+    cuda_context_bytes, unknown = parse_bytes(context_bytes, "max_batch_size: `context_bytes`"), set[str]()
+    anatomy_of = functools.partial(anatomy, workload, device=device, probe=probe, context_bytes=cuda_context_bytes)
     if mode == "predict":
         peak_of = _predictor(anatomy_of, budget_bytes, budget_means, device, unknown)
     else:
-        peak_of = _prober(workload, budget_bytes, budget_means, cuda_bytes)
+        peak_of = _prober(workload, budget_bytes, budget_means, cuda_context_bytes)
 
     def told_peak_of(size: int) -> int | None:
         progress(f"{'predicting' if mode == 'predict' else 'running'} a step of batch size {size:,}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -50,13 +51,15 @@ class Part(NamedTuple):
     stage: Stage
     reads: Sequence[Read]
 
+    def sizes(self, length: int) -> list[tuple[Node, float]]:
+        """The bytes of what is read and of what is computed for some indices of the cut."""
+        share, placed = length / self.stage.cut.length, self.stage.cut.placed
+        read = [(node, nbytes_of(node) * (1 if along is None else share)) for node, along in self.stage.inputs]
+        return read + [(node, nbytes_of(node) * (share if node in placed else 1)) for node in self.stage.nodes]
+
     def bytes_of(self, length: int) -> float:
         """About what some indices of the cut take: the sum of all that is read and computed for them."""
-        whole, placed = self.stage.cut.length, self.stage.cut.placed
-        made = sum(nbytes_of(node) * (length / whole if node in placed else 1) for node in self.stage.nodes)
-        return made + sum(
-            nbytes_of(node) * (1 if along is None else length / whole) for node, along in self.stage.inputs
-        )
+        return sum(nbytes for _, nbytes in self.sizes(length))
 
     def shorter(self, most_bytes: float, length: int) -> Part | None:
         """A part with fewer indices of another axis, the longest of those that large nodes have; None if none can be.
@@ -64,11 +67,7 @@ class Part(NamedTuple):
         Args:
             most_bytes: what `length` indices of the cut should take
         """
-        share, placed = length / self.stage.cut.length, self.stage.cut.placed
-        sizes = {node: nbytes_of(node) * (share if node in placed else 1) for node in self.stage.nodes}
-        for node, along in self.stage.inputs:
-            sizes[node] = nbytes_of(node) * (1 if along is None else share)
-        largest = sorted(sizes, key=sizes.__getitem__)[-SEEDS:]
+        largest = [node for node, _ in sorted(self.sizes(length), key=lambda one: one[1])[-SEEDS:]]
         found = [
             (length_of(node, one), node, one)
             for node in self.stage.nodes
@@ -151,25 +150,29 @@ class Check:
 
     Attributes:
         loop: the loop
-        part: what is compared
-        length: how many indices of the cut the part has
+        most_bytes: about what the part should take at most
     """
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.choose(LARGEST)
+    def __init__(self, loop: Loop, most_bytes: int = LARGEST) -> None:
+        self.loop, self.most_bytes = loop, most_bytes
 
-    def choose(self, most_bytes: int) -> None:
-        """Choose the part: one that takes about `most_bytes` at most, if there is any."""
+    @functools.cached_property
+    def part(self) -> Part:
+        """What is compared: the longest part of other axes that takes so little, or the shortest that can be cut."""
         stage, least = self.loop.stage, min(LENGTHS[-1], self.loop.whole)
-        self.part = Part(stage, [Read(number, ()) for number in range(len(stage.inputs))])
-        while self.part.bytes_of(least) > most_bytes:
-            shorter = self.part.shorter(most_bytes, least)
+        found = Part(stage, [Read(number, ()) for number in range(len(stage.inputs))])
+        while found.bytes_of(least) > self.most_bytes:
+            shorter = found.shorter(self.most_bytes, least)
             if shorter is None:
                 break
-            self.part = shorter
-        length = next((one for one in LENGTHS if self.part.bytes_of(one) <= most_bytes), least)
-        self.length = min(length, self.loop.whole)
+            found = shorter
+        return found
+
+    @property
+    def length(self) -> int:
+        """How many indices of the loop's own cut are compared."""
+        length = next((one for one in LENGTHS if self.part.bytes_of(one) <= self.most_bytes), LENGTHS[-1])
+        return min(length, self.loop.whole)
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """Raise if tiles give another result or gradients than the whole.
@@ -189,7 +192,7 @@ class Check:
         """The results and gradients of the part: in tiles, as a whole, so of what roundings change, and in float64."""
         start = (self.loop.whole - self.length) // 2
         some = [
-            read.of(tensors, along, start, self.length).detach().requires_grad_(tensors[read.number].requires_grad)
+            read.of(tensors, along, start, self.length)
             for read, (_, along) in zip(self.part.reads, self.part.stage.inputs)
         ]
         tiles, rounded = self._in_tiles_of(-(-self.length // 3)), [_with_roundings(one) for one in some]
@@ -197,22 +200,22 @@ class Check:
         runs = (tiles, some), (whole, some), (whole, rounded), (exact, [in_float64(one) for one in some])
         return [_results(one, given, with_roundings=given is rounded) for one, given in runs]
 
-    def in_float64(self, *, backward: bool) -> tuple[Callable[..., Any], list[Tensor]]:
+    def exact_run(self, *, backward: bool) -> tuple[Callable[..., Any], list[Tensor]]:
         """The whole in float64, of which the check takes the most, and what it is given, without memory."""
         values = [
             torch.empty(shape_for(node.meta["val"], along, self.length), dtype=node.meta["val"].dtype, device="meta")
             for node, along in self.part.stage.inputs
         ]
+        exact = self._whole(_in_float64_without_chance)
         given = [in_float64(one).requires_grad_(backward and one.is_floating_point()) for one in values]
-        given += self._whole(_without_chance).first_carried("meta")
-        return self._whole(_in_float64_without_chance).body(self.length, given), given
+        given += exact.first_carried("meta")
+        return exact.body(self.length, given), given
 
     def taken_bytes(self, exact_bytes: int, *, backward: bool) -> int:
         """The bytes of a check whose run in float64 takes `exact_bytes`, with its results and gradients."""
-        share, placed = self.length / self.loop.whole, self.part.stage.cut.placed
-        given = [nbytes_of(node) * (1 if along is None else share) for node, along in self.part.stage.inputs]
-        made = [nbytes_of(node) * (share if node in placed else 1) for node in self.part.stage.outputs]
-        found = made + given * backward
+        sizes, count = self.part.sizes(self.length), len(self.part.stage.inputs)
+        given, computed = [nbytes for _, nbytes in sizes[:count]], dict(sizes[count:])
+        found = [computed[node] for node in self.part.stage.outputs] + given * backward
         # Beside the run in float64 there are its arguments, those that are changed, and what the other runs found; and
         # later what all runs found, a difference in float64, and which elements are finite.
         beside, compared = 3 * sum(given) + 3 * sum(found), 5 * sum(found) + 4 * max(found, default=0)

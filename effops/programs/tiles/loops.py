@@ -145,12 +145,6 @@ class Loop:
         layouts = [(tuple(one.shape), one.stride(), one.dtype, along) for one, along in values]
         return f"{self.whole} {self.graph(1).code} {layouts}"
 
-    def bytes_of(self, length: int) -> int:
-        """About what some indices of the cut take: the sum of all that a stage computes for them."""
-        placed = self.stage.cut.placed
-        shares = (nbytes_of(node) * (length / self.whole if node in placed else 1) for node in self.stage.nodes)
-        return int(sum(shares))
-
     def differentiable(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         """Which results require gradients, if these inputs do."""
         key = tuple(wanted)

@@ -179,12 +179,13 @@ def fit_checks(program: Program, args: Sequence[Any], budget: int, *, backward: 
     for one in with_nested:
         for pattern, check in [*one.checks.items()]:
             live_bytes = one.live_bytes.get(pattern, 0)
-            taken = _fit(check, budget - live_bytes, backward=backward)
-            if taken:
-                program.first_call_bytes = max(program.first_call_bytes, live_bytes + taken)
-            else:
+            fitting = _fitting(check.loop, budget - live_bytes, backward=backward)
+            if fitting is None:
                 del one.checks[pattern]
                 program.unchecked += 1
+            else:
+                one.checks[pattern], taken = fitting
+                program.first_call_bytes = max(program.first_call_bytes, live_bytes + taken)
 
 
 def _with_nested(program: Program) -> Iterator[Program]:
@@ -194,16 +195,16 @@ def _with_nested(program: Program) -> Iterator[Program]:
             yield from _with_nested(body)
 
 
-def _fit(check: Check, room: int, *, backward: bool) -> int:
-    """Choose the largest part whose check takes at most `room`; returns what it takes, 0 if there is none."""
+def _fitting(loop: Loop, room: int, *, backward: bool) -> tuple[Check, int] | None:
+    """The check of the largest part that takes at most `room`, and what it takes; None if there is none."""
     for share in SHARES:
-        check.choose(min(LARGEST, room // share))
-        graph, args = check.in_float64(backward=backward)
+        check = Check(loop, min(LARGEST, room // share))
+        graph, args = check.exact_run(backward=backward)
         exact_bytes = taken_bytes(graph, args, backward=backward, with_results=True)
         taken = check.taken_bytes(exact_bytes, backward=backward)
         if taken <= room:
-            return taken
-    return 0
+            return check, taken
+    return None
 
 
 def _with_kept_tiles(program: Program, args: Sequence[Any], budget: int, as_it_is_bytes: int) -> Program:
